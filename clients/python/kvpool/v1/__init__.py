@@ -1,0 +1,1 @@
+"""Generated from proto/kvpool/v1; never edited by hand."""
