@@ -399,16 +399,20 @@ class EngineReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_CHUNKS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda"."""
+    max_request_chunks: _builtins.int
+    """Chunks of one match, store or load at most; more are refused with INVALID_ARGUMENT."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
+        max_request_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,16 +576,23 @@ Global___EngineStoreRequest: _TypeAlias = EngineStoreRequest  # noqa: Y015
 
 @_typing.final
 class EngineGathered(_message.Message):
-    """The agent has copied the blocks out of the engine's cache (or needs none of them): they may be reused after `kept`."""
+    """The agent has copied the blocks of leading chunks out of the engine's cache (or needs none of them). Sent once per window of chunks, with a growing count; the last one
+    names all chunks of the request. The engine answers each with `kept` and may reuse those blocks then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Leading chunks of the request that were gathered."""
     def __init__(
         self,
+        *,
+        chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,16 +605,20 @@ class EngineKept(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEPT_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     kept: _builtins.bool
-    """False if any block was reused before `gathered`: the agent aborts."""
+    """False if any block of the window was reused before `gathered`: the agent aborts what it has not committed."""
+    chunk_count: _builtins.int
+    """Of the `gathered` that this answers."""
     def __init__(
         self,
         *,
         kept: _builtins.bool = ...,
+        chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "kept", b"kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
