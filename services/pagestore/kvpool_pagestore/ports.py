@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
+# Plain values of the whole code base, named here too so that adapters find all they need in one place.
+from kvpool.core.cluster import LocationChange as LocationChange
+from kvpool.core.cluster import PageMetadata as PageMetadata
+from kvpool.core.cluster import RemoteSource as RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageMetadata:
-    """What is kept durably beside a page; see the proto message of the same name."""
 
-    parent_hash: bytes  # 16 bytes
-    chunk_index: int
-    group_head_hash: bytes  # 16 bytes
-    ttl_ms: int = 0
-    priority: int = 0
-    pinned_until_us: int = 0
+class Workers(Protocol):
+    """A bounded pool of threads for blocking calls."""
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `function` run on a thread. A started call runs to its end even when the caller is cancelled.
+
+        Raises Overloaded when the queue is full, Draining when closed.
+        """
+        ...
+
+
+class Arena(Protocol):
+    """Segments of shared memory. Methods block (they enter the kernel for milliseconds) unless they say otherwise."""
+
+    def create_segment(self, segment_id: int, size_bytes: int) -> None:
+        """Create and map a segment with all its memory reserved. Raises ArenaFull when the file system has no room."""
+        ...
+
+    def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
+        """A writable view. Does not block. Every view must be gone before the segment is destroyed."""
+        ...
+
+    def descriptor(self, segment_id: int) -> int:
+        """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block. Raises KeyError."""
+        ...
+
+    def destroy_segment(self, segment_id: int) -> None:
+        """Unlink, unmap and close a segment; its memory is free once no peer maps it."""
+        ...
+
+    def create_session_file(self, session_id: bytes) -> int:
+        """A new locked descriptor to hand to the session's peer; the caller owns it."""
+        ...
+
+    def gone_sessions(self, session_ids: Sequence[bytes]) -> Sequence[bytes]:
+        """Those whose peer processes have all let go of the session's descriptor."""
+        ...
+
+    def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
+        """Remove session files."""
+        ...
+
+    def destroy_old_segments(self) -> None:
+        """Destroy the segments that an earlier process of this node left behind."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPage:
-    """One page of the disk tier as a scan finds it. `tenant` and `spec` come from the keyspace record kept beside the pages."""
+    """One page of the disk tier as a scan finds it."""
 
     key: PageKey
     page_bytes: int
@@ -34,7 +76,7 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """One page to make durable. `page` views the arena slot (header + payload + sum table) and stays leased until on_durable."""
+    """One page to make durable. `page` views the arena slot (header, payload, sums), which is held until put_batch returns."""
 
     key: PageKey
     page: memoryview
@@ -42,11 +84,11 @@ class PageWrite:
 
 
 OnDurable = Callable[[PageKey, KvPoolError | None], None]
-"""Called exactly once per page, from the writing thread, after the sync that covers the page (None) or with its failure."""
+"""Called once per page, from the writing thread, after the sync that covers the page (None) or with its failure."""
 
 
 class PageStore(Protocol):
-    """The disk tier. Every method blocks and is called from worker threads, several at once; none is called before `open`.
+    """The disk tier. Every method blocks and is called from worker threads, several at once, never before `open`.
 
     Faults raise StoreFault (the tier is unhealthy) and never pass for a miss.
     """
@@ -76,7 +118,7 @@ class PageStore(Protocol):
         ...
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
-        """Write pages and sync them. Calls on_durable once per page, then returns; never raises for one page's failure."""
+        """Write pages and sync them. Calls on_durable once per page, then returns; never raises for one page."""
         ...
 
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
@@ -101,15 +143,6 @@ class PageStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSource:
-    """Another node that may have a page."""
-
-    node_id: bytes
-    incarnation: int
-    bulk_endpoint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PullItem:
     """One page to pull into a slot of `destination` (exactly the page's bytes)."""
 
@@ -128,10 +161,10 @@ class PeerPages(Protocol):
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
     ) -> None:
-        """Stream pages of one keyspace into their slots. Calls on_page(item index, error, hit) once per item, in any order.
+        """Stream pages of one keyspace into their slots. Calls on_page(item index, error, hit) once per item.
 
-        A page is reported as a hit only when all its bytes arrived; the engine verifies them. Never raises: a broken stream is
-        reported on every item that had not settled.
+        The order is free. A page is reported as a hit only when all its bytes arrived; the engine verifies them. Never
+        raises: a broken stream is reported on every item that had not settled.
         """
         ...
 
@@ -140,16 +173,8 @@ class PeerPages(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocationChange:
-    """Shards of one chunk that appeared at or left a tier of this node."""
-
-    keyspace: bytes
-    chunk_hash: bytes
-    group_head_hash: bytes
-    tier: int  # kvpool.core.outcome.Tier
-    added_shards: int
-    removed_shards: int
+SnapshotSource = Callable[[], Iterable[LocationChange]]
+"""All present locations of this node; asked on the event loop when an incarnation starts from an empty index entry."""
 
 
 class IndexLink(Protocol):
@@ -160,7 +185,7 @@ class IndexLink(Protocol):
         ...
 
     async def wait_announced(self) -> None:
-        """Return when everything announced before the call is acknowledged; raises StoreUnavailable if that cannot be told."""
+        """Return when everything announced before is acknowledged; StoreUnavailable if that cannot be told."""
         ...
 
     async def drop_keyspace(self, keyspace: bytes) -> None:
@@ -190,13 +215,15 @@ class WriteGrant:
 
 
 class BulkGateway(Protocol):
-    """What bulk streams (on their own threads) may ask of the engine. Every method blocks the calling thread, never the event loop.
+    """What bulk streams (on their own threads) may ask of the engine. Blocks the calling thread, never the event loop.
 
-    A stream opens one gateway session (`BulkSession`) and closes it when it ends, however it ends; that gives back all its leases,
-    because a bulk stream's thread has stopped touching the slots by then.
+    A stream opens one gateway session (`BulkSession`) and closes it when it ends, however it ends; that gives back all
+    its leases, because a bulk stream's thread has stopped touching the slots by then.
     """
 
-    def open_bulk(self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int) -> BulkSession:
+    def open_bulk(
+        self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int
+    ) -> BulkSession:
         """Raises StaleIncarnation, TenantDenied, InvalidRequest, Draining."""
         ...
 
@@ -205,7 +232,7 @@ class BulkSession(Protocol):
     """Leases of one bulk stream."""
 
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        """Per key: a grant, the error, or None for a plain miss. Own tiers only (staging, then disk): never forwarded."""
+        """Per key: a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
         ...
 
     def release(self, grants: Sequence[ReadGrant]) -> None:
