@@ -1,0 +1,59 @@
+# All targets share one virtual environment, made on first use. Variables:
+#   PYTHON           the interpreter it is made from: Python 3.11 to 3.13
+#   VENV             where it is
+#   TORCH_INDEX_URL  package index for torch alone, e.g. https://download.pytorch.org/whl/cpu where CUDA is not wanted
+#   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
+ifndef PYTHON
+# The first supported one on the PATH; if there is none, python3 itself says what is wrong.
+PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo $$python && exit; done; echo python3)
+endif
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup proto format check test demo bench clean
+
+help:
+	@echo 'make setup   the virtual environment (every other target makes it when needed)'
+	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
+	@echo 'make test    all tests                make check   format, lint, types, generated code'
+	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
+	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
+
+setup:
+	@$(PYTHON) tools/setup_venv.py --venv '$(VENV)' --torch-index-url '$(TORCH_INDEX_URL)'
+
+proto: setup
+	$(RUN) tools/generate_proto.py
+
+format: setup
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+check: setup
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) tools/generate_proto.py --check
+
+test: setup
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+demo: setup
+	$(RUN) -m demo.run $(DEMO_ARGS)
+
+bench: setup
+	@mkdir -p .kvpool
+	$(RUN) -m kvpool.cli.main bench pages --json .kvpool/bench-pages.json $(BENCH_ARGS)
+	$(RUN) -m kvpool.cli.main bench match --json .kvpool/bench-match.json $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find clients services tests tools demo bench -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find . -path './$(VENV)' -prune -o -name '*.egg-info' -prune -exec rm -rf {} +
