@@ -1,0 +1,48 @@
+"""Settings of the client library. A default is written once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """How clients reach the services and how long they wait. One value serves all clients of a process."""
+
+    index_endpoints: tuple[str, ...] = ()  # "host:port" or "unix:/path"; several: tried in turn
+    agent_endpoint: str = ""  # of this rank's gpuagent, usually "unix:/path"
+    bearer_token: str = field(default="", repr=False)  # sent as `authorization`; empty: none
+    host_id: str = ""  # identity of this machine, to prefer its pagestore
+    call_timeout_s: float = 5.0  # of a unary call, its retries included
+    match_timeout_s: float = 0.5  # of a match on the hot path: later than that, recomputing has begun anyway
+    connect_timeout_s: float = 5.0  # of opening a session
+    load_timeout_s: float = 30.0
+    store_timeout_s: float = 120.0  # of waiting for a store's end; the hold on blocks is not bounded by it
+    backoff_initial_s: float = 0.05
+    backoff_max_s: float = 5.0
+    requests_in_flight_max: int = 256  # per stream; more wait, within their deadline
+    message_bytes_max: int = 16 << 20  # of control messages; bulk transfer has limits of its own
+    keepalive_time_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "call_timeout_s",
+            "match_timeout_s",
+            "connect_timeout_s",
+            "load_timeout_s",
+            "store_timeout_s",
+            "backoff_initial_s",
+            "backoff_max_s",
+            "requests_in_flight_max",
+            "message_bytes_max",
+            "keepalive_time_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.backoff_max_s < self.backoff_initial_s:
+            raise ValueError(f"backoff_max_s must be at least backoff_initial_s, got {self.backoff_max_s}")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries."""
+        return (("authorization", f"Bearer {self.bearer_token}"),) if self.bearer_token else ()

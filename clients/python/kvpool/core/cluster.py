@@ -1,0 +1,197 @@
+"""What is known of a cluster: nodes, locations of chunks, matches. Plain values; the wire has messages of the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvpool.core.outcome import Tier
+
+CHAIN_GROUP_CHUNKS = 16  # consecutive chunks of a chain that the index keeps together
+ALL_SHARDS = (1 << 64) - 1
+
+
+class NodeKind(IntEnum):
+    """What a node is."""
+
+    PAGESTORE = 1
+    AGENT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """What a node registers. `incarnation` 0 means that none was granted yet."""
+
+    node_id: bytes  # 16 bytes
+    kind: NodeKind
+    host_id: str = ""
+    endpoint: str = ""  # "host:port"
+    bulk_endpoint: str = ""  # "host:port"; empty if it serves no bulk transfer
+    local_socket: str = ""  # path; empty if none
+    capacity_bytes: int = 0  # weight of placement
+    metrics_url: str = ""
+    incarnation: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """Load figures that a node sends with each renewal."""
+
+    arena_capacity_bytes: int = 0
+    arena_used_bytes: int = 0
+    disk_capacity_bytes: int = 0
+    disk_used_bytes: int = 0
+    page_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveNode:
+    """A registered node whose lease has not ended."""
+
+    info: NodeInfo
+    load: NodeLoad
+    lease_remaining_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLease:
+    """What a registration grants."""
+
+    incarnation: int
+    lease_ttl_ms: int
+    renew_interval_ms: int
+    announce_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """One place that holds some shards of a chunk."""
+
+    node_id: bytes  # 16 bytes
+    incarnation: int
+    tier: Tier
+    shards: int  # bit s set: shard s is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocationChange:
+    """Shards of one chunk that appeared at or left a tier of a node. A bit in both masks is removed."""
+
+    keyspace: bytes  # 16 bytes
+    chunk_hash: bytes  # 16 bytes
+    group_head_hash: bytes  # 16 bytes
+    tier: Tier
+    added_shards: int
+    removed_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleLocation:
+    """A location that did not hold what it promised; only the shards named are removed."""
+
+    keyspace: bytes  # 16 bytes
+    chunk_hash: bytes  # 16 bytes
+    group_head_hash: bytes  # 16 bytes
+    location: Location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSource:
+    """Another node that may have a page."""
+
+    node_id: bytes  # 16 bytes
+    incarnation: int
+    bulk_endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageMetadata:
+    """What the owner of a page keeps durably beside it."""
+
+    parent_hash: bytes  # 16 bytes; zeros for the first chunk of a chain
+    chunk_index: int
+    group_head_hash: bytes  # 16 bytes
+    ttl_ms: int = 0  # 0: no limit
+    priority: int = 0  # -100 (first to go) to 100 (last to go)
+    pinned_until_us: int = 0  # wall time, microseconds since the epoch; 0: not pinned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainQuery:
+    """A question about consecutive chunks of one chain."""
+
+    keyspace: bytes  # 16 bytes
+    chunk_hashes: bytes  # 16 bytes each, concatenated, from first_chunk_index on
+    first_chunk_index: int = 0
+    group_head_hash: bytes = b""  # head of the first chunk's group; may be empty when its index is a multiple of 16
+    shards: int = 0  # shards that must be covered; 0: all of the keyspace's grid
+    host_id: str = ""  # nodes of this host are listed first
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks asked for."""
+        return len(self.chunk_hashes) // 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchRun:
+    """Consecutive chunks with equal locations."""
+
+    chunk_count: int
+    locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainMatch:
+    """The longest covered prefix of a chain, run-length encoded."""
+
+    matched_chunks: int
+    runs: tuple[MatchRun, ...] = ()
+    nodes: dict[bytes, NodeInfo] = field(default_factory=dict)  # by node id: every node named in runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkEvent:
+    """The new value of one chunk's locations; of two, the one with the higher version counts."""
+
+    keyspace: bytes
+    chunk_hash: bytes  # 8 (truncated) or 16 bytes
+    group_head_hash: bytes
+    locations: tuple[Location, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEvent:
+    """A node came or changed (alive), or went: all its locations are gone."""
+
+    node: NodeInfo
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResyncEvent:
+    """Events were missed: start from a fresh view."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEvent:
+    """One event of a watch, with the position to resume from."""
+
+    position: str
+    event: ChunkEvent | NodeEvent | ResyncEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexInfo:
+    """Limits and versions of an index."""
+
+    version: str
+    store: str  # "redis" or "memory"
+    max_match_chunks: int
+    max_batch_items: int
+    lease_ttl_ms: int
+    store_reachable: bool

@@ -1,0 +1,284 @@
+"""Nodes, locations, matches and events <-> messages of the index."""
+
+from __future__ import annotations
+
+from kvpool.core import cluster
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.outcome import Tier
+from kvpool.v1 import common_pb2, index_pb2
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto
+
+_ENDPOINT_CHARACTERS_MAX = 1024
+
+
+def node_info_to_proto(node: cluster.NodeInfo) -> index_pb2.NodeInfo:
+    """What a node registers, or what the cluster knows of it."""
+    return index_pb2.NodeInfo(
+        node_id=node.node_id,
+        kind=index_pb2.NodeKind.ValueType(node.kind),
+        host_id=node.host_id,
+        endpoint=node.endpoint,
+        bulk_endpoint=node.bulk_endpoint,
+        local_socket=node.local_socket,
+        capacity_bytes=node.capacity_bytes,
+        metrics_url=node.metrics_url,
+        incarnation=node.incarnation,
+        draining=node.draining,
+    )
+
+
+def node_info_from_proto(message: index_pb2.NodeInfo) -> cluster.NodeInfo:
+    """Raises InvalidRequest for a malformed id, kind, endpoint or capacity."""
+    for name in ("endpoint", "bulk_endpoint"):
+        _check_endpoint(getattr(message, name), f"node.{name}")
+    for name in ("host_id", "local_socket", "metrics_url"):
+        check_count(len(getattr(message, name)), f"length of node.{name}", most=_ENDPOINT_CHARACTERS_MAX)
+    return cluster.NodeInfo(
+        node_id=check_id(message.node_id, "node.node_id"),
+        kind=enum_from_proto(message.kind, cluster.NodeKind, "node.kind"),
+        host_id=message.host_id,
+        endpoint=message.endpoint,
+        bulk_endpoint=message.bulk_endpoint,
+        local_socket=message.local_socket,
+        capacity_bytes=check_count(message.capacity_bytes, "node.capacity_bytes"),
+        metrics_url=message.metrics_url,
+        incarnation=message.incarnation,
+        draining=message.draining,
+    )
+
+
+def _check_endpoint(endpoint: str, name: str) -> None:
+    if not endpoint:
+        return
+    host, separator, port = endpoint.rpartition(":")
+    valid = separator and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not valid or len(endpoint) > _ENDPOINT_CHARACTERS_MAX:
+        raise InvalidRequest(f"{name} must be host:port with a port of 1 to 65535, got {endpoint[:80]!r}")
+
+
+def node_load_to_proto(load: cluster.NodeLoad) -> index_pb2.NodeLoad:
+    """Load figures of a renewal."""
+    return index_pb2.NodeLoad(
+        arena_capacity_bytes=load.arena_capacity_bytes,
+        arena_used_bytes=load.arena_used_bytes,
+        disk_capacity_bytes=load.disk_capacity_bytes,
+        disk_used_bytes=load.disk_used_bytes,
+        page_count=load.page_count,
+    )
+
+
+def node_load_from_proto(message: index_pb2.NodeLoad) -> cluster.NodeLoad:
+    """Raises InvalidRequest for negative figures."""
+    return cluster.NodeLoad(
+        arena_capacity_bytes=check_count(message.arena_capacity_bytes, "load.arena_capacity_bytes"),
+        arena_used_bytes=check_count(message.arena_used_bytes, "load.arena_used_bytes"),
+        disk_capacity_bytes=check_count(message.disk_capacity_bytes, "load.disk_capacity_bytes"),
+        disk_used_bytes=check_count(message.disk_used_bytes, "load.disk_used_bytes"),
+        page_count=check_count(message.page_count, "load.page_count"),
+    )
+
+
+def live_node_to_proto(node: cluster.LiveNode) -> index_pb2.LiveNode:
+    """One live node."""
+    return index_pb2.LiveNode(
+        info=node_info_to_proto(node.info),
+        load=node_load_to_proto(node.load),
+        lease_remaining_ms=node.lease_remaining_ms,
+    )
+
+
+def live_node_from_proto(message: index_pb2.LiveNode) -> cluster.LiveNode:
+    """Raises InvalidRequest."""
+    return cluster.LiveNode(
+        info=node_info_from_proto(message.info),
+        load=node_load_from_proto(message.load),
+        lease_remaining_ms=message.lease_remaining_ms,
+    )
+
+
+def location_to_proto(location: cluster.Location) -> common_pb2.Location:
+    """One place that holds a chunk."""
+    return common_pb2.Location(
+        node_id=location.node_id,
+        incarnation=location.incarnation,
+        tier=common_pb2.Tier.ValueType(location.tier),
+        shards=location.shards,
+    )
+
+
+def location_from_proto(message: common_pb2.Location) -> cluster.Location:
+    """Raises InvalidRequest for a malformed node id or tier."""
+    return cluster.Location(
+        node_id=check_id(message.node_id, "location.node_id"),
+        incarnation=message.incarnation,
+        tier=enum_from_proto(message.tier, Tier, "location.tier"),
+        shards=message.shards,
+    )
+
+
+def location_change_to_proto(change: cluster.LocationChange) -> index_pb2.LocationChange:
+    """One change of an announce batch."""
+    return index_pb2.LocationChange(
+        keyspace_id=change.keyspace,
+        chunk_hash=change.chunk_hash,
+        group_head_hash=change.group_head_hash,
+        tier=common_pb2.Tier.ValueType(change.tier),
+        added_shards=change.added_shards,
+        removed_shards=change.removed_shards,
+    )
+
+
+def location_change_from_proto(message: index_pb2.LocationChange) -> cluster.LocationChange:
+    """Raises InvalidRequest."""
+    return cluster.LocationChange(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        chunk_hash=check_id(message.chunk_hash, "chunk_hash"),
+        group_head_hash=check_id(message.group_head_hash, "group_head_hash"),
+        tier=enum_from_proto(message.tier, Tier, "tier"),
+        added_shards=message.added_shards,
+        removed_shards=message.removed_shards,
+    )
+
+
+def stale_location_to_proto(stale: cluster.StaleLocation) -> index_pb2.StaleLocation:
+    """A location found to be wrong."""
+    return index_pb2.StaleLocation(
+        keyspace_id=stale.keyspace,
+        chunk_hash=stale.chunk_hash,
+        group_head_hash=stale.group_head_hash,
+        location=location_to_proto(stale.location),
+    )
+
+
+def stale_location_from_proto(message: index_pb2.StaleLocation) -> cluster.StaleLocation:
+    """Raises InvalidRequest."""
+    return cluster.StaleLocation(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        chunk_hash=check_id(message.chunk_hash, "chunk_hash"),
+        group_head_hash=check_id(message.group_head_hash, "group_head_hash"),
+        location=location_from_proto(message.location),
+    )
+
+
+def chain_query_to_proto(query: cluster.ChainQuery) -> index_pb2.MatchRequest:
+    """A question about a chain."""
+    return index_pb2.MatchRequest(
+        keyspace_id=query.keyspace,
+        chunk_hashes=query.chunk_hashes,
+        first_chunk_index=query.first_chunk_index,
+        group_head_hash=query.group_head_hash,
+        shards=query.shards,
+        host_id=query.host_id,
+    )
+
+
+def chain_query_from_proto(message: index_pb2.MatchRequest, *, chunks_max: int) -> cluster.ChainQuery:
+    """Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing."""
+    whole, left = divmod(len(message.chunk_hashes), 16)
+    if left:
+        raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash")
+    check_count(whole, "number of chunk_hashes", most=chunks_max)
+    first = check_count(message.first_chunk_index, "first_chunk_index")
+    head = check_optional_id(message.group_head_hash, "group_head_hash")
+    if not head and first % cluster.CHAIN_GROUP_CHUNKS and whole:
+        raise InvalidRequest(f"group_head_hash is needed because first_chunk_index {first} is no multiple of 16")
+    return cluster.ChainQuery(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        chunk_hashes=message.chunk_hashes,
+        first_chunk_index=first,
+        group_head_hash=head,
+        shards=message.shards,
+        host_id=message.host_id,
+    )
+
+
+def chain_match_to_proto(match: cluster.ChainMatch) -> index_pb2.MatchResponse:
+    """The longest covered prefix."""
+    runs = [
+        index_pb2.MatchRun(chunk_count=run.chunk_count, locations=[location_to_proto(place) for place in run.locations])
+        for run in match.runs
+    ]
+    nodes = [node_info_to_proto(node) for node in match.nodes.values()]
+    return index_pb2.MatchResponse(matched_chunks=match.matched_chunks, runs=runs, nodes=nodes)
+
+
+def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMatch:
+    """Raises InvalidRequest when the runs do not sum up to the matched chunks."""
+    runs = tuple(
+        cluster.MatchRun(
+            chunk_count=check_count(run.chunk_count, "run.chunk_count", least=1),
+            locations=tuple(location_from_proto(place) for place in run.locations),
+        )
+        for run in message.runs
+    )
+    if sum(run.chunk_count for run in runs) != message.matched_chunks:
+        raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
+    nodes = {node.node_id: node_info_from_proto(node) for node in message.nodes}
+    return cluster.ChainMatch(matched_chunks=message.matched_chunks, runs=runs, nodes=nodes)
+
+
+def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
+    """One event of a watch."""
+    response = index_pb2.WatchResponse(position=event.position)
+    value = event.event
+    if isinstance(value, cluster.ChunkEvent):
+        response.chunk.CopyFrom(
+            index_pb2.ChunkEvent(
+                keyspace_id=value.keyspace,
+                chunk_hash=value.chunk_hash,
+                group_head_hash=value.group_head_hash,
+                locations=[location_to_proto(place) for place in value.locations],
+                version=value.version,
+            )
+        )
+    elif isinstance(value, cluster.NodeEvent):
+        response.node.CopyFrom(index_pb2.NodeEvent(node=node_info_to_proto(value.node), alive=value.alive))
+    else:
+        response.resync.CopyFrom(index_pb2.ResyncEvent(cause=value.cause))
+    return response
+
+
+def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent:
+    """Raises InvalidRequest for an event of no kind that this version knows."""
+    event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent
+    match message.WhichOneof("event"):
+        case "chunk":
+            chunk = message.chunk
+            event = cluster.ChunkEvent(
+                keyspace=check_id(chunk.keyspace_id, "chunk.keyspace_id"),
+                chunk_hash=chunk.chunk_hash,
+                group_head_hash=check_optional_id(chunk.group_head_hash, "chunk.group_head_hash"),
+                locations=tuple(convert_items(chunk.locations, location_from_proto, "location")),
+                version=chunk.version,
+            )
+        case "node":
+            event = cluster.NodeEvent(node=node_info_from_proto(message.node.node), alive=message.node.alive)
+        case "resync":
+            event = cluster.ResyncEvent(cause=message.resync.cause)
+        case _:
+            raise InvalidRequest("a watch event of a kind that this version does not know")
+    return cluster.IndexEvent(position=message.position, event=event)
+
+
+def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoResponse:
+    """Limits and versions."""
+    return index_pb2.GetIndexInfoResponse(
+        version=info.version,
+        store=info.store,
+        max_match_chunks=info.max_match_chunks,
+        max_batch_items=info.max_batch_items,
+        lease_ttl_ms=info.lease_ttl_ms,
+        store_reachable=info.store_reachable,
+    )
+
+
+def index_info_from_proto(message: index_pb2.GetIndexInfoResponse) -> cluster.IndexInfo:
+    """Limits and versions."""
+    return cluster.IndexInfo(
+        version=message.version,
+        store=message.store,
+        max_match_chunks=message.max_match_chunks,
+        max_batch_items=message.max_batch_items,
+        lease_ttl_ms=message.lease_ttl_ms,
+        store_reachable=message.store_reachable,
+    )
