@@ -1,0 +1,141 @@
+"""gRPC channels, several endpoints of one service, and unary calls with a deadline whose errors are kvpool's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
+from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from grpc.aio import UnaryUnaryMultiCallable
+
+StubT = TypeVar("StubT")
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:/path"; it connects when first used. Call on the event loop that will use it."""
+    if not endpoint:
+        raise InvalidRequest("an endpoint is empty; give host:port or unix:/path")
+    options: list[tuple[str, int]] = [
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.max_send_message_length", config.message_bytes_max),
+        ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1e3)),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Back soon after a restart: gRPC's own pauses grow to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Channels that shared a connection would also share its pauses and its flow control window.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.aio.insecure_channel(endpoint, options=options)
+
+
+class Endpoints(Generic[StubT]):
+    """Stubs for several endpoints of one service, one of them in use; a failure moves on to the next."""
+
+    def __init__(
+        self, endpoints: tuple[str, ...], config: ClientConfig, make_stub: Callable[[grpc.aio.Channel], StubT]
+    ) -> None:
+        """Raises InvalidRequest when there is no endpoint."""
+        if not endpoints:
+            raise InvalidRequest("no endpoint is configured; give at least one host:port or unix:/path")
+        self._endpoints = endpoints
+        self._config = config
+        self._make_stub = make_stub
+        self._opened: dict[str, tuple[grpc.aio.Channel, StubT]] = {}
+        self._position = 0
+        self._closed = False
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in use."""
+        return self._endpoints[self._position]
+
+    @property
+    def config(self) -> ClientConfig:
+        """Settings of every call."""
+        return self._config
+
+    @property
+    def count(self) -> int:
+        """Endpoints that may be tried."""
+        return len(self._endpoints)
+
+    def stub(self) -> StubT:
+        """The stub of the endpoint in use. Raises ServiceUnavailable after close."""
+        if self._closed:
+            raise ServiceUnavailable("this client is closed; open a new one")
+        known = self._opened.get(self.endpoint)
+        if known is None:
+            channel = open_channel(self.endpoint, self._config)
+            known = self._opened[self.endpoint] = (channel, self._make_stub(channel))
+        return known[1]
+
+    def fail(self, endpoint: str) -> None:
+        """Say that `endpoint` did not serve; unless another caller said so before, the next one comes into use."""
+        if endpoint == self.endpoint:
+            self._position = (self._position + 1) % len(self._endpoints)
+
+    async def close(self) -> None:
+        """Close all channels; calls in flight end with ServiceUnavailable. Idempotent."""
+        self._closed = True
+        opened, self._opened = self._opened, {}
+        for channel, _ in opened.values():
+            await channel.close()
+
+    async def call(
+        self,
+        method: Callable[[StubT], UnaryUnaryMultiCallable[RequestT, ResponseT]],
+        request: RequestT,
+        *,
+        timeout_s: float | None = None,
+        idempotent: bool = True,
+    ) -> ResponseT:
+        """One unary call; an idempotent one is repeated, on the next endpoint, while its deadline allows.
+
+        raises: the KvPoolError that the server names; ServiceUnavailable, DeadlineExceeded.
+        """
+        limit_s = self._config.call_timeout_s if timeout_s is None else timeout_s
+
+        async def attempt(remaining_s: float) -> ResponseT:
+            endpoint = self.endpoint
+            # An endpoint that hangs must leave time for the others.
+            attempts_left = len(self._endpoints) if idempotent else 1
+            try:
+                return await self._call_once(method, request, max(remaining_s / attempts_left, 1e-3))
+            except TRANSIENT:
+                self.fail(endpoint)
+                raise
+
+        if not idempotent:
+            return await attempt(limit_s)
+        backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
+        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff)
+
+    async def _call_once(
+        self,
+        method: Callable[[StubT], UnaryUnaryMultiCallable[RequestT, ResponseT]],
+        request: RequestT,
+        timeout_s: float,
+    ) -> ResponseT:
+        try:
+            return await method(self.stub())(request, timeout=timeout_s, metadata=self._config.metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        except grpc.aio.UsageError as error:
+            raise closed_channel_error(error) from error
+
+
+def closed_channel_error(error: Exception) -> KvPoolError:
+    """What a call on a closed channel means to the caller."""
+    return ServiceUnavailable(f"the channel was closed ({error}); open a new client")

@@ -1,0 +1,159 @@
+"""Bytes, enums and small messages of the API: what the other converters share. Malformed input raises InvalidRequest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.page import PAGE_KEY_BYTES, PageKey
+from kvpool.v1 import common_pb2
+from kvpool.wire.status import error_from_reason
+
+HASH_BYTES = 16
+SHARDS_MAX = (1 << 64) - 1
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+EnumT = TypeVar("EnumT", bound=IntEnum)
+
+
+class PageMetadataLike(Protocol):
+    """Any value with the fields of PageMetadata: services keep their own."""
+
+    @property
+    def parent_hash(self) -> bytes: ...
+    @property
+    def chunk_index(self) -> int: ...
+    @property
+    def group_head_hash(self) -> bytes: ...
+    @property
+    def ttl_ms(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def pinned_until_us(self) -> int: ...
+
+
+def check_length(value: bytes, size_bytes: int, name: str) -> bytes:
+    """`value`, if it has exactly `size_bytes`. Raises InvalidRequest naming the field."""
+    if len(value) != size_bytes:
+        raise InvalidRequest(f"{name} must be {size_bytes} bytes, got {len(value)}; send it in binary form")
+    return value
+
+
+def check_id(value: bytes, name: str) -> bytes:
+    """A 16-byte hash, keyspace id, node id or session id."""
+    return check_length(value, HASH_BYTES, name)
+
+
+def check_optional_id(value: bytes, name: str) -> bytes:
+    """A 16-byte hash or id, or empty."""
+    return check_length(value, HASH_BYTES, name) if value else value
+
+
+def check_count(value: int, name: str, *, least: int = 0, most: int | None = None) -> int:
+    """`value`, if least <= value <= most. Raises InvalidRequest naming the field."""
+    if value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}")
+    return value
+
+
+def enum_from_proto(value: int, kind: type[EnumT], name: str) -> EnumT:
+    """The member of `kind` with the wire's number. Raises InvalidRequest for 0 and unknown numbers."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(f"{member.name}={member.value}" for member in kind)
+        raise InvalidRequest(f"{name} {value} is unspecified or unknown; use one of {known}") from None
+
+
+def hashes_to_bytes(hashes: Iterable[bytes]) -> bytes:
+    """Concatenate 16-byte hashes. Raises InvalidRequest with the index of a malformed one."""
+    parts = list(hashes)
+    for index, value in enumerate(parts):
+        if len(value) != HASH_BYTES:
+            raise InvalidRequest(f"hash {index} must be {HASH_BYTES} bytes, got {len(value)}")
+    return b"".join(parts)
+
+
+def hashes_from_bytes(packed: bytes, name: str = "chunk_hashes", *, most: int | None = None) -> list[bytes]:
+    """Split concatenated 16-byte hashes. Raises InvalidRequest when a part is left over or there are more than `most`."""
+    count, left = divmod(len(packed), HASH_BYTES)
+    if left:
+        raise InvalidRequest(f"{name} has {len(packed)} bytes: item {count} is cut off; send {HASH_BYTES} bytes a hash")
+    if most is not None and count > most:
+        raise InvalidRequest(f"{name} has {count} hashes, at most {most} are allowed; split the request")
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
+
+
+def convert_items(
+    items: Sequence[ItemT], convert: Callable[[ItemT], ResultT], name: str = "item", *, most: int | None = None
+) -> list[ResultT]:
+    """Convert a batch all or nothing. Raises InvalidRequest that names the failed item's index."""
+    if most is not None and len(items) > most:
+        raise InvalidRequest(f"{len(items)} {name}s in one batch, at most {most} are allowed; split the request")
+    results: list[ResultT] = []
+    for index, item in enumerate(items):
+        try:
+            results.append(convert(item))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name} {index}: {error.message}") from error
+    return results
+
+
+def convert_each(items: Sequence[ItemT], convert: Callable[[ItemT], ResultT]) -> list[ResultT | InvalidRequest]:
+    """Convert a batch item by item: the malformed ones answer with their error, which carries the item's index."""
+    results: list[ResultT | InvalidRequest] = []
+    for index, item in enumerate(items):
+        try:
+            results.append(convert(item))
+        except InvalidRequest as error:
+            results.append(InvalidRequest(error.message, item_index=index))
+    return results
+
+
+def page_key_from_proto(value: bytes, name: str = "key") -> PageKey:
+    """A 34-byte page key. Raises InvalidRequest."""
+    return PageKey.from_bytes(check_length(value, PAGE_KEY_BYTES, name))
+
+
+def page_metadata_to_proto(metadata: PageMetadataLike) -> common_pb2.PageMetadata:
+    """Unset retention when all of it is the default."""
+    retention = None
+    if metadata.ttl_ms or metadata.priority or metadata.pinned_until_us:
+        retention = common_pb2.Retention(
+            ttl_ms=metadata.ttl_ms, priority=metadata.priority, pinned_until_us=metadata.pinned_until_us
+        )
+    return common_pb2.PageMetadata(
+        parent_hash=metadata.parent_hash,
+        chunk_index=metadata.chunk_index,
+        group_head_hash=metadata.group_head_hash,
+        retention=retention,
+    )
+
+
+def page_metadata_from_proto(message: common_pb2.PageMetadata) -> PageMetadata:
+    """Raises InvalidRequest."""
+    retention = message.retention
+    return PageMetadata(
+        parent_hash=check_id(message.parent_hash, "metadata.parent_hash"),
+        chunk_index=check_count(message.chunk_index, "metadata.chunk_index"),
+        group_head_hash=check_id(message.group_head_hash, "metadata.group_head_hash"),
+        ttl_ms=check_count(retention.ttl_ms, "metadata.retention.ttl_ms"),
+        priority=check_count(retention.priority, "metadata.retention.priority", least=-100, most=100),
+        pinned_until_us=check_count(retention.pinned_until_us, "metadata.retention.pinned_until_us"),
+    )
+
+
+def item_error_to_proto(error: KvPoolError) -> common_pb2.ItemError:
+    """Why one item of a batch was not served."""
+    return common_pb2.ItemError(reason=error.reason, message=error.message)
+
+
+def item_error_from_proto(message: common_pb2.ItemError) -> KvPoolError:
+    """The error that `message` speaks of; a plain KvPoolError if this version does not know the reason."""
+    return error_from_reason(message.reason, message.message)
