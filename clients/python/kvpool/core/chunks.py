@@ -1,0 +1,122 @@
+"""Chunk hashes: a keyed chain over token ids, so that equal hashes mean equal tokens from position 0 on.
+
+`h_i = BLAKE3-128(key = hash key, h_{i-1} || tokens_i as little-endian u32 || extra_i)`, where `h_{-1}` is 16 zero bytes
+and `extra_i` the sorted records of the chunk: type u8, length u32 little endian, bytes. Only full chunks have a hash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvpool.core.errors import InvalidRequest
+
+HASH_BYTES = 16
+ROOT_HASH = bytes(HASH_BYTES)
+GROUP_CHUNKS = 16
+"""Consecutive chunks of a chain that the index keeps together, under the hash of the first of them."""
+
+EXTRA_LORA = 1
+EXTRA_MULTIMODAL = 2
+EXTRA_SALT = 3
+
+_RECORD_HEAD = struct.Struct("<BI")
+_OFFSET = struct.Struct("<q")
+_MAX_TOKEN = (1 << 32) - 1
+
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extra:
+    """What else than tokens the KV of a chunk depends on.
+
+    type: EXTRA_LORA, EXTRA_MULTIMODAL or EXTRA_SALT. data: bytes that identify it (a content hash, not a name that may
+    be reused). Records of a chunk are sorted, so whatever position matters must be inside: see `multimodal_extra`.
+    """
+
+    type: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if self.type not in (EXTRA_LORA, EXTRA_MULTIMODAL, EXTRA_SALT):
+            raise InvalidRequest(f"extra type must be 1 (LoRA), 2 (multimodal) or 3 (salt), got {self.type!r}")
+        if not 0 < len(self.data) <= _MAX_TOKEN:
+            raise InvalidRequest("extra data must be bytes and not empty")
+
+    def encode(self) -> bytes:
+        return _RECORD_HEAD.pack(self.type, len(self.data)) + self.data
+
+
+def multimodal_extra(content_hash: bytes, item_start_token: int, chunk_start_token: int) -> Extra:
+    """The record of an image, sound or the like in one chunk that it touches.
+
+    Placeholder tokens of two items may be equal and records are sorted, so without the item's place (relative to the
+    chunk, negative if it began in an earlier one) two images in exchanged order would hash alike.
+    """
+    return Extra(EXTRA_MULTIMODAL, _OFFSET.pack(item_start_token - chunk_start_token) + content_hash)
+
+
+def chunk_hashes(
+    hash_key: bytes,
+    tokens: Tokens,
+    chunk_tokens: int,
+    parent: bytes = ROOT_HASH,
+    extras: Sequence[Sequence[Extra]] | None = None,
+) -> list[bytes]:
+    """Hashes of all full chunks of `tokens`; a rest shorter than a chunk is ignored.
+
+    hash_key: 32 bytes, see `keyspace.derive_hash_key`. tokens: [T] ids in [0, 2**32). parent: hash of the chunk before
+    tokens[0]. extras: one sequence of records per full chunk, in order. raises: InvalidRequest naming the argument.
+    """
+    if len(hash_key) != 32:
+        raise InvalidRequest(f"hash_key must have 32 bytes, got {len(hash_key)}")
+    if len(parent) != HASH_BYTES:
+        raise InvalidRequest(f"parent must have {HASH_BYTES} bytes, got {len(parent)}")
+    if chunk_tokens <= 0:
+        raise InvalidRequest(f"chunk_tokens must be > 0, got {chunk_tokens}")
+    raw = _token_bytes(tokens)
+    step = 4 * chunk_tokens
+    count = len(raw) // step
+    if extras is not None and len(extras) != count:
+        raise InvalidRequest(f"extras must have one entry for each of the {count} full chunks, got {len(extras)}")
+    hashes: list[bytes] = []
+    for index in range(count):
+        data = parent + raw[index * step : (index + 1) * step]
+        if extras is not None and extras[index]:
+            data += encode_extras(extras[index])
+        parent = blake3(data, key=hash_key).digest(HASH_BYTES)
+        hashes.append(parent)
+    return hashes
+
+
+def encode_extras(extras: Iterable[Extra]) -> bytes:
+    """The bytes of a chunk's records, in canonical order."""
+    return b"".join(extra.encode() for extra in sorted(extras))
+
+
+def group_head_index(chunk_index: int) -> int:
+    """Index of the chunk whose hash heads the chain group of the chunk at `chunk_index` (0-based in its chain)."""
+    return chunk_index - chunk_index % GROUP_CHUNKS
+
+
+def _token_bytes(tokens: Tokens) -> bytes:
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError):
+        raise InvalidRequest("tokens must be a flat sequence of integers") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest(
+            f"tokens must be a flat sequence of integers in [0, 2**32), got {array.dtype} {array.shape}"
+        )
+    if array.dtype != np.uint32 and array.size:
+        lowest, highest = int(array.min()), int(array.max())
+        if lowest < 0 or highest > _MAX_TOKEN:
+            raise InvalidRequest(f"tokens must lie in [0, 2**32), got {lowest if lowest < 0 else highest}")
+    return array.astype("<u4", copy=False).tobytes()
