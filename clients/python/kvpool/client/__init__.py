@@ -1,0 +1,1 @@
+"""Typed clients of the kvpool services, for engines and tools."""

@@ -1,0 +1,1 @@
+"""How domain values travel: protos, statuses, page frames and descriptor frames."""

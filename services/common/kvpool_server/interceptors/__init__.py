@@ -1,0 +1,58 @@
+"""Server interceptors, each in one small file, for grpc.aio and for the thread-pool server.
+
+Order, outermost first, and why:
+
+1. metrics: counts what the client sees, so it must be outside of everything that changes the outcome;
+2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
+3. auth: nobody spends work or time on a caller that is not known;
+4. deadline: nearest to the handler, whose run time it bounds.
+
+`aio_interceptors` and `sync_interceptors` build the list in that order.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvpool_server.interceptors.auth import (
+    AioAuth,
+    Authenticator,
+    DefaultTenantAuthenticator,
+    Identity,
+    SyncAuth,
+    current_identity,
+)
+from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
+from kvpool_server.interceptors.errors import AioErrors, SyncErrors
+from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
+
+__all__ = [
+    "Authenticator",
+    "DeadlinePolicy",
+    "DefaultTenantAuthenticator",
+    "Identity",
+    "RequestMetrics",
+    "aio_interceptors",
+    "current_identity",
+    "sync_interceptors",
+]
+
+
+def aio_interceptors(
+    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy
+) -> Sequence[grpc.aio.ServerInterceptor]:
+    """The interceptors of a grpc.aio server, outermost first."""
+    return [AioMetrics(metrics), AioErrors(), AioAuth(authenticator), AioDeadline(deadlines)]
+
+
+def sync_interceptors(
+    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy
+) -> Sequence[grpc.ServerInterceptor]:
+    """The interceptors of a thread-pool server, outermost first."""
+    return [SyncMetrics(metrics), SyncErrors(), SyncAuth(authenticator), SyncDeadline(deadlines)]
+
+
+def request_metrics(service: str, registry: CollectorRegistry) -> RequestMetrics:
+    """The request metrics of one service; its aio and its bulk server share them."""
+    return RequestMetrics(service, registry)

@@ -1,0 +1,72 @@
+"""Exceptions to gRPC statuses: the one place where a domain error meets a status code."""
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+import grpc
+from kvpool.core.errors import KvPoolError, NotServed
+from kvpool.wire.status import ServerStatus, error_to_status
+
+from kvpool_server.interceptors.wrapping import AioInterceptor, Call, SyncInterceptor
+from kvpool_server.logs import fields
+
+_log = logging.getLogger(__name__)
+
+_INTERNAL_REASON: Final = "INTERNAL"
+
+
+class AioErrors(AioInterceptor):
+    """KvPoolError by the table of kvpool.wire.status; anything else INTERNAL with an id. Cancellation passes."""
+
+    @asynccontextmanager
+    async def around(self, call: Call) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise  # the handler chose a status itself (health and reflection do)
+        except Exception as error:
+            status = _status_of(call, error)
+            await call.context.abort(status.code, status.message, status.trailing_metadata)
+
+
+class SyncErrors(SyncInterceptor):
+    """The same for a thread-pool server."""
+
+    @contextmanager
+    def around(self, call: Call) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if type(error) is Exception and not error.args and call.context.code() is not None:
+                raise  # what context.abort() raises: the handler chose a status itself
+            status = _status_of(call, error)
+            call.context.set_trailing_metadata(status.trailing_metadata)
+            call.context.abort(status.code, status.message)
+
+
+def _status_of(call: Call, error: Exception) -> ServerStatus:
+    known = _known_error(call, error)
+    if known is not None:
+        return error_to_status(known)
+    # The client gets an id to quote, and nothing that could tell it about our insides or other tenants.
+    incident = secrets.token_hex(6)
+    _log.error("unexpected error in a request", exc_info=error, extra=fields(incident=incident, method=call.method))
+    return ServerStatus(
+        grpc.StatusCode.INTERNAL,
+        f"internal error {incident}; the server's log has the details under this id",
+        (("kvpool-reason", _INTERNAL_REASON),),
+    )
+
+
+def _known_error(call: Call, error: Exception) -> KvPoolError | None:
+    if isinstance(error, KvPoolError):
+        return error
+    if isinstance(error, NotImplementedError):  # what the generated base classes raise
+        return NotServed(f"{call.method} is not served by this version")
+    if isinstance(error, ExceptionGroup):  # of a TaskGroup whose members failed in a known way
+        members = [_known_error(call, member) for member in error.exceptions]
+        return members[0] if all(member is not None for member in members) else None
+    return None

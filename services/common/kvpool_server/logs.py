@@ -1,0 +1,115 @@
+"""Structured logs on stderr: logfmt for people and JSON lines for collectors."""
+
+import json
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Final, TextIO
+
+from kvpool.core.clock import Clock
+
+_FIELDS: Final = "kvpool_fields"
+
+
+class LogFormat(Enum):
+    """How a record is written."""
+
+    LOGFMT = "logfmt"
+    JSON = "json"
+
+
+class LogLevel(Enum):
+    """The least severe level that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def fields(**values: object) -> dict[str, object]:
+    """Structured values of one record: `log.info("node up", extra=fields(node_id=node_id))`."""
+    return {_FIELDS: values}
+
+
+def configure_logs(
+    *,
+    service: str,
+    level: LogLevel = LogLevel.INFO,
+    log_format: LogFormat = LogFormat.LOGFMT,
+    stream: TextIO | None = None,
+) -> None:
+    """Send every record of this process to `stream` (default stderr). Replaces what was configured before."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_Formatter(service, log_format))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.value.upper())
+    logging.captureWarnings(True)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, service: str, log_format: LogFormat) -> None:
+        super().__init__()
+        self._service = service
+        self._log_format = log_format
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "msg": record.getMessage(),
+        }
+        extra = getattr(record, _FIELDS, None)
+        if isinstance(extra, Mapping):
+            # A field may not pose as one of the fixed ones.
+            pairs |= {(f"field_{name}" if name in pairs else name): value for name, value in extra.items()}
+        pairs["logger"] = record.name
+        if record.exc_info:
+            pairs["error"] = self.formatException(record.exc_info)
+        if self._log_format is LogFormat.JSON:
+            return json.dumps(pairs, default=str, ensure_ascii=False)
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in pairs.items())
+
+
+def _logfmt(value: object) -> str:
+    """One value on one line: quoted where a reader could not tell its end."""
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    if text and text.isprintable() and not any(char in ' "=' for char in text):
+        return text
+    return json.dumps(text, ensure_ascii=False)
+
+
+class RateLimitedLog:
+    """Writes at most one warning per key and interval, and says how many were left out in between.
+
+    Not thread-safe: use from one event loop or one thread.
+    """
+
+    _MAX_KEYS: Final = 1024  # the least recently written key is forgotten beyond this
+
+    def __init__(self, logger: logging.Logger, clock: Clock, interval_s: float = 10.0) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._interval_s = interval_s
+        self._keys: OrderedDict[str, tuple[float, int]] = OrderedDict()  # key -> (last written at, left out since)
+
+    def warning(self, key: str, message: str, **values: object) -> None:
+        """Log `message` unless `key` was written less than an interval ago."""
+        now_s = self._clock.monotonic_s()
+        last = self._keys.get(key)
+        if last is not None and now_s - last[0] < self._interval_s:
+            self._keys[key] = (last[0], last[1] + 1)
+            return
+        left_out = {"left_out_count": last[1]} if last is not None and last[1] else {}
+        self._keys[key] = (now_s, 0)
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._MAX_KEYS:
+            self._keys.popitem(last=False)
+        self._logger.warning(message, extra=fields(**values, **left_out))

@@ -1,0 +1,97 @@
+"""The /metrics endpoint and what is known about the process itself."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from kvpool_server.listen import startup_error
+
+_log = logging.getLogger(__name__)
+
+_READ_TIMEOUT_S: Final = 5.0
+_MEMORY_KINDS: Final = {"RssAnon": "anon", "RssFile": "file", "RssShmem": "shmem"}
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry that already holds the metrics of this process: CPU, memory, descriptors, start time."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_MemoryCollector())
+    return registry
+
+
+class _MemoryCollector(Collector):
+    """Resident memory by kind: arena pages are shmem, and must not look like a leak of the heap."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kvpool_process_resident_bytes", "Resident memory of this process by kind.", labels=["kind"]
+        )
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                name, _, rest = line.partition(":")
+                if name in _MEMORY_KINDS:
+                    family.add_metric([_MEMORY_KINDS[name]], int(rest.split()[0]) * 1024)
+        yield family
+
+
+def start_metrics_server(host: str, port: int, registry: CollectorRegistry) -> tuple[int, Callable[[], None]]:
+    """Serve `registry` on http://host:port/metrics from a thread of its own; port 0 takes a free one.
+
+    Returns the bound port and a function that ends the server and waits for its thread. Raises StartupFailed.
+    """
+
+    class Handler(_MetricsHandler):
+        served = registry
+
+    try:
+        server = _Server((host, port), Handler)
+    except OSError as error:
+        raise startup_error(f"{host}:{port}", error) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_address[1]), stop
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own looks the host name up in DNS here, which can take seconds.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    served: CollectorRegistry
+    timeout = _READ_TIMEOUT_S  # a peer that sends nothing holds its thread no longer than this
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != "/metrics":
+            self.send_error(404, explain="only /metrics is served here")
+            return
+        encode, content_type = choose_encoder(self.headers.get("Accept") or "")
+        body = encode(self.served)
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        _log.debug(format, *args)

@@ -1,0 +1,45 @@
+"""Settings of the whole process, made once at start by way of libc."""
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Final
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_PR_SET_PDEATHSIG: Final = 1
+_MMAP_THRESHOLD_BYTES: Final = 32 << 20
+_TRIM_THRESHOLD_BYTES: Final = 128 << 20
+# CPython's default of 5 ms lets a bulk thread keep the ledger's loop waiting for longer than its whole latency budget.
+_SWITCH_INTERVAL_S: Final = 0.0005
+
+
+def tune_process(switch_interval_s: float = _SWITCH_INTERVAL_S) -> None:
+    """Keep 1 to 2 MiB buffers in the heap (glibc maps and unmaps each one otherwise) and switch threads often."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and does not need it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    sys.setswitchinterval(switch_interval_s)
+
+
+def trim_memory() -> None:
+    """Give free heap pages back to the kernel: the price of `tune_process`, to be paid when idle. May take a few ms."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send `death_signal` to this process when its parent exits.
+
+    `parent_pid` is what the parent calls itself: if the parent is gone already, the signal is sent at once. The
+    kernel means the parent's *thread*, so the parent must start us from one that lives as long as it does. Raises
+    OSError when the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), death_signal)

@@ -1,0 +1,117 @@
+"""The grpc.aio server of a service's control calls, with health checking and server reflection."""
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvpool.core.errors import StartupFailed
+
+from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
+
+_UNIX_SCHEME: Final = "unix:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcLimits:
+    """Transport limits, the same for the control and the bulk server unless a service says otherwise."""
+
+    max_message_bytes: int = 8 << 20  # of a request or a response
+    max_concurrent_streams: int = 1024  # calls in flight on one connection
+    keepalive_time_s: float = 20.0  # a silent connection is pinged after this
+    keepalive_timeout_s: float = 10.0  # and dropped when the ping is not answered within this
+    min_ping_interval_s: float = 5.0  # clients that ping more often are sent away
+
+    def options(self) -> list[tuple[str, int]]:
+        """The channel arguments of a server."""
+        return [
+            ("grpc.so_reuseport", 0),  # or a second process would silently take half of the connections
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_concurrent_streams", self.max_concurrent_streams),
+            ("grpc.keepalive_time_ms", int(self.keepalive_time_s * 1000)),
+            ("grpc.keepalive_timeout_ms", int(self.keepalive_timeout_s * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1000)),
+        ]
+
+
+class ControlServer:
+    """A grpc.aio server that tells the truth about its health.
+
+    Add servicers to `grpc`, `listen`, `start`; then `set_serving(True)` when the service is ready for work, and
+    `stop` to end. `service_names` are the full protobuf names that health and reflection answer for.
+    """
+
+    def __init__(
+        self,
+        *,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        service_names: Collection[str],
+        limits: GrpcLimits | None = None,
+    ) -> None:
+        self.grpc = grpc.aio.server(
+            interceptors=list(interceptors), options=(limits if limits is not None else GrpcLimits()).options()
+        )
+        self._service_names = tuple(service_names)
+        self._unix_paths: list[Path] = []
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+        )
+
+    def listen_tcp(self, address: TcpAddress) -> int:
+        """Bind `address` and return its port. Call before `start`. Raises StartupFailed."""
+        check_tcp(address)
+        return bind_port(self.grpc, address)
+
+    def listen_unix(self, path: Path) -> None:
+        """Bind a unix socket that only this user may use. Call before `start`. Raises StartupFailed."""
+        claim_unix_path(path)
+        # The umask is the process's: services listen at start, before other threads make files.
+        old_umask = restricted_umask()
+        try:
+            self.grpc.add_insecure_port(f"{_UNIX_SCHEME}{path.absolute()}")
+            path.chmod(0o600)
+        except (RuntimeError, OSError) as error:
+            raise StartupFailed(f"cannot listen on {path}: {error}; configure another path") from error
+        finally:
+            os.umask(old_umask)
+        self._unix_paths.append(path)
+
+    async def start(self) -> None:
+        """Begin to answer. Health says NOT_SERVING until `set_serving(True)`."""
+        await self.set_serving(False)
+        await self.grpc.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Publish whether the service is ready: for the server as a whole and for each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Say NOT_SERVING, refuse new calls, let running ones end within the grace, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
+
+
+def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress) -> int:
+    """Bind one TCP address that `check_tcp` found free; returns the port. Raises StartupFailed."""
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        # Free a moment ago: someone else was faster.
+        raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port") from error
+    if port == 0:  # how older grpcio reports a failure
+        raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port")
+    return port
