@@ -296,6 +296,7 @@ class EngineRegister(_message.Message):
     LOAD_ONLY_FIELD_NUMBER: _builtins.int
     LAYERS_PER_PROGRESS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -304,6 +305,8 @@ class EngineRegister(_message.Message):
     """True if another rank writes the same shards (replicated heads): this one only loads."""
     layers_per_progress: _builtins.int
     """Layers per progress report of a load; 0 means one report per page's layer group."""
+    previous_session_id: _builtins.bytes
+    """Session of this engine rank that broke, 16 bytes, or empty: `registered` is sent only after all work of that session has ended, so that its blocks may be reused."""
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
@@ -331,10 +334,11 @@ class EngineRegister(_message.Message):
         load_only: _builtins.bool = ...,
         layers_per_progress: _builtins.int = ...,
         events: _abc.Iterable[Global___CudaIpcEventHandle] | None = ...,
+        previous_session_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "previous_session_id", b"previous_session_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
