@@ -9,7 +9,7 @@ import grpc
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
-from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
-    """A channel to "host:port" or "unix:/path"; it connects when first used. Call on the event loop that will use it."""
+    """A channel to "host:port" or "unix:/path"; it connects when first used. Call on the loop that will use it."""
     if not endpoint:
         raise InvalidRequest("an endpoint is empty; give host:port or unix:/path")
     options: list[tuple[str, int]] = [
@@ -110,17 +110,18 @@ class Endpoints(Generic[StubT]):
         async def attempt(remaining_s: float) -> ResponseT:
             endpoint = self.endpoint
             # An endpoint that hangs must leave time for the others.
-            attempts_left = len(self._endpoints) if idempotent else 1
+            share = len(self._endpoints) if idempotent else 1
             try:
-                return await self._call_once(method, request, max(remaining_s / attempts_left, 1e-3))
-            except TRANSIENT:
+                return await self._call_once(method, request, max(remaining_s / share, 1e-3))
+            except retry_on:
                 self.fail(endpoint)
                 raise
 
+        retry_on = (*TRANSIENT, DeadlineExceeded) if len(self._endpoints) > 1 else TRANSIENT
         if not idempotent:
             return await attempt(limit_s)
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
-        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff)
+        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on)
 
     async def _call_once(
         self,

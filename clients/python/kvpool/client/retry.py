@@ -13,7 +13,7 @@ from kvpool.core.errors import DeadlineExceeded, Draining, KvPoolError, Overload
 ResultT = TypeVar("ResultT")
 
 TRANSIENT: tuple[type[KvPoolError], ...] = (ServiceUnavailable, Draining, Overloaded)
-"""Errors after which the same call may succeed soon. StoreUnavailable is left out: engines recompute at once instead."""
+"""Errors after which the same call may succeed soon. Not StoreUnavailable: engines recompute at once instead."""
 
 
 class Backoff:

@@ -1,4 +1,4 @@
-"""Waiting for something that another task, thread or process brings about: polled, with a deadline, never a bare sleep."""
+"""Waiting for what another task, thread or process brings about: polled, with a deadline, never a bare sleep."""
 
 from __future__ import annotations
 

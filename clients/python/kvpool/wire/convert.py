@@ -1,4 +1,4 @@
-"""Bytes, enums and small messages of the API: what the other converters share. Malformed input raises InvalidRequest."""
+"""Bytes, enums and small messages of the API: what all converters share. Malformed input raises InvalidRequest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KvPoolError
-from kvpool.core.page import PAGE_KEY_BYTES, PageKey
+from kvpool.core.page import KEY_BYTES, PageKey
 from kvpool.v1 import common_pb2
 from kvpool.wire.status import error_from_reason
 
@@ -81,7 +81,7 @@ def hashes_to_bytes(hashes: Iterable[bytes]) -> bytes:
 
 
 def hashes_from_bytes(packed: bytes, name: str = "chunk_hashes", *, most: int | None = None) -> list[bytes]:
-    """Split concatenated 16-byte hashes. Raises InvalidRequest when a part is left over or there are more than `most`."""
+    """Split concatenated 16-byte hashes. Raises InvalidRequest for a part left over or more than `most`."""
     count, left = divmod(len(packed), HASH_BYTES)
     if left:
         raise InvalidRequest(f"{name} has {len(packed)} bytes: item {count} is cut off; send {HASH_BYTES} bytes a hash")
@@ -118,7 +118,7 @@ def convert_each(items: Sequence[ItemT], convert: Callable[[ItemT], ResultT]) ->
 
 def page_key_from_proto(value: bytes, name: str = "key") -> PageKey:
     """A 34-byte page key. Raises InvalidRequest."""
-    return PageKey.from_bytes(check_length(value, PAGE_KEY_BYTES, name))
+    return PageKey.unpack(check_length(value, KEY_BYTES, name))
 
 
 def page_metadata_to_proto(metadata: PageMetadataLike) -> common_pb2.PageMetadata:
