@@ -36,9 +36,7 @@ def differences(expected: Path, actual: Path) -> list[str]:
     """One line for each file that is missing, stale or left over in `actual`, sorted; empty when it is current."""
     wanted = {path.name for path in expected.iterdir() if path.is_file()}
     present = {path.name for path in actual.iterdir() if path.is_file()} if actual.is_dir() else set()
-    stale = (
-        name for name in wanted & present if not filecmp.cmp(expected / name, actual / name, shallow=False)
-    )
+    stale = (name for name in wanted & present if not filecmp.cmp(expected / name, actual / name, shallow=False))
     lines = [f"missing: {name}" for name in wanted - present]
     lines += [f"left over: {name}" for name in present - wanted]
     lines += [f"stale: {name}" for name in stale]

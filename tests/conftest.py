@@ -1,0 +1,23 @@
+"""What holds for every test: how hypothesis runs, and where `gpu` tests run."""
+
+import hypothesis
+import pytest
+
+# No deadline for one example: the machine may be busy with other tests. The blob replays a failure exactly.
+hypothesis.settings.register_profile("kvpool", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("kvpool")
+
+
+def has_cuda() -> bool:
+    """Whether torch finds a CUDA device; imports torch, which takes seconds."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the `gpu` tests out where there is no GPU, so that a skip always means that something is wrong."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not has_cuda():
+        items[:] = [item for item in items if item not in on_gpu]
+        config.hook.pytest_deselected(items=on_gpu)

@@ -1,0 +1,262 @@
+"""Who may import what, kept over the import graph as the standard library's ast reads it.
+
+The table is the one of CONTRIBUTING.md. A module that matches no row is an error: a new part of the house gets a row.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Where import roots lie; what is found below them is named from there.
+SOURCE_ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
+# Packages of the root "." that are looked at.
+WORKSHOP = ("bench", "demo", "tests", "tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What the modules of a row may import beside the standard library and each other. Names cover what lies below."""
+
+    may_import: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()  # and at most one of these in a module
+    inside_functions: tuple[str, ...] = ()  # and these, though never when the module itself is imported
+    pure: bool = False  # nothing of IMPURE: no I/O, no asyncio, no clock, no randomness
+    impure_exceptions: tuple[str, ...] = ()
+    free: bool = False  # anything but ONLY_IN_TESTS
+
+
+ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache")
+CORE = ("kvpool.core",)
+GRPC = ("grpc", "google.protobuf")
+HASHES = ("numpy", "blake3", "xxhash")
+
+# A row covers the named module and, where it ends in ".*", all modules below it. The longest row that fits counts.
+RULES: dict[str, Rule] = {
+    "kvpool": Rule(),
+    "kvpool.v1.*": Rule(may_import=GRPC),
+    "kvpool.core.*": Rule(may_import=HASHES, pure=True),
+    "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
+    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC)),
+    "kvpool.client.*": Rule(may_import=(*CORE, "kvpool.wire", "kvpool.v1", *GRPC)),
+    "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=ENGINES),
+    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client")),
+    "kvpool.testing.*": Rule(may_import=(*CORE, "kvpool.wire", "kvpool.client", "kvpool.v1", *GRPC)),
+    "kvpool_server.*": Rule(
+        may_import=(*CORE, "kvpool.wire", "kvpool.v1", *GRPC, "grpc_health", "grpc_reflection", "prometheus_client")
+    ),
+    "tests.*": Rule(free=True),
+    "bench.*": Rule(free=True),
+    "demo.*": Rule(free=True),
+    "tools.*": Rule(free=True),
+}
+# The same for each service; {X} is the service's package. No row names another service, so none can be imported.
+SERVICES = ("kvpool_index", "kvpool_pagestore", "kvpool_gpuagent")
+SERVICE_RULES: dict[str, Rule] = {
+    "{X}": Rule(),
+    "{X}.core.*": Rule(may_import=(*CORE, *HASHES), pure=True),
+    "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
+    "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config")),
+    "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
+    "{X}.adapters.*": Rule(
+        may_import=(*CORE, "{X}.ports", "{X}.core", "numpy", "xxhash"),
+        one_of=("redis", "rocksdict", "torch", "kvpool.client"),
+    ),
+    "{X}.kernels.*": Rule(may_import=("torch", "triton")),
+    "{X}.servicer.*": Rule(may_import=(*CORE, "{X}", "kvpool.wire", "kvpool.v1", *GRPC)),
+    "{X}.main": Rule(may_import=(*CORE, "{X}", "kvpool_server", "kvpool.client", "kvpool.wire", "kvpool.v1", "grpc")),
+    # The engine: `engine` itself and the modules it is cut into.
+    "{X}.*": Rule(may_import=(*CORE, "{X}.core", "{X}.ports", "{X}.metrics", "{X}.config")),
+}
+
+ONLY_IN_TESTS = "kvpool.testing"
+# On no wire and in no file (invariant 11).
+NOWHERE = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+# fmt: off
+IMPURE = (
+    "asyncio", "concurrent", "multiprocessing", "select", "selectors", "signal", "subprocess", "threading",
+    "ctypes", "fcntl", "http", "io", "logging", "mmap", "os", "pathlib", "shutil", "socket", "ssl", "tempfile",
+    "urllib", "datetime", "random", "secrets", "time", "uuid",
+)
+# fmt: on
+
+
+def all_rules() -> dict[str, Rule]:
+    """RULES and the rows of every service, by row name."""
+    rules = dict(RULES)
+    for service in SERVICES:
+        for row, rule in SERVICE_RULES.items():
+            may_import = tuple(name.replace("{X}", service) for name in rule.may_import)
+            rules[row.replace("{X}", service)] = Rule(may_import=may_import, one_of=rule.one_of, pure=rule.pure)
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import as written: what it names, where, and whether importing the module runs it."""
+
+    target: str
+    line: int
+    inside_function: bool
+
+
+def covers(name: str, target: str) -> bool:
+    """Whether target is the module `name` or lies below it."""
+    return target == name or target.startswith(f"{name}.")
+
+
+def row_of(module: str, rules: Mapping[str, Rule]) -> str | None:
+    """The most specific row for a module; None if there is none."""
+    fits = [row for row in rules if row == module or (row.endswith(".*") and covers(row[:-2], module))]
+    return max(fits, key=lambda row: (len(row.removesuffix(".*")), not row.endswith(".*")), default=None)
+
+
+def imports_of(tree: ast.AST, modules: frozenset[str], *, inside_function: bool = False) -> Iterator[Import]:
+    """Every import statement below the node. `from a import b` names a.b if that is a module of ours, else a."""
+    for node in ast.iter_child_nodes(tree):
+        inside = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in modules else base, node.lineno, inside)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (
+                Import(str(arg.value), node.lineno, inside) for arg in node.args if isinstance(arg, ast.Constant)
+            )
+        yield from imports_of(node, modules, inside_function=inside)
+
+
+def complaint(found: Import, row: str, rules: Mapping[str, Rule]) -> str | None:
+    """Why the row forbids this import; None if it does not."""
+    rule, target, top = rules[row], found.target, found.target.partition(".")[0]
+    if top in NOWHERE:
+        return "is allowed nowhere"
+    if target.startswith("."):
+        return "is relative"
+    if covers(ONLY_IN_TESTS, target) and not row.startswith(("tests.", ONLY_IN_TESTS)):
+        return "is for tests only"
+    if rule.free or row_of(target, rules) == row:
+        return None
+    if top in sys.stdlib_module_names:
+        return "is not pure" if rule.pure and top in IMPURE and top not in rule.impure_exceptions else None
+    if any(covers(name, target) for name in rule.may_import + rule.one_of):
+        return None
+    if any(covers(name, target) for name in rule.inside_functions):
+        return None if found.inside_function else "may be imported inside functions only"
+    return "is not in its row"
+
+
+def violations(sources: Mapping[str, str]) -> list[str]:
+    """One line for each broken rule in the given modules (dotted name to source text)."""
+    rules, modules, lines = all_rules(), frozenset(sources), []
+    for module, source in sorted(sources.items()):
+        row = row_of(module, rules)
+        if row is None:
+            lines.append(f"{module}: no row of the table covers it")
+            continue
+        rule, tree = rules[row], ast.parse(source)
+        imports = list(imports_of(tree, modules))
+        for found in imports:
+            if why := complaint(found, row, rules):
+                lines.append(f"{module}:{found.line}: {found.target} {why} ({row})")
+        drivers = {name for name in rule.one_of if any(covers(name, found.target) for found in imports)}
+        if len(drivers) > 1:
+            lines.append(f"{module}: more than one of {', '.join(sorted(drivers))} ({row})")
+        if rule.pure:
+            lines += [f"{module}:{line}: {what} is not pure ({row})" for line, what in impure_uses(tree)]
+    return lines
+
+
+def impure_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Ways to the world that need no import of their own."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("open", "print", "input")
+        ):
+            yield node.lineno, f"{node.func.id}()"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("np.random", "numpy.random"):
+            yield node.lineno, "numpy.random"
+        if isinstance(node, ast.AsyncFunctionDef):
+            yield node.lineno, "async def"
+
+
+def read_sources() -> dict[str, str]:
+    """Every module of the repository by its dotted name."""
+    sources = {}
+    for root in SOURCE_ROOTS:
+        base = REPOSITORY / root
+        for package in WORKSHOP if root == "." else sorted(path.name for path in base.iterdir() if path.is_dir()):
+            for path in sorted((base / package).rglob("*.py")):
+                name = ".".join(path.relative_to(base).with_suffix("").parts)
+                sources[name.removesuffix(".__init__")] = path.read_text()
+    return sources
+
+
+def test_the_repository_keeps_the_rules() -> None:
+    sources = read_sources()
+    assert {"kvpool.core", "kvpool_server", *SERVICES, "tests.unit.test_import_rules"} <= set(sources)
+    assert violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("kvpool.core.keys", "import time", "kvpool.core.keys:1: time is not pure"),
+        ("kvpool.core.keys", "from asyncio import Queue", "asyncio is not pure"),
+        ("kvpool.core.keys", "import numpy as np\nx = np.random.rand()", "kvpool.core.keys:2: numpy.random"),
+        ("kvpool.core.keys", "def f():\n    return open('x')", "open() is not pure"),
+        ("kvpool.core.keys", "from kvpool.wire import convert", "kvpool.wire.convert is not in its row"),
+        ("kvpool.core.keys", "from kvpool import wire", "kvpool.wire is not in its row"),
+        ("kvpool.core.keys", "import torch", "torch is not in its row"),
+        ("kvpool.client.pool", "import kvpool_server.config", "is not in its row"),
+        ("kvpool.client.pool", "from kvpool.testing import ManualClock", "is for tests only"),
+        ("kvpool.connectors.transformers", "import torch", "inside functions only"),
+        ("kvpool.connectors.vllm", "if True:\n    from vllm import LLM", "kvpool.connectors.vllm:2: vllm may be"),
+        ("kvpool.cli.up", "from kvpool_index import main", "kvpool_index.main is not in its row"),
+        ("kvpool.cli.up", "import importlib\nimportlib.import_module('kvpool_index.main')", "is not in its row"),
+        ("kvpool.novelty", "", "no row of the table covers it"),
+        ("kvpool_router.main", "", "no row of the table covers it"),
+        ("kvpool_index.engine", "import kvpool_pagestore.core", "is not in its row"),
+        ("kvpool_index.engine", "import redis.asyncio", "is not in its row"),
+        ("kvpool_index.engine", "from kvpool_index.adapters import memory", "is not in its row"),
+        ("kvpool_index.core.match", "from kvpool_index.ports import Store", "is not in its row"),
+        ("kvpool_index.core.match", "async def f(): ...", "async def is not pure"),
+        ("kvpool_pagestore.adapters.rocks", "import rocksdict\nimport kvpool.client", "more than one of"),
+        ("kvpool_pagestore.servicer", "import pickle", "is allowed nowhere"),
+        ("kvpool_gpuagent.kernels.gather", "import kvpool.core", "is not in its row"),
+        ("kvpool_gpuagent.engine", "from . import ports", "is relative"),
+        ("demo.run", "import kvpool.testing", "is for tests only"),
+    ],
+)
+def test_a_planted_violation_is_caught(module: str, source: str, expected: str) -> None:
+    around = dict.fromkeys(
+        ("kvpool.wire", "kvpool.wire.convert", "kvpool_index.main", "kvpool_index.adapters.memory"), ""
+    )
+    lines = violations(around | {module: source})
+    assert len(lines) == 1
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvpool.core.clock", "import time"),
+        ("kvpool.core.keys", "import struct, numpy, blake3\nfrom kvpool.core.errors import KvPoolError"),
+        ("kvpool.connectors.transformers", "def load():\n    import torch\n    from transformers import DynamicCache"),
+        ("kvpool_index.adapters.redis", "import asyncio\nimport redis.asyncio\nfrom kvpool_index.ports import Store"),
+        ("kvpool_index.main", "from kvpool_index.adapters import redis\nfrom kvpool_server.config import load"),
+        ("kvpool_pagestore.flushing", "import asyncio\nfrom kvpool_pagestore.core import ledger"),
+        ("tests.e2e.test_up", "import kvpool.testing, kvpool_index.engine, psutil"),
+    ],
+)
+def test_what_the_table_allows_passes(module: str, source: str) -> None:
+    assert violations({module: source}) == []
