@@ -161,6 +161,13 @@ class StoreUnavailable(KvPoolError):
     advice = "recompute now; it recovers without a restart once the store is back"
 
 
+class ServiceUnavailable(KvPoolError):
+    """A kvpool service cannot be reached or went away in the middle of a call."""
+
+    reason = "SERVICE_UNAVAILABLE"
+    advice = "recompute now and reconnect"
+
+
 class NodeUnknown(KvPoolError):
     """The node has no live lease."""
 
