@@ -1,0 +1,1 @@
+"""The gpuagent: moves bytes between one engine rank's paged KV cache and pages."""

@@ -1,0 +1,1 @@
+"""Edges of the gpuagent: devices and page pools."""

@@ -1,0 +1,58 @@
+"""Configuration of the gpuagent; flags and environment variables are derived from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from kvpool.core.errors import StartupFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAgentConfig:
+    """One gpuagent. It reaches one local pagestore by its unix socket, or none and uses page streams."""
+
+    data_dir: Annotated[Path, "directory of this agent's node id; one process at a time"]
+    index_endpoints: Annotated[tuple[str, ...], "index replicas, host:port, comma separated"]
+    socket: Annotated[Path, "unix socket that engines of this host connect to"]
+    listen: Annotated[str, "TCP address of status and health, host:port; port 0 picks a free one"] = "127.0.0.1:0"
+    advertise_host: Annotated[str, "host name or address under which others reach this agent"] = "127.0.0.1"
+    metrics_listen: Annotated[str, "address of /metrics, host:port; port 0 picks a free one"] = "127.0.0.1:0"
+    pagestore_socket: Annotated[
+        str, "unix socket of this host's pagestore; empty means none: page streams are used"
+    ] = ""
+    host_id: Annotated[str, "identity of this machine for placement; empty means the boot id"] = ""
+    tenant: Annotated[str, "tenant of all engines, until tokens name it"] = "default"
+    device: Annotated[str, "where engines keep their KV: cpu (cuda is not served yet)"] = "cpu"
+    copy_threads: Annotated[int, "threads that copy and verify pages"] = 2
+    bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
+    max_sessions: Annotated[int, "engine sessions at once"] = 64
+    max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
+    max_request_chunks: Annotated[int, "chunks of one match, load or store"] = 8192
+    max_remembered_chunks: Annotated[int, "chunks whose locations a session remembers from matches"] = 16384
+    heartbeat_interval_ms: Annotated[int, "engines are silent for 4 of these before their session is ended"] = 2000
+    index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 1000
+    kept_timeout_ms: Annotated[
+        int, "how long an engine may take to answer a gathered window before it counts as not kept"
+    ] = 30000
+    log_level: Annotated[str, "debug, info, warning or error"] = "info"
+    ready_file: Annotated[Path | None, "JSON file written once the agent serves, with its endpoints"] = None
+    die_with_parent: Annotated[bool, "end when the parent process ends; for kvpool up"] = False
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":
+            raise StartupFailed("--device cuda is not served by this version; use --device cpu")
+        if self.device != "cpu":
+            raise StartupFailed(f"--device must be cpu, got {self.device!r}")
+        for name in (
+            "copy_threads",
+            "max_sessions",
+            "max_running_requests",
+            "max_request_chunks",
+            "heartbeat_interval_ms",
+        ):
+            if getattr(self, name) <= 0:
+                raise StartupFailed(f"--{name.replace('_', '-')} must be > 0, got {getattr(self, name)}")
+        if not self.index_endpoints:
+            raise StartupFailed("--index-endpoints must name at least one index replica, host:port")

@@ -1,0 +1,75 @@
+"""Engine memory that arrives as descriptors on the raw unix socket, matched to sessions by one-session tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+
+from kvpool.core.errors import InvalidRequest
+from kvpool_server.fds import PeerCredentials
+
+
+class DescriptorInbox:
+    """Collects the descriptors of one session. Whatever is not taken is closed."""
+
+    def __init__(self, sizes_bytes: Sequence[int]) -> None:
+        self.token = secrets.token_bytes(32)
+        self._sizes_bytes = tuple(sizes_bytes)
+        self._descriptors: dict[int, int] = {}
+        self._complete = asyncio.Event()
+
+    def offer(self, handle: int, size_bytes: int, descriptor: int) -> None:
+        """Take a descriptor over. Raises InvalidRequest (and leaves it to the caller) for one nobody asked for."""
+        if handle >= len(self._sizes_bytes) or handle in self._descriptors:
+            raise InvalidRequest(f"handle {handle} is not awaited; {len(self._sizes_bytes)} were registered")
+        if size_bytes != self._sizes_bytes[handle]:
+            raise InvalidRequest(
+                f"handle {handle} was registered with {self._sizes_bytes[handle]} bytes, offered with {size_bytes}"
+            )
+        self._descriptors[handle] = descriptor
+        if len(self._descriptors) == len(self._sizes_bytes):
+            self._complete.set()
+
+    async def take(self, timeout_s: float) -> list[int]:
+        """All descriptors in handle order; the caller owns them. Raises InvalidRequest if they do not come in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = sorted(set(range(len(self._sizes_bytes))) - set(self._descriptors))
+            raise InvalidRequest(f"descriptors of handles {missing} were not offered within {timeout_s:g} s") from None
+        taken, self._descriptors = self._descriptors, {}
+        return [taken[handle] for handle in range(len(self._sizes_bytes))]
+
+    def close(self) -> None:
+        """Close what nobody took."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+
+class DescriptorDesk:
+    """Finds the inbox of a token; its `on_offer` serves kvpool_server.fds.FdServer."""
+
+    def __init__(self) -> None:
+        self._inboxes: dict[bytes, DescriptorInbox] = {}
+
+    def open(self, sizes_bytes: Sequence[int]) -> DescriptorInbox:
+        """A new inbox; close it with `drop`."""
+        inbox = DescriptorInbox(sizes_bytes)
+        self._inboxes[inbox.token] = inbox
+        return inbox
+
+    def drop(self, inbox: DescriptorInbox) -> None:
+        """Forget an inbox and close what is left in it."""
+        self._inboxes.pop(inbox.token, None)
+        inbox.close()
+
+    def on_offer(self, peer: PeerCredentials, token: bytes, handle: int, size_bytes: int, descriptor: int) -> None:
+        """See kvpool_server.fds.OfferHandler. The token has 256 random bits, so a plain look-up leaks nothing useful."""
+        inbox = self._inboxes.get(token)
+        if inbox is None:
+            raise InvalidRequest("no session waits for descriptors under this token")
+        inbox.offer(handle, size_bytes, descriptor)
