@@ -21,7 +21,9 @@ class Backoff:
 
     __slots__ = ("_initial_s", "_limit_s", "_max_s", "_random")
 
-    def __init__(self, initial_s: float, max_s: float, uniform: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(
+        self, initial_s: float, max_s: float, uniform: Callable[[float, float], float] = random.uniform
+    ) -> None:
         self._initial_s = initial_s
         self._max_s = max_s
         self._limit_s = initial_s
