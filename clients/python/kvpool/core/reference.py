@@ -1,0 +1,109 @@
+"""Slow, obvious gather and scatter between an engine's cache and a page's payload: what every device must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.core.errors import InvalidRequest, NotServed, PartitionRefused
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, RowPlane
+from kvpool.core.payload import ShardPayload
+
+Bytes = npt.NDArray[np.uint8]
+BlockIds = npt.NDArray[np.int64]
+
+
+def gather_payload_reference(
+    spec: KeyspaceSpec,
+    grid: ShardGrid,
+    shard: int,
+    layout: EngineLayout,
+    handles: Sequence[Bytes],
+    block_ids: BlockIds,
+) -> Bytes:
+    """The payload of one chunk's page for a shard.
+
+    handles:   [handle_sizes[i]] uint8 each: the memory that the layout describes.
+    block_ids: [chunk_tokens / block_tokens] int64: where the chunk lies.
+    returns:   [payload_bytes] uint8, a new array.
+    """
+    payload = np.empty(ShardPayload.of(spec, grid, shard).payload_bytes, dtype=np.uint8)
+    for handle, at, begin, size_bytes, _ in _rows(spec, grid, shard, layout, block_ids):
+        payload[begin : begin + size_bytes] = handles[handle][at : at + size_bytes]
+    return payload
+
+
+def scatter_payload_reference(
+    spec: KeyspaceSpec,
+    grid: ShardGrid,
+    shard: int,
+    layout: EngineLayout,
+    handles: Sequence[Bytes],
+    block_ids: BlockIds,
+    payload: Bytes,
+    skip_tokens: int = 0,
+    layers: range | None = None,
+) -> None:
+    """Write one chunk's page for a shard into the cache.
+
+    skip_tokens: leading tokens of the chunk that stay untouched; opaque: a multiple of the block.
+    layers:      model layers to write; None = all of the shard's.
+    The rest is as for the gather.
+    """
+    if not 0 <= skip_tokens <= spec.chunk_tokens or (spec.opaque and skip_tokens % spec.opaque.block_tokens):
+        raise InvalidRequest(f"skip_tokens {skip_tokens} does not fit chunks of {spec.chunk_tokens} tokens")
+    skip_positions = skip_tokens * spec.positions // spec.chunk_tokens
+    for handle, at, begin, size_bytes, (layer, position) in _rows(spec, grid, shard, layout, block_ids):
+        if position >= skip_positions and (layers is None or layer in layers):
+            handles[handle][at : at + size_bytes] = payload[begin : begin + size_bytes]
+
+
+def _rows(
+    spec: KeyspaceSpec, grid: ShardGrid, shard: int, layout: EngineLayout, block_ids: BlockIds
+) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
+    """(handle, offset in it, offset in the payload, bytes, (model layer, position in the chunk)) of every row."""
+    shape = ShardPayload.of(spec, grid, shard)
+    _check(spec, shape, layout, block_ids, grid)
+    begin = 0
+    for part in ("planes", "scales"):
+        for layer in shape.layers:
+            for plane in getattr(layout.layers[layer - layout.first_layer], part):
+                for position in range(shape.positions):
+                    for head in shape.heads:
+                        at = _row_offset(spec, layout, plane, block_ids, position, head)
+                        yield plane.handle, at, begin, plane.row_bytes, (layer, position)
+                        begin += plane.row_bytes
+    if begin != shape.payload_bytes:
+        raise AssertionError(f"{begin} bytes of rows for a payload of {shape.payload_bytes}")
+
+
+def _row_offset(
+    spec: KeyspaceSpec, layout: EngineLayout, plane: RowPlane, block_ids: BlockIds, position: int, head: int
+) -> int:
+    block, token = divmod(position, layout.rows_of_block(spec))
+    return (
+        plane.offset_bytes
+        + int(block_ids[block]) * plane.block_stride_bytes
+        + token * plane.token_stride_bytes
+        + (head - layout.first_head) * plane.head_stride_bytes
+    )
+
+
+def _check(spec: KeyspaceSpec, shape: ShardPayload, layout: EngineLayout, block_ids: BlockIds, grid: ShardGrid) -> None:
+    if not layout.holds_codec_rows(spec):
+        raise NotServed(
+            f"codec {spec.codec.name} on the way from or to a {spec.dtype.name} cache: this only copies bytes"
+        )
+    for wanted, here in ((shape.layers, layout.layer_range), (shape.heads, layout.head_range)):
+        if wanted.start < here.start or wanted.stop > here.stop:
+            raise PartitionRefused(f"the shard's {wanted} is not in the rank's {here}; {grid.describe()}")
+    if block_ids.shape != (spec.chunk_tokens // layout.block_tokens,):
+        raise InvalidRequest(
+            f"block_ids must name {spec.chunk_tokens // layout.block_tokens} blocks, got {block_ids.shape}"
+        )
+    if block_ids.size and (int(block_ids.min()) < 0 or int(block_ids.max()) >= layout.block_count):
+        raise InvalidRequest(f"block_ids must lie in [0, {layout.block_count})")
