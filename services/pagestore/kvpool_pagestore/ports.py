@@ -76,7 +76,7 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrite:
-    """One page to make durable. `page` views the arena slot (header, payload, sums), which is held until put_batch returns."""
+    """One page to make durable. `page` views the arena slot (header, payload, sums), held until put_batch returns."""
 
     key: PageKey
     page: memoryview

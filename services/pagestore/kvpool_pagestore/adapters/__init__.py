@@ -1,0 +1,1 @@
+"""The pagestore's ways to the world, one driver each."""

@@ -1,0 +1,1 @@
+"""Decisions of the pagestore: no I/O, no clock, no asyncio."""

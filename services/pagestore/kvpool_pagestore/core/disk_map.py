@@ -1,0 +1,144 @@
+"""What is on disk, kept compactly: one entry a chunk, with a bitmap of its shards."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.grid import shards_in
+from kvpool.core.page import PageKey
+
+_METADATA = struct.Struct("<16s16sqqbq")
+
+PageBytes = Callable[[PageKey], int]
+"""Exact bytes of a page; a pure function of its keyspace and shard."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Shards of one chunk. metadata is packed: a large disk has a million chunks."""
+
+    shards: int
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskChunk:
+    """One chunk's pages on disk."""
+
+    keyspace: bytes
+    chunk_hash: bytes
+    shards: int
+    metadata: PageMetadata
+
+    @property
+    def keys(self) -> list[PageKey]:
+        return [PageKey(self.keyspace, self.chunk_hash, shard) for shard in shards_in(self.shards)]
+
+
+class DiskMap:
+    """Pages of the disk tier, the chunks that were used longest ago first."""
+
+    def __init__(self, page_bytes: PageBytes) -> None:
+        self._page_bytes = page_bytes
+        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()  # by keyspace id + chunk hash
+        self.page_count = 0
+        self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
+
+    def __contains__(self, key: PageKey) -> bool:
+        chunk = self._chunks.get(key.keyspace + key.chunk_hash)
+        return chunk is not None and bool(chunk.shards >> key.shard & 1)
+
+    def add(self, key: PageKey, metadata: PageMetadata) -> bool:
+        """A page is durable. False if it was there already."""
+        at = key.keyspace + key.chunk_hash
+        chunk = self._chunks.get(at)
+        if chunk is None:
+            chunk = self._chunks[at] = _Chunk(0, _pack(metadata))
+        else:
+            self._chunks.move_to_end(at)
+        if chunk.shards >> key.shard & 1:
+            return False
+        chunk.shards |= 1 << key.shard
+        self.page_count += 1
+        self.size_bytes += self._page_bytes(key)
+        return True
+
+    def metadata(self, key: PageKey) -> PageMetadata | None:
+        """What is kept beside a page, or None if the page is not on disk."""
+        chunk = self._chunks.get(key.keyspace + key.chunk_hash)
+        if chunk is None or not chunk.shards >> key.shard & 1:
+            return None
+        return _unpack(chunk.metadata)
+
+    def touch(self, key: PageKey) -> None:
+        """The page was used."""
+        at = key.keyspace + key.chunk_hash
+        if at in self._chunks:
+            self._chunks.move_to_end(at)
+
+    def remove(self, key: PageKey) -> bool:
+        """The page is gone or worthless. False if it was not there."""
+        at = key.keyspace + key.chunk_hash
+        chunk = self._chunks.get(at)
+        if chunk is None or not chunk.shards >> key.shard & 1:
+            return False
+        chunk.shards &= ~(1 << key.shard)
+        self.page_count -= 1
+        self.size_bytes -= self._page_bytes(key)
+        if not chunk.shards:
+            del self._chunks[at]
+        return True
+
+    def remove_keyspace(self, keyspace: bytes) -> list[PageKey]:
+        """Forget all pages of a keyspace; which they were."""
+        keys = [key for chunk in self.chunks() if chunk.keyspace == keyspace for key in chunk.keys]
+        for key in keys:
+            self.remove(key)
+        return keys
+
+    def oldest(self, free_bytes: int, spare: Callable[[PageKey], bool]) -> list[DiskChunk]:
+        """Chunks to give up, the longest unused first, until their pages make up `free_bytes`.
+
+        Chunks with a page that `spare` wants kept (being read, say) are passed over.
+        """
+        chosen: list[DiskChunk] = []
+        for chunk in self.chunks():
+            if free_bytes <= 0:
+                break
+            keys = chunk.keys
+            if not any(spare(key) for key in keys):
+                chosen.append(chunk)
+                free_bytes -= sum(self._page_bytes(key) for key in keys)
+        return chosen
+
+    def chunks(self) -> Iterator[DiskChunk]:
+        """Everything, the longest unused first. Do not change the map while iterating."""
+        for at, chunk in self._chunks.items():
+            yield DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
+
+
+def _pack(metadata: PageMetadata) -> bytes:
+    return _METADATA.pack(
+        metadata.parent_hash,
+        metadata.group_head_hash,
+        metadata.chunk_index,
+        metadata.ttl_ms,
+        metadata.priority,
+        metadata.pinned_until_us,
+    )
+
+
+def _unpack(packed: bytes) -> PageMetadata:
+    parent_hash, group_head_hash, chunk_index, ttl_ms, priority, pinned_until_us = _METADATA.unpack(packed)
+    return PageMetadata(
+        parent_hash=parent_hash,
+        chunk_index=chunk_index,
+        group_head_hash=group_head_hash,
+        ttl_ms=ttl_ms,
+        priority=priority,
+        pinned_until_us=pinned_until_us,
+    )

@@ -1,0 +1,126 @@
+"""Slots and segments of the arena: what there is, in which state. `segments` decides who gets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.page import SLOT_ALIGNMENT_BYTES, PageKey
+
+
+def slot_bytes_for(page_bytes: int) -> int:
+    """Bytes of the slot that holds a page: rounded up to whole memory pages."""
+    return -(-page_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+class SlotState(Enum):
+    """Who may touch a slot's bytes."""
+
+    FREE = "free"  # nobody
+    RESERVED = "reserved"  # one session writes
+    COMMITTING = "committing"  # the writer has finished; the owner verifies
+    FILLING = "filling"  # the owner reads from disk or a peer
+    READY = "ready"  # readers under leases, and the owner's write-back
+    QUARANTINED = "quarantined"  # a session that ended abnormally may still be writing
+
+
+class SegmentState(Enum):
+    """Life of a segment."""
+
+    PLANNED = "planned"  # its bytes are booked, its file is being made
+    LIVE = "live"
+    DYING = "dying"  # empty and out of service; its bytes come back when no peer maps it
+
+
+class SpaceNeed(Enum):
+    """Why no slot was handed out, and what the owner can do about it."""
+
+    SEGMENT = "segment"  # the budget has room: make a segment and ask again
+    RETIREMENT = "retirement"  # a segment was taken out of service: destroy it and ask again
+    FULL = "full"  # nothing: everything is leased, dirty or quarantined
+
+
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """What the ledger knows of a page besides its bytes."""
+
+    key: PageKey
+    page_bytes: int
+    metadata: PageMetadata
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for one page. Changed only by the core; the engine reads it.
+
+    readers counts read leases, those of ended sessions included; ghosts counts leases of ended sessions (of any kind);
+    pins counts the owner's own uses (write-back, a page on its way from promotion to its first lease).
+    """
+
+    segment: Segment
+    index: int
+    state: SlotState = SlotState.FREE
+    record: PageRecord | None = None
+    readers: int = 0
+    ghosts: int = 0
+    pins: int = 0
+    dirty: bool = False
+    # READY, but no longer to be found by its key: dropped while in use, free after the last use.
+    doomed: bool = False
+
+    @property
+    def offset(self) -> int:
+        """Byte offset in the segment."""
+        return self.index * self.segment.slot_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return self.segment.slot_bytes
+
+    @property
+    def page(self) -> PageRecord:
+        """The record; only for slots that are not FREE."""
+        assert self.record is not None
+        return self.record
+
+    @property
+    def unused(self) -> bool:
+        """Nobody holds the slot: no lease, no pin."""
+        return not self.readers and not self.ghosts and not self.pins
+
+    @property
+    def evictable(self) -> bool:
+        return self.state is SlotState.READY and not self.dirty and not self.doomed and self.unused
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One piece of shared memory, cut into equal slots. It belongs to one tenant for all its life."""
+
+    segment_id: int
+    tenant: str
+    size_bytes: int
+    slot_bytes: int
+    state: SegmentState = SegmentState.PLANNED
+    slots: list[Slot] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)  # indexes; the last is handed out next
+    idle_count: int = 0  # evictable slots
+    last_used: int = 0  # tick of the last touch of any of its pages
+    mappers: set[bytes] = field(default_factory=set)  # sessions whose peer may map it
+
+    @property
+    def slot_count(self) -> int:
+        return self.size_bytes // self.slot_bytes
+
+    @property
+    def all_idle(self) -> bool:
+        """No slot is in use: every one is free or evictable."""
+        return self.state is SegmentState.LIVE and len(self.free) + self.idle_count == len(self.slots)
+
+    def format(self, slot_bytes: int) -> None:
+        """Cut into slots anew. Only while no slot is in use; older Slot objects become meaningless."""
+        self.slot_bytes = slot_bytes
+        self.slots = [Slot(self, index) for index in range(self.slot_count)]
+        self.free = list(range(self.slot_count - 1, -1, -1))
+        self.idle_count = 0
