@@ -48,6 +48,7 @@ STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingPro
         errors.StoreFault: grpc.StatusCode.UNAVAILABLE,
         errors.Draining: grpc.StatusCode.UNAVAILABLE,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+        errors.Stopped: grpc.StatusCode.ABORTED,
         errors.StartupFailed: grpc.StatusCode.INTERNAL,
     }
 )

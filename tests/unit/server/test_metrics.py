@@ -1,0 +1,44 @@
+"""The /metrics endpoint serves the registry it was given and nothing else."""
+
+import socket
+from http.client import HTTPConnection
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from kvpool.core.errors import StartupFailed
+from kvpool_server.metrics import new_registry, start_metrics_server
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_serves_the_registry_and_the_process() -> None:
+    registry = new_registry()
+    Counter("kvpool_test_pages_total", "Pages.", registry=registry).inc(3)
+    port, stop = start_metrics_server("127.0.0.1", 0, registry)
+    try:
+        status, text = get(port, "/metrics")
+        assert status == 200
+        assert "kvpool_test_pages_total 3.0" in text
+        assert "process_resident_memory_bytes" in text
+        assert 'kvpool_process_resident_bytes{kind="anon"}' in text
+        assert get(port, "/etc/passwd")[0] == 404
+    finally:
+        stop()
+    with pytest.raises(ConnectionRefusedError):
+        get(port, "/metrics")
+
+
+def test_port_in_use_names_port_and_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupFailed, match=rf"127.0.0.1:{port}: it is in use; stop the process"):
+            start_metrics_server("127.0.0.1", port, CollectorRegistry())
