@@ -22,6 +22,16 @@ CONSTRAINTS = REPOSITORY / "constraints.txt"
 # What decides the content of the environment.
 INPUTS = (REPOSITORY / "pyproject.toml", CONSTRAINTS, Path(__file__).resolve())
 
+# Run by the environment's own Python: exits 0 if every file that a distribution brought is there in its full size.
+WHOLENESS_CHECK = """
+import sys
+from importlib.metadata import distributions
+def is_whole(file):
+    path = file.locate()
+    return file.suffix == ".pyc" or path.exists() and file.size in (None, path.stat().st_size)
+sys.exit(not all(dist.files is not None and all(map(is_whole, dist.files)) for dist in distributions()))
+"""
+
 
 class SetupError(Exception):
     """Set-up cannot go on; the message is the one line for the person who asked."""
@@ -66,6 +76,11 @@ def is_usable(venv: Path) -> bool:
     return answer.returncode == 0 and answer.stdout.decode().strip() == "{}.{}".format(*sys.version_info[:2])
 
 
+def is_whole(venv: Path) -> bool:
+    """Whether no installed file is missing or cut short: pip takes what has its metadata in place for installed."""
+    return subprocess.run([str(venv / "bin" / "python"), "-c", WHOLENESS_CHECK], check=False).returncode == 0
+
+
 def create(venv: Path) -> None:
     """Make an empty environment with pip, in place of whatever is there."""
     if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=False).returncode:
@@ -96,14 +111,14 @@ def set_up(venv: Path, torch_index_url: str) -> None:
     stamp, wanted = venv / STAMP_NAME, fingerprint(venv, torch_index_url)
     with CONSTRAINTS.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        usable = is_usable(venv)
-        if usable and stamp.exists() and stamp.read_text() == wanted:
+        usable, found = is_usable(venv), stamp.read_text() if stamp.exists() else None
+        if usable and found == wanted:
             return
         print(f"setting up {venv} (the first time takes minutes)", flush=True)
-        if usable:
-            stamp.unlink(missing_ok=True)
-        else:
+        if not usable or (found is None and not is_whole(venv)):
             create(venv)
+        else:
+            stamp.unlink(missing_ok=True)
         install(venv, torch_index_url)
         stamp.write_text(wanted)
 
