@@ -94,7 +94,8 @@ def install(venv: Path, torch_index_url: str) -> None:
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--constraint", str(CONSTRAINTS)]
     if not sys.stdout.isatty():
         pip.append("--quiet")
-    environment = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+    # The warning that setuptools gives on every editable installation is for people who chose it unknowingly.
+    environment = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PYTHONWARNINGS="ignore")
     commands = [[*pip, "setuptools"]]
     if torch_index_url:
         # That index serves torch and need not have the rest, which comes from the usual one in the next step.
