@@ -1,0 +1,117 @@
+"""What lies in the RocksDB of a pagestore: column families, keys and records. Pure.
+
+| family | key | value |
+|---|---|---|
+| records | page key (34) | PageRecord: where the page is, its size, its metadata |
+| members | volume (u32 BE), page key | empty: pages that were written to a volume, perhaps not there any more |
+| values | name | small values of the node, the remembered keyspaces (`keyspace:` + encoding) |
+| volume-<n> | sequence (u64 BE), page key | page bytes: header, payload, sum table |
+
+A volume is a column family because dropping one frees its files at once, without a compaction. The sequence in front of
+the page key makes the files of a volume follow each other, so that none ever has to be compacted into another.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.errors import PageCorrupt
+from kvpool.core.page import PageKey
+from kvpool_pagestore.ports import PageMetadata
+
+RECORDS: Final = "records"
+MEMBERS: Final = "members"
+VALUES: Final = "values"
+FORMAT_NAME: Final = b"format"
+FORMAT: Final = b"1"
+
+_RECORD_VERSION: Final = 1
+_RECORD: Final = struct.Struct("<BIQQ16sq16sqiq")
+_VOLUME: Final = struct.Struct(">I")
+_SEQUENCE: Final = struct.Struct(">Q")
+_VOLUME_FAMILY: Final = re.compile(r"volume-(\d{1,10})")
+_KEYSPACE_PREFIX: Final = b"keyspace:"
+_NAMED_PREFIX: Final = b"named:"
+
+
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """Where a page is, and what is kept beside it."""
+
+    volume: int
+    sequence: int
+    page_bytes: int
+    metadata: PageMetadata
+
+    def encode(self) -> bytes:
+        kept = self.metadata
+        return _RECORD.pack(
+            _RECORD_VERSION, self.volume, self.sequence, self.page_bytes, kept.parent_hash, kept.chunk_index,
+            kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
+        )  # fmt: skip
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> PageRecord:
+        """Raises PageCorrupt for bytes that no version of this code wrote."""
+        if len(encoded) != _RECORD.size or encoded[0] != _RECORD_VERSION:
+            raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_RECORD_VERSION}")
+        _, volume, sequence, page_bytes, parent, index, head, ttl_ms, priority, pinned_us = _RECORD.unpack(encoded)
+        metadata = PageMetadata(
+            parent_hash=parent, chunk_index=index, group_head_hash=head,
+            ttl_ms=ttl_ms, priority=priority, pinned_until_us=pinned_us,
+        )  # fmt: skip
+        return cls(volume, sequence, page_bytes, metadata)
+
+
+def volume_family(volume: int) -> str:
+    """Name of a volume's column family."""
+    return f"volume-{volume}"
+
+
+def volume_of_family(name: str) -> int | None:
+    """The volume of a column family, None for the other families."""
+    match = _VOLUME_FAMILY.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def payload_key(sequence: int, key: PageKey) -> bytes:
+    """Key of a page's bytes in its volume."""
+    return _SEQUENCE.pack(sequence) + key.pack()
+
+
+def member_bounds(volume: int) -> tuple[bytes, bytes]:
+    """First possible member key of a volume and a key after its last one."""
+    return _VOLUME.pack(volume), _VOLUME.pack(volume + 1)
+
+
+def member_key(volume: int, key: PageKey) -> bytes:
+    """Key of a page in `members`."""
+    return _VOLUME.pack(volume) + key.pack()
+
+
+def member_page(member: bytes) -> PageKey:
+    """The page of a member key."""
+    return PageKey.unpack(member[_VOLUME.size :])
+
+
+def keyspace_value_key(encoding: bytes) -> bytes:
+    """Key in `values` by which a keyspace is remembered. It holds the encoding, so that keeping it is idempotent."""
+    return _KEYSPACE_PREFIX + encoding
+
+
+def keyspace_of_value_key(key: bytes) -> bytes | None:
+    """The encoding of a remembered keyspace, None for other values."""
+    return key[len(_KEYSPACE_PREFIX) :] if key.startswith(_KEYSPACE_PREFIX) else None
+
+
+def named_value_key(name: str) -> bytes:
+    """Key in `values` of a small value of the node."""
+    return _NAMED_PREFIX + name.encode()
+
+
+def keyspace_bounds(keyspace: bytes) -> tuple[bytes, bytes]:
+    """First possible page key of a keyspace and a key after its last one."""
+    return keyspace, keyspace + b"\xff" * 19  # what follows in a page key is 18 bytes long

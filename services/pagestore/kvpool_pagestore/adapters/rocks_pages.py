@@ -1,0 +1,258 @@
+"""Pages in a RocksDatabase: writing, finding, forgetting, and moving what lives out of volumes that are mostly dead."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+from rocksdict import ReadOptions, WriteBatch
+
+from kvpool.core.errors import PageCorrupt
+from kvpool.core.page import PageKey
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
+from kvpool_pagestore.adapters.rocks_layout import (
+    MEMBERS,
+    RECORDS,
+    PageRecord,
+    keyspace_bounds,
+    member_bounds,
+    member_key,
+    member_page,
+    payload_key,
+)
+from kvpool_pagestore.adapters.rocks_salvage import rebuild_members, salvage_records
+from kvpool_pagestore.adapters.rocks_volumes import Volume, Volumes
+from kvpool_pagestore.ports import PageWrite, StoredPage
+
+_log = logging.getLogger(__name__)
+
+_MOVE_BYTES: Final = 32 << 20  # read into memory at once when a volume is emptied
+
+
+class RocksPages:
+    """Thread-safe. The lock guards records and accounting: held over small synced writes, never over page bytes."""
+
+    def __init__(self, database: RocksDatabase, volume_bytes: int) -> None:
+        """Count what lives where. Raises StoreFault."""
+        self._database = database
+        self._volumes = Volumes(volume_bytes)
+        self._lock = threading.Lock()
+        self._reclaiming = threading.Lock()
+        self._sequence = 0
+        # The engine verifies pages by their own sums, which also covers damage that happened before they were written.
+        self._payload_reads = ReadOptions()
+        self._payload_reads.set_verify_checksums(False)
+        self._load()
+
+    def scan(self) -> Iterator[StoredPage]:
+        """Every page that has a record. Raises StoreFault."""
+        for packed, encoded in rows(self._database, RECORDS):
+            record = PageRecord.decode(encoded)
+            yield StoredPage(key=PageKey.unpack(packed), page_bytes=record.page_bytes, metadata=record.metadata)
+
+    def write(self, pages: Sequence[PageWrite]) -> None:
+        """Make pages durable, no key twice. Raises StoreFault; then none of them is."""
+        self._write(pages, None)
+
+    def get_into(self, key: PageKey, destination: memoryview) -> int | None:
+        """Page bytes, or None if there is no page. Raises PageCorrupt if its bytes are damaged or gone, StoreFault."""
+        record = self._record(key)
+        while record is not None:
+            payload = self._payload(key, record)
+            if payload is not None:
+                if len(payload) > len(destination):
+                    raise PageCorrupt(f"page {key} has {len(payload)} bytes on disk, {len(destination)} were expected")
+                destination[: len(payload)] = payload
+                return len(payload)
+            newer = self._record(key)
+            if newer == record:
+                raise PageCorrupt(f"page {key} has a record on disk but no bytes")
+            record = newer  # it was moved or written again between the two reads
+        return None
+
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Delete pages. Not synced: a page that comes back after a power loss is still the right page."""
+        batch = WriteBatch(raw_mode=True)
+        with self._lock:
+            found = [record for key in set(keys) if (record := self._delete_into(batch, key)) is not None]
+            if len(batch):
+                self._database.write(batch, sync=False)
+                self._subtract(found)
+
+    def forget_keyspace(self, keyspace: bytes) -> None:
+        """Delete all pages of a keyspace; synced, because an operator asked for it."""
+        first, end = keyspace_bounds(keyspace)
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(first, end, self._database.handle(RECORDS))
+        with self._lock:
+            found = [PageRecord.decode(encoded) for _, encoded in rows(self._database, RECORDS, first, end)]
+            self._database.write(batch, sync=True)
+            self._subtract(found)
+
+    def reclaim(self) -> None:
+        """Give space of dead pages back until little enough is dead. Returns at once if another thread is at it."""
+        if not self._reclaiming.acquire(blocking=False):
+            return
+        try:
+            while (victim := self._take_victim()) is not None:
+                self._empty(victim)
+        finally:
+            self._reclaiming.release()
+
+    def _load(self) -> None:
+        database = self._database
+        salvage_records(database)
+        found: dict[int, Volume] = {}
+        with store_faults("measuring volumes"):
+            for number, family in sorted(database.volumes.items()):
+                total_bytes = family.property_int_value("rocksdb.total-sst-files-size") or 0
+                found[number] = Volume(number=number, total_bytes=total_bytes)
+        dangling = WriteBatch(raw_mode=True)
+        for packed, encoded in rows(database, RECORDS):
+            record = PageRecord.decode(encoded)
+            self._sequence = max(self._sequence, record.sequence)
+            if record.volume in found:
+                found[record.volume].live_bytes += record.page_bytes
+            else:
+                dangling.delete(packed, database.handle(RECORDS))
+        if len(dangling):
+            # Their deletion was not synced when the machine went down, the dropping of their volume was.
+            _log.warning("forgetting %d pages whose volume was dropped", len(dangling))
+            database.write(dangling, sync=True)
+        for volume in found.values():
+            self._volumes.add(volume)
+
+    def _write(self, pages: Sequence[PageWrite], only_if: Mapping[PageKey, PageRecord] | None) -> None:
+        """With `only_if`, a page whose record is another one by now stays as it is."""
+        ordered = sorted(pages, key=lambda page: page.key.pack())
+        with self._lock:
+            volume = self._volume_for_batch()
+            volume.writer_count += 1
+            self._sequence += 1
+            sequence = self._sequence
+        try:
+            entries = [(payload_key(sequence, page.key), page.page) for page in ordered]
+            self._database.ingest(self._database.volumes[volume.number], str(sequence), entries)
+            with self._lock:
+                volume.total_bytes += sum(len(page.page) for page in ordered)
+                self._point_records_at(volume, sequence, ordered, only_if)
+        finally:
+            with self._lock:
+                volume.writer_count -= 1
+
+    def _volume_for_batch(self) -> Volume:
+        volume = self._volumes.current()
+        if volume is None:
+            volume = Volume(number=self._volumes.next_number())
+            self._database.create_volume(volume.number)
+            self._volumes.add(volume)
+        return volume
+
+    def _point_records_at(
+        self, volume: Volume, sequence: int, pages: Sequence[PageWrite], only_if: Mapping[PageKey, PageRecord] | None
+    ) -> None:
+        batch = WriteBatch(raw_mode=True)
+        replaced: list[PageRecord] = []
+        added_bytes = 0
+        for page in pages:
+            old = self._record_or_damaged(page.key)
+            if only_if is not None and old != only_if[page.key]:
+                continue
+            if old is not None:
+                replaced.append(old)
+            record = PageRecord(volume.number, sequence, len(page.page), page.metadata)
+            batch.put(page.key.pack(), record.encode(), self._database.handle(RECORDS))
+            batch.put(member_key(volume.number, page.key), b"", self._database.handle(MEMBERS))
+            added_bytes += len(page.page)
+        self._database.write(batch, sync=True)
+        volume.live_bytes += added_bytes
+        self._subtract(replaced)
+
+    def _delete_into(self, batch: WriteBatch, key: PageKey) -> PageRecord | None:
+        record = self._record_or_damaged(key)
+        batch.delete(key.pack(), self._database.handle(RECORDS))
+        return record
+
+    def _subtract(self, records: Iterable[PageRecord]) -> None:
+        for record in records:
+            if (volume := self._volumes.by_number.get(record.volume)) is not None:
+                volume.live_bytes -= record.page_bytes
+
+    def _record(self, key: PageKey) -> PageRecord | None:
+        with store_faults(f"reading the record of page {key}"):
+            encoded = self._database.family(RECORDS).get(key.pack())
+            return PageRecord.decode(encoded) if encoded is not None else None
+
+    def _record_or_damaged(self, key: PageKey) -> PageRecord | None:
+        """As `_record`, but a damaged one counts as none: it is about to be replaced or deleted."""
+        try:
+            return self._record(key)
+        except PageCorrupt:
+            return None
+
+    def _payload(self, key: PageKey, record: PageRecord) -> bytes | None:
+        family = self._database.volumes.get(record.volume)
+        if family is None:
+            return None
+        with store_faults(f"reading page {key}"):
+            payload: bytes | None = family.get(payload_key(record.sequence, key), read_opt=self._payload_reads)
+            return payload
+
+    def _take_victim(self) -> Volume | None:
+        with self._lock:
+            return self._volumes.victim()
+
+    def _empty(self, victim: Volume) -> None:
+        """Move the live pages of a sealed volume elsewhere, then drop it."""
+        batch: list[PageWrite] = []
+        expected: dict[PageKey, PageRecord] = {}
+        size_bytes = 0
+        for key in self._members(victim):
+            record = self._record_or_damaged(key)
+            if record is None or record.volume != victim.number:
+                continue
+            payload = self._payload_or_lost(key, record)
+            if payload is None:
+                continue
+            batch.append(PageWrite(key=key, page=memoryview(payload), metadata=record.metadata))
+            expected[key] = record
+            size_bytes += len(payload)
+            if size_bytes >= _MOVE_BYTES:
+                self._write(batch, expected)
+                batch, expected, size_bytes = [], {}, 0
+        if batch:
+            self._write(batch, expected)
+        self._drop(victim)
+
+    def _members(self, volume: Volume) -> Sequence[PageKey]:
+        """Pages that were written to a volume and may still be there."""
+        first, end = member_bounds(volume.number)
+        try:
+            return [member_page(member) for member, _ in rows(self._database, MEMBERS, first, end)]
+        except PageCorrupt as damage:
+            _log.error("the members of volumes are damaged and made anew from the records: %s", damage)
+            with self._lock:
+                rebuild_members(self._database)
+            return [member_page(member) for member, _ in rows(self._database, MEMBERS, first, end)]
+
+    def _payload_or_lost(self, key: PageKey, record: PageRecord) -> bytes | None:
+        """Page bytes to be moved. A page that cannot be read is forgotten, as its next reader would do."""
+        try:
+            payload = self._payload(key, record)
+        except PageCorrupt as error:
+            _log.warning("dropping a page that cannot be moved: %s", error)
+            payload = None
+        if payload is None:
+            self.forget([key])
+        return payload
+
+    def _drop(self, victim: Volume) -> None:
+        first, end = member_bounds(victim.number)
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(first, end, self._database.handle(MEMBERS))
+        with self._lock:
+            self._database.drop_volume(victim.number)
+            self._volumes.remove(victim)
+            self._database.write(batch, sync=False)

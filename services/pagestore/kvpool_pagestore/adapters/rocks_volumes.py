@@ -1,0 +1,81 @@
+"""Accounting of volumes: which one takes new pages, what is dead in each, which is emptied next. Pure; not locked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DEAD_SHARE = 8  # one part of this many of the live bytes may be dead before volumes are emptied
+
+
+@dataclass(slots=True)
+class Volume:
+    """One volume. Bytes are page bytes; a file system counts a little more."""
+
+    number: int
+    total_bytes: int = 0
+    live_bytes: int = 0  # of pages whose record points here
+    writer_count: int = 0  # batches on their way into it
+    sealed: bool = False  # takes no new pages
+
+    @property
+    def dead_bytes(self) -> int:
+        return max(0, self.total_bytes - self.live_bytes)
+
+
+class Volumes:
+    """All volumes of a store, each about `volume_bytes` large."""
+
+    def __init__(self, volume_bytes: int) -> None:
+        self.volume_bytes = volume_bytes
+        self.by_number: dict[int, Volume] = {}
+        self._current: Volume | None = None
+
+    def live_bytes(self) -> int:
+        """Bytes of all pages that have a record."""
+        return sum(volume.live_bytes for volume in self.by_number.values())
+
+    def add(self, volume: Volume) -> None:
+        """A volume found at start, or a new one: the last one added that is not sealed takes new pages."""
+        self.by_number[volume.number] = volume
+        self._current = volume
+
+    def current(self) -> Volume | None:
+        """The volume for the next batch; None if a new one must be created."""
+        current = self._current
+        if current is None or current.sealed or current.total_bytes >= self.volume_bytes:
+            return None
+        return current
+
+    def next_number(self) -> int:
+        """A number above all that are in use."""
+        return max(self.by_number, default=0) + 1
+
+    def victim(self) -> Volume | None:
+        """The volume to empty and drop now, sealed by this call; None if little enough is dead.
+
+        A volume without live pages always is one. Otherwise the emptiest goes when more than one volume's worth and
+        more than an eighth of the live bytes are dead: that bounds both the space lost and the bytes moved.
+        """
+        idle = [volume for volume in self.by_number.values() if not volume.writer_count and volume.dead_bytes]
+        if not idle:
+            return None
+        victim = min(idle, key=lambda volume: volume.live_bytes / volume.total_bytes)
+        dead_bytes = sum(volume.dead_bytes for volume in self.by_number.values())
+        if victim.live_bytes and dead_bytes <= max(self.volume_bytes, self.live_bytes() // _DEAD_SHARE):
+            return None
+        victim.sealed = True
+        return victim
+
+    def remove(self, volume: Volume) -> None:
+        """The volume was dropped."""
+        del self.by_number[volume.number]
+        if self._current is volume:
+            self._current = None
+
+
+def live_limit_bytes(capacity_bytes: int, volume_bytes: int) -> int:
+    """Page bytes that may be live so that the files stay within a capacity: beside them lie dead pages, up to two
+    volumes (one being filled beyond its size, one being emptied), records, logs and the manifest.
+    """
+    fixed_bytes = 3 * volume_bytes + (24 << 20)
+    return max(0, (capacity_bytes - fixed_bytes) * _DEAD_SHARE // (_DEAD_SHARE + 1))

@@ -1,0 +1,197 @@
+"""What every PageStore promises: run by the RocksDB one and by the fake in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import KvPoolError, PageCorrupt
+from kvpool.core.page import PageKey
+from kvpool.testing.page_store import MemoryPageStore
+from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage
+
+Reopen = Callable[[], PageStore]
+
+KEYSPACE = b"k" * 16
+OTHER = b"\xff" * 16  # the last possible keyspace: nothing sorts after it
+
+
+def key(number: int, keyspace: bytes = KEYSPACE) -> PageKey:
+    return PageKey(keyspace, number.to_bytes(16, "big"), number % 3)
+
+
+def metadata(number: int) -> PageMetadata:
+    return PageMetadata(
+        parent_hash=bytes([number % 251]) * 16,
+        chunk_index=number,
+        group_head_hash=bytes([number % 7]) * 16,
+        ttl_ms=number * 10,
+        priority=number % 200 - 100,
+        pinned_until_us=number << 40,
+    )
+
+
+def page_write(number: int, page: bytes, keyspace: bytes = KEYSPACE) -> PageWrite:
+    return PageWrite(key=key(number, keyspace), page=memoryview(page), metadata=metadata(number))
+
+
+class Durable:
+    """Counts callbacks."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[PageKey, KvPoolError | None]] = []
+
+    def __call__(self, page_key: PageKey, failure: KvPoolError | None) -> None:
+        self.calls.append((page_key, failure))
+
+
+def get(store: PageStore, page_key: PageKey, size_bytes: int = 1 << 20) -> bytes | None:
+    destination = bytearray(size_bytes)
+    found = store.get_into(page_key, memoryview(destination))
+    return None if found is None else bytes(destination[:found])
+
+
+def now_and_after_restart(store: PageStore, reopen: Reopen) -> Iterator[PageStore]:
+    yield store
+    yield reopen()
+
+
+@pytest.fixture(params=["rocks", "memory"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
+    memory = MemoryPageStore(StoredPage)
+    opened: list[PageStore] = []
+
+    def open_again() -> PageStore:
+        while opened:
+            opened.pop().close()
+        rocks = request.param == "rocks"
+        store: PageStore = RocksPageStore(tmp_path / "disk", volume_bytes=1 << 20) if rocks else memory
+        store.open()
+        opened.append(store)
+        return store
+
+    yield open_again
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(reopen: Reopen) -> PageStore:
+    return reopen()
+
+
+def test_an_empty_store_has_nothing(store: PageStore) -> None:
+    assert list(store.scan()) == []
+    assert list(store.keyspaces()) == []
+    assert store.load_value("incarnation") is None
+    assert get(store, key(1)) is None
+    store.put_batch([], Durable())
+    store.delete_batch([key(1)])
+    store.delete_keyspace(KEYSPACE)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 100, 4096, 65_537, 700_000])
+def test_pages_come_back_bit_for_bit_after_a_restart(reopen: Reopen, size_bytes: int) -> None:
+    pages = {number: os.urandom(size_bytes) for number in range(5)}
+    durable = Durable()
+    reopen().put_batch([page_write(number, page) for number, page in pages.items()], durable)
+    assert sorted(durable.calls) == [(key(number), None) for number in pages]
+    again = reopen()
+    assert {number: get(again, key(number)) for number in pages} == pages
+    found = sorted(again.scan(), key=lambda page: page.key.chunk_hash)
+    assert found == [StoredPage(key=key(n), page_bytes=size_bytes, metadata=metadata(n)) for n in pages]
+
+
+def test_a_page_is_written_into_the_slot_and_nowhere_else(store: PageStore) -> None:
+    store.put_batch([page_write(1, b"x" * 100)], Durable())
+    slot = bytearray(b"." * 300)
+    assert store.get_into(key(1), memoryview(slot)[50:250]) == 100
+    assert slot == b"." * 50 + b"x" * 100 + b"." * 150
+
+
+def test_a_page_that_does_not_fit_its_slot_is_damage_and_touches_nothing(store: PageStore) -> None:
+    store.put_batch([page_write(1, b"x" * 100)], Durable())
+    slot = bytearray(99)
+    with pytest.raises(PageCorrupt):
+        store.get_into(key(1), memoryview(slot))
+    assert slot == bytearray(99)
+
+
+def test_the_page_may_change_once_the_batch_has_returned(store: PageStore) -> None:
+    slot = bytearray(b"a" * 1000)
+    store.put_batch([PageWrite(key=key(1), page=memoryview(slot), metadata=metadata(1))], Durable())
+    slot[:] = b"b" * 1000
+    assert get(store, key(1)) == b"a" * 1000
+
+
+def test_a_page_written_again_replaces_the_old_one(reopen: Reopen) -> None:
+    store = reopen()
+    store.put_batch([page_write(1, b"old" * 50)], Durable())
+    store.put_batch([page_write(1, b"new")], Durable())
+    assert get(store, key(1)) == b"new"
+    again = reopen()
+    assert get(again, key(1)) == b"new"
+    assert [page.page_bytes for page in again.scan()] == [3]
+
+
+def test_a_key_twice_in_a_batch_is_one_page_and_two_callbacks(store: PageStore) -> None:
+    durable = Durable()
+    store.put_batch([page_write(1, b"first"), page_write(1, b"last")], durable)
+    assert durable.calls == [(key(1), None), (key(1), None)]
+    assert get(store, key(1)) == b"last"
+
+
+def test_deleted_pages_are_gone_and_stay_gone(reopen: Reopen) -> None:
+    store = reopen()
+    store.put_batch([page_write(number, b"page") for number in range(10)], Durable())
+    store.delete_batch([key(number) for number in (2, 3, 77)])
+    left = {0, 1, 4, 5, 6, 7, 8, 9}
+    for current in now_and_after_restart(store, reopen):
+        assert {page.metadata.chunk_index for page in current.scan()} == left
+        assert get(current, key(2)) is None
+        assert get(current, key(4)) == b"page"
+
+
+def test_deleting_a_keyspace_leaves_the_others(reopen: Reopen) -> None:
+    store = reopen()
+    for keyspace in (b"j" * 16, KEYSPACE, b"k" * 15 + b"l", OTHER):
+        store.put_batch([page_write(number, b"page", keyspace) for number in range(4)], Durable())
+    store.delete_keyspace(KEYSPACE)
+    store.delete_keyspace(OTHER)
+    for current in now_and_after_restart(store, reopen):
+        assert {page.key.keyspace for page in current.scan()} == {b"j" * 16, b"k" * 15 + b"l"}
+        assert get(current, key(1)) is None
+        assert get(current, key(1, b"j" * 16)) == b"page"
+
+
+def test_keyspaces_and_values_survive_a_restart(reopen: Reopen) -> None:
+    store = reopen()
+    for encoding in (b"\x00one", b"two" * 100, b"\x00one"):
+        store.remember_keyspace(encoding)
+    store.save_value("incarnation", b"1")
+    store.save_value("incarnation", b"2")
+    store.save_value("keyspace:x", b"no keyspace")
+    again = reopen()
+    assert sorted(again.keyspaces()) == [b"\x00one", b"two" * 100]
+    assert again.load_value("incarnation") == b"2"
+    assert again.load_value("keyspace:x") == b"no keyspace"
+    assert again.load_value("other") is None
+
+
+def test_used_bytes_follow_the_live_pages(store: PageStore) -> None:
+    page = os.urandom(256 << 10)
+    for number in range(40):
+        store.put_batch([page_write(number, page)], Durable())
+    assert store.used_bytes() >= 40 * len(page)
+    store.delete_batch([key(number) for number in range(40) if number % 10])
+    assert store.used_bytes() <= 4 * len(page) + (5 << 20)
+    assert [number for number in range(40) if get(store, key(number)) == page] == [0, 10, 20, 30]
+
+
+def test_closing_twice_is_fine(store: PageStore) -> None:
+    store.close()
+    store.close()
