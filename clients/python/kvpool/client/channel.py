@@ -106,6 +106,9 @@ class Endpoints(Generic[StubT]):
         raises: the KvPoolError that the server names; ServiceUnavailable, DeadlineExceeded.
         """
         limit_s = self._config.call_timeout_s if timeout_s is None else timeout_s
+        retry_on: tuple[type[KvPoolError], ...] = TRANSIENT
+        if len(self._endpoints) > 1:
+            retry_on = (*TRANSIENT, DeadlineExceeded)  # of one attempt: another endpoint may answer
 
         async def attempt(remaining_s: float) -> ResponseT:
             endpoint = self.endpoint
@@ -117,7 +120,6 @@ class Endpoints(Generic[StubT]):
                 self.fail(endpoint)
                 raise
 
-        retry_on = (*TRANSIENT, DeadlineExceeded) if len(self._endpoints) > 1 else TRANSIENT
         if not idempotent:
             return await attempt(limit_s)
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)

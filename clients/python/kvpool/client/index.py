@@ -1,0 +1,193 @@
+"""Calls to the index: keyspaces, nodes, matches, placement."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvpool.client.channel import Endpoints
+from kvpool.client.config import ClientConfig
+from kvpool.client.match_stream import MatchStream
+from kvpool.client.watch import watch_events
+from kvpool.core.cluster import (
+    ChainMatch,
+    ChainQuery,
+    IndexEvent,
+    IndexInfo,
+    LiveNode,
+    NodeInfo,
+    NodeKind,
+    NodeLease,
+    NodeLoad,
+    StaleLocation,
+)
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.v1 import index_pb2
+from kvpool.v1.index_pb2_grpc import IndexServiceStub
+from kvpool.wire.convert import check_id, check_length
+from kvpool.wire.convert_cluster import (
+    chain_match_from_proto,
+    chain_query_to_proto,
+    index_info_from_proto,
+    live_node_from_proto,
+    node_info_from_proto,
+    node_info_to_proto,
+    node_load_to_proto,
+    stale_location_to_proto,
+)
+from kvpool.wire.convert_keyspace import grid_from_proto, spec_from_proto, spec_to_proto
+
+if TYPE_CHECKING:
+    from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
+
+_HASH_KEY_BYTES = 32
+
+
+def _async_stub(channel: grpc.aio.Channel) -> IndexServiceAsyncStub:
+    return IndexServiceStub(channel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedKeyspace:
+    """A keyspace that may be used now."""
+
+    keyspace: bytes  # 16 bytes
+    hash_key: bytes  # 32 bytes; of the chunk hash
+    grid: ShardGrid
+    created: bool  # this call bound the name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedKeyspace:
+    """One keyspace of the tenant."""
+
+    name: str
+    keyspace: bytes  # 16 bytes
+    spec: KeyspaceSpec
+
+
+class IndexClient:
+    """Unary calls with deadlines, repeated on the configured replicas while they last. Belongs to one event loop.
+
+    Every method raises what its RPC documents, and ServiceUnavailable, DeadlineExceeded, StoreUnavailable.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        """raises: InvalidRequest when no index endpoint is configured."""
+        self._endpoints: Endpoints[IndexServiceAsyncStub] = Endpoints(config.index_endpoints, config, _async_stub)
+        self._match_stream = MatchStream(self._endpoints)
+
+    @property
+    def endpoints(self) -> Endpoints[IndexServiceAsyncStub]:
+        """For streams that this client does not wrap."""
+        return self._endpoints
+
+    async def open_keyspace(self, name: str, spec: KeyspaceSpec, *, timeout_s: float | None = None) -> OpenedKeyspace:
+        """Bind a name to a spec. raises: KeyspaceMismatch naming the field, GeometryUnsupported, NotServed."""
+        request = index_pb2.OpenKeyspaceRequest(name=name, spec=spec_to_proto(spec))
+        answer = await self._endpoints.call(lambda stub: stub.OpenKeyspace, request, timeout_s=timeout_s)
+        return OpenedKeyspace(
+            keyspace=check_id(answer.keyspace_id, "keyspace_id"),
+            hash_key=check_length(answer.hash_key, _HASH_KEY_BYTES, "hash_key"),
+            grid=grid_from_proto(answer.grid, spec),
+            created=answer.created,
+        )
+
+    async def list_keyspaces(self) -> list[NamedKeyspace]:
+        """The tenant's keyspaces, ordered by name."""
+        answer = await self._endpoints.call(lambda stub: stub.ListKeyspaces, index_pb2.ListKeyspacesRequest())
+        return [
+            NamedKeyspace(name=item.name, keyspace=item.keyspace_id, spec=spec_from_proto(item.spec))
+            for item in answer.keyspaces
+        ]
+
+    async def register_node(
+        self, node: NodeInfo, *, last_incarnation: int = 0, timeout_s: float | None = None
+    ) -> NodeLease:
+        """Grant `node` a lease. raises: StaleIncarnation when a newer process of this node is registered."""
+        request = index_pb2.RegisterNodeRequest(node=node_info_to_proto(node), last_incarnation=last_incarnation)
+        answer = await self._endpoints.call(lambda stub: stub.RegisterNode, request, timeout_s=timeout_s)
+        return NodeLease(
+            incarnation=answer.incarnation,
+            lease_ttl_ms=answer.lease_ttl_ms,
+            renew_interval_ms=answer.renew_interval_ms,
+            announce_epoch=answer.announce_epoch,
+        )
+
+    async def renew_lease(
+        self, node_id: bytes, incarnation: int, load: NodeLoad, *, timeout_s: float | None = None
+    ) -> int:
+        """Milliseconds until the lease ends. raises: LeaseLost, StaleIncarnation."""
+        request = index_pb2.RenewLeaseRequest(node_id=node_id, incarnation=incarnation, load=node_load_to_proto(load))
+        answer = await self._endpoints.call(lambda stub: stub.RenewLease, request, timeout_s=timeout_s)
+        return answer.lease_ttl_ms
+
+    async def end_lease(self, node_id: bytes, incarnation: int, *, timeout_s: float | None = None) -> None:
+        """End a lease at once. Idempotent."""
+        request = index_pb2.EndLeaseRequest(node_id=node_id, incarnation=incarnation)
+        await self._endpoints.call(lambda stub: stub.EndLease, request, timeout_s=timeout_s)
+
+    async def list_nodes(self, kind: NodeKind | None = None) -> list[LiveNode]:
+        """Live nodes, ordered by id; None means all kinds."""
+        request = index_pb2.ListNodesRequest(kind=index_pb2.NodeKind.ValueType(kind or 0))
+        answer = await self._endpoints.call(lambda stub: stub.ListNodes, request)
+        return [live_node_from_proto(node) for node in answer.nodes]
+
+    async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
+        """The longest covered prefix, by a unary call. raises: KeyspaceUnknown, InvalidRequest."""
+        request = chain_query_to_proto(query)
+        limit_s = self._endpoints.config.match_timeout_s if timeout_s is None else timeout_s
+        answer = await self._endpoints.call(lambda stub: stub.Match, request, timeout_s=limit_s)
+        return chain_match_from_proto(answer)
+
+    @property
+    def match_stream(self) -> MatchStream:
+        """The same on one open stream, for hot callers."""
+        return self._match_stream
+
+    async def place(
+        self, keyspace: bytes, chain_head_hash: bytes, *, host_id: str = "", count: int = 1
+    ) -> list[NodeInfo]:
+        """Nodes that should hold new chunks of a chain, best first; empty if no pagestore is alive."""
+        request = index_pb2.PlaceRequest(
+            keyspace_id=keyspace, chain_head_hash=chain_head_hash, host_id=host_id, count=count
+        )
+        answer = await self._endpoints.call(lambda stub: stub.Place, request)
+        return [node_info_from_proto(node) for node in answer.nodes]
+
+    async def report_stale(self, locations: Sequence[StaleLocation], *, timeout_s: float | None = None) -> list[bool]:
+        """Per location, whether it was there and was removed."""
+        request = index_pb2.ReportStaleRequest(locations=[stale_location_to_proto(item) for item in locations])
+        answer = await self._endpoints.call(lambda stub: stub.ReportStale, request, timeout_s=timeout_s)
+        return list(answer.removed)
+
+    def watch(self, *, keyspace: bytes = b"", after_position: str = "") -> AsyncGenerator[IndexEvent]:
+        """Events, at least once each, for as long as it is iterated; it reconnects and resumes by itself.
+
+        Close it (`aclose`, or contextlib.aclosing) when done. raises: what cannot be cured by reconnecting.
+        """
+        return watch_events(self._endpoints, keyspace=keyspace, after_position=after_position)
+
+    async def drop_keyspace_locations(
+        self, keyspace: bytes, node_id: bytes = b"", *, timeout_s: float | None = None
+    ) -> int:
+        """Remove one node's locations of a keyspace, or all; the chunks that lost one. raises: KeyspaceUnknown."""
+        request = index_pb2.DropKeyspaceLocationsRequest(keyspace_id=keyspace, node_id=node_id)
+        answer = await self._endpoints.call(lambda stub: stub.DropKeyspaceLocations, request, timeout_s=timeout_s)
+        return answer.chunk_count
+
+    async def get_info(self, *, timeout_s: float | None = None) -> IndexInfo:
+        """Limits and versions of the replica that answers."""
+        answer = await self._endpoints.call(
+            lambda stub: stub.GetIndexInfo, index_pb2.GetIndexInfoRequest(), timeout_s=timeout_s
+        )
+        return index_info_from_proto(answer)
+
+    async def close(self) -> None:
+        """Close streams and channels. Idempotent."""
+        await self._match_stream.close()
+        await self._endpoints.close()

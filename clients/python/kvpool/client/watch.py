@@ -1,0 +1,73 @@
+"""Events of the index, across reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvpool.client.channel import Endpoints, closed_channel_error
+from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.core.cluster import IndexEvent, ResyncEvent
+from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.v1 import index_pb2
+from kvpool.wire.convert_cluster import index_event_from_proto
+from kvpool.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
+
+_CURABLE: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable)
+_log = logging.getLogger(__name__)
+
+
+async def watch_events(
+    endpoints: Endpoints[IndexServiceAsyncStub], *, keyspace: bytes, after_position: str
+) -> AsyncGenerator[IndexEvent]:
+    """Yield events, at least once each; after a break it resumes behind the last one it yielded.
+
+    A break before the first event of a watch without a position may have lost some: a ResyncEvent says so.
+    """
+    position = after_position
+    opened_before = False
+    backoff = Backoff(endpoints.config.backoff_initial_s, endpoints.config.backoff_max_s)
+    while True:
+        if opened_before and not position:
+            yield IndexEvent(position="", event=ResyncEvent(cause="the watch reconnected before its first event"))
+        endpoint = endpoints.endpoint
+        try:
+            async with aclosing(_watch_once(endpoints, keyspace, position)) as events:
+                async for event in events:
+                    position = event.position
+                    opened_before = True
+                    backoff.reset()
+                    yield event
+            raise ServiceUnavailable("the index ended the watch")
+        except _CURABLE as error:
+            opened_before = True
+            endpoints.fail(endpoint)
+            pause_s = backoff.next_s()
+            _log.info("watch of the index broke, next try in %.2f s: %s", pause_s, error)
+        await asyncio.sleep(pause_s)
+
+
+async def _watch_once(
+    endpoints: Endpoints[IndexServiceAsyncStub], keyspace: bytes, position: str
+) -> AsyncGenerator[IndexEvent]:
+    request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace)
+    call = None
+    try:
+        call = endpoints.stub().Watch(request, metadata=endpoints.config.metadata)
+        async for message in call:
+            yield index_event_from_proto(message)
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+    except grpc.aio.UsageError as error:
+        raise closed_channel_error(error) from error
+    finally:
+        if call is not None:
+            call.cancel()
