@@ -1,0 +1,158 @@
+"""A store in this process's memory, lost with it: for one replica, for tests, and where no Redis can be had."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import ALL_SHARDS
+from kvpool.core.errors import LeaseLost
+from kvpool_index.adapters.memory_events import MemoryEventLog
+from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
+from kvpool_index.core.entries import Operation, apply_operation, decode_value
+from kvpool_index.core.events import ChunkState
+from kvpool_index.core.groups import FIELD_BYTES, ChunkOperation, GroupRead
+from kvpool_index.ports import StreamFence
+
+_DROP_STEP_GROUPS: Final = 256
+_ALL: Final = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sixteen consecutive chunks of a chain. An empty group stays until its tombstone's time is over."""
+
+    version: int = 0
+    fences: dict[int, int] = field(default_factory=dict)  # ordinal -> number of the latest announce stream seen
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    empty_since_s: float = 0.0
+
+
+class MemoryLocationStore:
+    """LocationStore over dicts. An empty group remembers its fences and version for `tombstone_s`."""
+
+    def __init__(self, clock: Clock, nodes: MemoryNodeDirectory, *, tombstone_s: float) -> None:
+        self._clock = clock
+        self._nodes = nodes
+        self._tombstone_s = tombstone_s
+        self._groups: dict[bytes, dict[bytes, _Group]] = {}
+        self._empty: dict[tuple[bytes, bytes], float] = {}  # in the order in which they became empty
+
+    async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
+        known = self._groups.get(keyspace, {})
+        found: list[bytes | None] = []
+        for read in groups:
+            group = known.get(read.head)
+            if group is None:
+                found.extend([None] * len(read.fields))
+            else:
+                found.extend(map(group.values.get, read.fields))
+        return found
+
+    async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
+        self._nodes.check_fence(fence)
+        states: list[ChunkState] = []
+        for each in operations:
+            group = self._group(each.keyspace, each.group_head)
+            if fence.number < group.fences.get(fence.ordinal, 0):
+                raise LeaseLost("a later announce stream of this node has taken over")
+            group.fences[fence.ordinal] = fence.number
+            states.append(self._change(group, each)[0])
+        return states
+
+    async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
+        states: list[ChunkState | None] = []
+        for each in operations:
+            state, changed = self._change(self._group(each.keyspace, each.group_head), each)
+            states.append(state if changed else None)
+        return states
+
+    async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
+        heads = list(self._groups.get(keyspace, {}))
+        for start in range(0, len(heads), _DROP_STEP_GROUPS):
+            changed: list[ChunkState] = []
+            for head in heads[start : start + _DROP_STEP_GROUPS]:
+                changed += self._drop_group(keyspace, head, ordinal)
+            yield changed
+
+    def _drop_group(self, keyspace: bytes, head: bytes, ordinal: int | None) -> list[ChunkState]:
+        group = self._groups.get(keyspace, {}).get(head)
+        changed: list[ChunkState] = []
+        for chunk, value in list(group.values.items()) if group is not None else ():
+            ordinals = [ordinal] if ordinal is not None else [entry.ordinal for entry in decode_value(value)]
+            states = [self._remove_all(keyspace, head, chunk, each) for each in ordinals]
+            changed += [state for state in states if state is not None][-1:]
+        return changed
+
+    def _remove_all(self, keyspace: bytes, head: bytes, chunk: bytes, ordinal: int) -> ChunkState | None:
+        operation = Operation(ordinal=ordinal, full_shards=0, removed=_ALL)
+        each = ChunkOperation(keyspace=keyspace, group_head=head, chunk_hash=chunk, operation=operation)
+        state, changed = self._change(self._group(keyspace, head), each)
+        return state if changed else None
+
+    def _group(self, keyspace: bytes, head: bytes) -> _Group:
+        self._forget_tombstones()
+        group = self._groups.setdefault(keyspace, {}).setdefault(head, _Group())
+        if not group.values:
+            self._note_empty(keyspace, head)
+        return group
+
+    def _change(self, group: _Group, each: ChunkOperation) -> tuple[ChunkState, bool]:
+        chunk = each.chunk_hash[:FIELD_BYTES]
+        before = group.values.get(chunk, b"")
+        after = apply_operation(before, each.operation)
+        if after != before:
+            group.version = max(group.version + 1, self._clock.wall_us())
+            if after:
+                group.values[chunk] = after
+                self._empty.pop((each.keyspace, each.group_head), None)
+            else:
+                del group.values[chunk]
+                if not group.values:
+                    self._note_empty(each.keyspace, each.group_head)
+        state = ChunkState(
+            keyspace=each.keyspace,
+            group_head=each.group_head,
+            chunk_hash=each.chunk_hash,
+            value=after,
+            version=group.version,
+        )
+        return state, after != before
+
+    def _note_empty(self, keyspace: bytes, head: bytes) -> None:
+        self._empty.pop((keyspace, head), None)
+        self._empty[keyspace, head] = self._clock.monotonic_s()
+
+    def _forget_tombstones(self) -> None:
+        horizon_s = self._clock.monotonic_s() - self._tombstone_s
+        while self._empty:
+            (keyspace, head), since_s = next(iter(self._empty.items()))
+            if since_s > horizon_s:
+                return
+            del self._empty[keyspace, head]
+            del self._groups[keyspace][head]
+
+
+class MemoryIndexStore:
+    """IndexStore in memory."""
+
+    kind = "memory"
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        chunk_stream_count: int = 4,
+        stream_entries: int = 512,
+        tombstone_s: float = 60.0,
+    ) -> None:
+        self.events = MemoryEventLog(stream_count=chunk_stream_count + 1, max_entries=stream_entries)
+        self.nodes = MemoryNodeDirectory(clock, self.events)
+        self.keyspaces = MemoryKeyspaceRegistry()
+        self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
+
+    async def ping(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        return None

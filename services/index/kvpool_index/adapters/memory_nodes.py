@@ -1,0 +1,144 @@
+"""Nodes and keyspaces in memory."""
+
+import secrets
+from dataclasses import dataclass, replace
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool_index.adapters.memory_events import MemoryEventLog
+from kvpool_index.core.events import NodeState, pack_node
+from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.ports import BoundKeyspace, NodeGrant, StreamFence
+
+
+@dataclass(slots=True)
+class _Node:
+    info: NodeInfo
+    load: NodeLoad
+    ordinal: int
+    epoch: int
+    fence: int
+    expires_at_s: float
+    alive: bool = True
+    ended: bool = False
+
+
+class MemoryNodeDirectory:
+    """NodeDirectory over a dict; leases run by the clock that is handed in."""
+
+    def __init__(self, clock: Clock, events: MemoryEventLog) -> None:
+        self._clock = clock
+        self._events = events
+        self._nodes: dict[bytes, _Node] = {}
+
+    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+        now_us = self._clock.wall_us()
+        known = self._nodes.get(info.node_id)
+        stored = known.info.incarnation if known is not None else 0
+        if 0 < info.incarnation < stored:
+            raise StaleIncarnation(f"incarnation {stored} of this node is registered")
+        granted = info.incarnation or max(stored, last_incarnation, now_us) + 1
+        same = known is not None and stored == granted and not known.ended
+        node = _Node(
+            info=replace(info, incarnation=granted),
+            load=known.load if known is not None and same else NodeLoad(),
+            ordinal=known.ordinal if known is not None and same else self._free_ordinal(),
+            epoch=max(known.epoch + 1 if known is not None else 1, now_us),
+            fence=known.fence if known is not None else 0,
+            expires_at_s=self._clock.monotonic_s() + lease_ttl_ms / 1000,
+        )
+        self._nodes[info.node_id] = node
+        self._log(node)
+        return NodeGrant(incarnation=granted, ordinal=node.ordinal, announce_epoch=node.epoch)
+
+    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
+        node = self._held(node_id, incarnation)
+        node.expires_at_s = self._clock.monotonic_s() + lease_ttl_ms / 1000
+        node.load = load
+
+    async def end(self, node_id: bytes, incarnation: int) -> None:
+        node = self._nodes.get(node_id)
+        if node is None or node.info.incarnation != incarnation or node.ended:
+            return
+        was_alive, node.alive, node.ended = node.alive, False, True
+        node.expires_at_s = self._clock.monotonic_s()
+        if was_alive:
+            self._log(node)
+
+    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
+        node = self._held(node_id, incarnation)
+        if announce_epoch < node.epoch:
+            raise LeaseLost(f"announce epoch {announce_epoch} is fenced by {node.epoch}")
+        node.fence += 1
+        return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=node.ordinal, number=node.fence)
+
+    async def snapshot(self) -> list[NodeRecord]:
+        now_s = self._clock.monotonic_s()
+        return [
+            NodeRecord(
+                info=node.info,
+                load=node.load,
+                ordinal=node.ordinal,
+                alive=node.alive,
+                ended=node.ended,
+                lease_remaining_ms=int((node.expires_at_s - now_s) * 1000),
+            )
+            for node in self._nodes.values()
+        ]
+
+    async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
+        node = self._nodes.get(node_id)
+        now_s = self._clock.monotonic_s()
+        if node is None or node.info.incarnation != incarnation or node.expires_at_s > now_s:
+            return False
+        was_alive, node.alive = node.alive, False
+        if was_alive:
+            self._log(node)
+        elif node.expires_at_s + forget_after_ms / 1000 <= now_s:
+            del self._nodes[node_id]
+        return was_alive
+
+    def check_fence(self, fence: StreamFence) -> None:
+        """Raise unless the stream may change its node's entries."""
+        node = self._held(fence.node_id, fence.incarnation)
+        if node.fence != fence.number:
+            raise LeaseLost("a later announce stream of this node has taken over")
+
+    def _held(self, node_id: bytes, incarnation: int) -> _Node:
+        node = self._nodes.get(node_id)
+        if node is not None and node.info.incarnation > incarnation:
+            raise StaleIncarnation(f"incarnation {node.info.incarnation} of this node is registered")
+        live = node is not None and node.alive and node.expires_at_s > self._clock.monotonic_s()
+        if node is None or not live or node.info.incarnation != incarnation:
+            raise LeaseLost("the node's lease has ended; register again with the same incarnation")
+        return node
+
+    def _free_ordinal(self) -> int:
+        used = {node.ordinal for node in self._nodes.values()}
+        while True:
+            ordinal = secrets.randbits(32)
+            if ordinal and ordinal not in used:
+                return ordinal
+
+    def _log(self, node: _Node) -> None:
+        self._events.append_now(-1, pack_node(NodeState(info=node.info, alive=node.alive)))
+
+
+class MemoryKeyspaceRegistry:
+    """KeyspaceRegistry over dicts."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[str, str], BoundKeyspace] = {}
+        self._by_id: dict[bytes, BoundKeyspace] = {}
+
+    async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
+        bound = self._by_name.setdefault((keyspace.tenant, keyspace.name), keyspace)
+        self._by_id.setdefault(bound.keyspace_id, bound)
+        return bound, bound is keyspace
+
+    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
+        return self._by_id.get(keyspace_id)
+
+    async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
+        return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]

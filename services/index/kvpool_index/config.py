@@ -1,0 +1,77 @@
+"""Configuration of the index. A default is written once, here; flags and KVPOOL_INDEX_* variables follow from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from kvpool_server.config import SECRET
+
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_LOG_FORMATS: Final = ("logfmt", "json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The kvpool index: which chunks exist, where, and who is alive."""
+
+    listen: Annotated[str, "host:port of the gRPC service; port 0 takes a free one"] = "127.0.0.1:7100"
+    metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"
+    ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None
+    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
+    log_level: Annotated[str, "debug, info, warning or error"] = "info"
+    log_format: Annotated[str, "logfmt or json"] = "logfmt"
+    drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 5.0
+
+    redis_url: Annotated[str, "redis:// or rediss:// URL of the store; empty: this process's memory", SECRET] = ""
+    redis_key_prefix: Annotated[str, "what all keys in Redis begin with"] = "kvpool"
+    redis_timeout_ms: Annotated[int, "a store call that takes longer fails as STORE_UNAVAILABLE"] = 500
+    redis_connections: Annotated[int, "connections to Redis at most; further calls wait for one"] = 32
+
+    tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
+    tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
+
+    lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
+    node_forget_ms: Annotated[int, "a node gone for this long is forgotten"] = 24 * 3600 * 1000
+    max_match_chunks: Annotated[int, "hashes of one match"] = 8192
+    max_batch_items: Annotated[int, "items of one announce batch or stale report"] = 4096
+    max_matches_in_flight: Annotated[int, "matches of one stream at once"] = 64
+    event_streams: Annotated[int, "partitions of the log of chunk events; the same on all replicas"] = 4
+    event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks each at most"] = 512
+    watch_buffer_events: Annotated[int, "events that wait for one watcher before it gets RESYNC"] = 16384
+    max_watchers: Annotated[int, "Watch streams at once"] = 256
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("redis_timeout_ms", 10, 60_000),
+            ("redis_connections", 1, 1024),
+            ("lease_ttl_ms", 100, 600_000),
+            ("node_forget_ms", 0, 1 << 40),
+            ("max_match_chunks", 1, 1 << 15),
+            ("max_batch_items", 1, 1 << 15),
+            ("max_matches_in_flight", 1, 4096),
+            ("event_streams", 1, 64),
+            ("event_stream_entries", 1, 1 << 20),
+            ("watch_buffer_events", 1, 1 << 22),
+            ("max_watchers", 1, 1 << 16),
+        ):
+            value: int = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+        if self.log_level not in _LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(_LOG_LEVELS)}, got {self.log_level!r}")
+        if self.log_format not in _LOG_FORMATS:
+            raise ValueError(f"log_format must be one of {', '.join(_LOG_FORMATS)}, got {self.log_format!r}")
+        if not self.tenant:
+            raise ValueError("tenant must not be empty")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
+
+    @property
+    def renew_interval_ms(self) -> int:
+        """How often nodes are asked to renew: two renewals may be lost before a lease ends."""
+        return self.lease_ttl_ms // 3
+
+    @property
+    def refresh_interval_s(self) -> float:
+        """How often a replica reads the store's nodes."""
+        return min(1.0, self.lease_ttl_ms / 5000)

@@ -1,0 +1,156 @@
+"""Events as they lie in the log, positions in it, and the bounded buffer of one watcher."""
+
+import re
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from kvpool.core.cluster import NodeInfo
+from kvpool.core.errors import InvalidRequest
+from kvpool_index.core.nodes import pack_info, unpack_info
+
+T = TypeVar("T")
+
+ORIGIN: Final = "0-0"  # before the first entry of any stream
+_ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}")
+
+# keyspace, group head, bytes of hash, bytes of value, version; then the hash and the value
+_CHUNK: Final = struct.Struct("<16s16sBHQ")
+_NODE: Final = struct.Struct("<BQ")  # alive, incarnation; then the packed info
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkState:
+    """The whole value of one chunk after a change; versions of one chunk grow."""
+
+    keyspace: bytes
+    group_head: bytes
+    chunk_hash: bytes  # 8 (truncated) or 16 bytes
+    value: bytes  # b"": nobody has the chunk
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """A node that came or changed (alive), or went."""
+
+    info: NodeInfo
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of one stream. The payload holds chunk states, or one node state in the nodes' stream."""
+
+    entry_id: str
+    payload: bytes
+
+
+def pack_chunks(states: Iterable[ChunkState]) -> bytes:
+    """The payload of an entry of a chunks' stream."""
+    return b"".join(
+        _CHUNK.pack(state.keyspace, state.group_head, len(state.chunk_hash), len(state.value), state.version)
+        + state.chunk_hash
+        + state.value
+        for state in states
+    )
+
+
+def unpack_chunks(payload: bytes) -> Iterator[ChunkState]:
+    """The inverse of pack_chunks. Raises struct.error for other bytes."""
+    offset = 0
+    while offset < len(payload):
+        keyspace, group_head, hash_bytes, value_bytes, version = _CHUNK.unpack_from(payload, offset)
+        hash_at = offset + _CHUNK.size
+        value_at = hash_at + hash_bytes
+        offset = value_at + value_bytes
+        yield ChunkState(
+            keyspace=keyspace,
+            group_head=group_head,
+            chunk_hash=payload[hash_at:value_at],
+            value=payload[value_at:offset],
+            version=version,
+        )
+
+
+def pack_node(state: NodeState) -> bytes:
+    """The payload of an entry of the nodes' stream; the store's scripts write the same."""
+    return _NODE.pack(state.alive, state.info.incarnation) + pack_info(state.info)
+
+
+def unpack_node(payload: bytes) -> NodeState:
+    """The inverse of pack_node."""
+    alive, incarnation = _NODE.unpack_from(payload)
+    return NodeState(info=unpack_info(payload[_NODE.size :], incarnation), alive=bool(alive))
+
+
+def stream_of(group_head: bytes, chunk_stream_count: int) -> int:
+    """The chunks' stream that a group's events go through, so that one chunk's events keep their order."""
+    return int.from_bytes(group_head[-2:], "little") % chunk_stream_count
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a watcher has come: the last entry seen of each stream."""
+
+    entry_ids: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """Read what `str` wrote. Raises InvalidRequest."""
+        entry_ids = tuple(text.split(","))
+        if not all(_ENTRY_ID.fullmatch(entry_id) for entry_id in entry_ids):
+            raise InvalidRequest("after_position is not one that this service sent; leave it empty to start from now")
+        return cls(entry_ids)
+
+    def __str__(self) -> str:
+        return ",".join(self.entry_ids)
+
+    def advanced(self, stream: int, entry_id: str) -> "Position":
+        """The position after one more entry of a stream."""
+        return Position((*self.entry_ids[:stream], entry_id, *self.entry_ids[stream + 1 :]))
+
+
+def entry_order(entry_id: str) -> tuple[int, int]:
+    """What entry ids sort by."""
+    major, _, minor = entry_id.partition("-")
+    return int(major), int(minor)
+
+
+class WatchBuffer(Generic[T]):
+    """What waits for one watcher. When it would overflow, all of it is dropped and `take` says that items were lost."""
+
+    def __init__(self, limit: int) -> None:
+        self._items: deque[T] = deque()
+        self._limit = limit
+        self._lost = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has anything to say."""
+        return self._lost or bool(self._items)
+
+    def put(self, items: Sequence[T]) -> None:
+        """Add items in order."""
+        if len(self._items) + len(items) > self._limit:
+            self._items.clear()
+            self._lost = True
+        else:
+            self._items.extend(items)
+
+    def lose(self) -> None:
+        """Note that items were lost before they came here."""
+        self._items.clear()
+        self._lost = True
+
+    def take(self) -> tuple[bool, list[T]]:
+        """Whether items were lost since the last call, and those that came after the loss."""
+        lost, items = self._lost, list(self._items)
+        self._lost = False
+        self._items.clear()
+        return lost, items

@@ -1,0 +1,97 @@
+"""Cutting a chain into the groups its chunks are stored in, and announcements into operations."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
+from kvpool.core.errors import InvalidRequest
+from kvpool_index.core.entries import TIERS, Operation, TierMasks
+
+HASH_BYTES: Final = 16
+FIELD_BYTES: Final = 8  # of a chunk hash; enough to tell 16 chunks apart
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRead:
+    """Chunks to read of one group: its head's hash, and the field (first 8 bytes of the hash) of each chunk."""
+
+    head: bytes
+    fields: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOperation:
+    """An operation and the chunk it is for."""
+
+    keyspace: bytes
+    chunk_hash: bytes  # 16 bytes
+    group_head: bytes
+    operation: Operation
+
+
+def group_reads(query: ChainQuery) -> list[GroupRead]:
+    """The reads that answer a query, in chain order.
+
+    Raises InvalidRequest for hashes of a wrong length, and for a first chunk within a group whose head is not named.
+    """
+    hashes, start = query.chunk_hashes, query.first_chunk_index
+    if len(hashes) % HASH_BYTES:
+        raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
+    if start < 0:
+        raise InvalidRequest(f"first_chunk_index must be >= 0, got {start}")
+    step, size = HASH_BYTES, len(hashes)
+    fields = [hashes[at : at + FIELD_BYTES] for at in range(0, size, step)]
+    within = start % CHAIN_GROUP_CHUNKS
+    reads: list[GroupRead] = []
+    at = 0
+    if within:
+        if len(query.group_head_hash) != HASH_BYTES:
+            raise InvalidRequest(
+                f"group_head_hash must be the {HASH_BYTES}-byte hash of chunk {start - within}, because "
+                f"first_chunk_index {start} is no multiple of {CHAIN_GROUP_CHUNKS}"
+            )
+        at = CHAIN_GROUP_CHUNKS - within
+        reads.append(GroupRead(query.group_head_hash, fields[:at]))
+    elif query.group_head_hash and query.group_head_hash != hashes[:step]:
+        raise InvalidRequest(
+            f"group_head_hash must be empty or the first hash, because first_chunk_index {start} is a multiple "
+            f"of {CHAIN_GROUP_CHUNKS}"
+        )
+    for first in range(at, len(fields), CHAIN_GROUP_CHUNKS):
+        head = hashes[first * step : first * step + step]
+        reads.append(GroupRead(head, fields[first : first + CHAIN_GROUP_CHUNKS]))
+    return reads
+
+
+def operations_of(
+    changes: Iterable[LocationChange], *, ordinal: int, full_shards: Callable[[bytes], int]
+) -> list[ChunkOperation]:
+    """One operation for each chunk that a node's batch touches, in the order of first mention.
+
+    Changes of one chunk are folded in their order; chunks are independent of each other, so that their order is free.
+    full_shards: the grid's bitmap of a keyspace, 0 if it is not known.
+    """
+    found: dict[tuple[bytes, bytes, bytes], ChunkOperation] = {}
+    for change in changes:
+        operation = Operation(
+            ordinal=ordinal,
+            full_shards=full_shards(change.keyspace),
+            added=one_tier(change.tier, change.added_shards),
+            removed=one_tier(change.tier, change.removed_shards),
+        )
+        key = (change.keyspace, change.group_head_hash, change.chunk_hash)
+        earlier = found.get(key)
+        found[key] = ChunkOperation(
+            keyspace=change.keyspace,
+            chunk_hash=change.chunk_hash,
+            group_head=change.group_head_hash,
+            operation=operation if earlier is None else earlier.operation.then(operation),
+        )
+    return list(found.values())
+
+
+def one_tier(tier: int, shards: int) -> TierMasks:
+    """Masks with the shards in one tier and nothing in the others."""
+    gpu, staging, disk = (shards if tier == each else 0 for each in TIERS)
+    return gpu, staging, disk

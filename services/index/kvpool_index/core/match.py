@@ -1,0 +1,101 @@
+"""The longest prefix of a chain that live locations cover."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo
+from kvpool.core.outcome import Tier
+from kvpool_index.core.entries import TIERS, decode_value
+
+# Readers try locations in this order: bytes in memory, bytes on disk, and then hints that may need an engine's consent.
+_TIER_RANK: Final = {Tier.STAGING: 0, Tier.DISK: 1, Tier.GPU: 2}
+
+LiveNodeOf = Callable[[int], NodeInfo | None]
+"""The live node behind an ordinal, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What one value means to one request."""
+
+    locations: tuple[Location, ...]
+    covered: bool
+
+
+class Matcher:
+    """Judges the values of one request. Equal values are judged once, and make one run."""
+
+    def __init__(self, *, grid: int, shards: int, host_id: str, live_node: LiveNodeOf) -> None:
+        """grid: the bitmap of the keyspace's whole grid; shards: what must be covered, 0 for the grid."""
+        self._grid = grid
+        self._wanted = shards or grid
+        self._host_id = host_id
+        self._live_node = live_node
+        self._judged: dict[bytes, _Judged] = {}
+        self._nodes: dict[bytes, NodeInfo] = {}
+        self.dead_ordinals: set[int] = set()
+
+    def match(self, values: Sequence[bytes | None]) -> ChainMatch:
+        """values: of consecutive chunks; None for a chunk that nobody has."""
+        runs: list[MatchRun] = []
+        last: bytes | None = None
+        count = matched = 0
+        locations: tuple[Location, ...] = ()
+        for value in values:
+            if value == last and value is not None:
+                count += 1
+                continue
+            if not value:
+                break
+            judged = self._judged.get(value) or self._judge(value)
+            if not judged.covered:
+                break
+            if count and judged.locations != locations:
+                runs.append(MatchRun(chunk_count=count, locations=locations))
+                matched += count
+                count = 0
+            last, locations = value, judged.locations
+            count += 1
+        if count:
+            runs.append(MatchRun(chunk_count=count, locations=locations))
+            matched += count
+        named = {location.node_id for run in runs for location in run.locations}
+        return ChainMatch(
+            matched_chunks=matched,
+            runs=tuple(runs),
+            nodes={node_id: node for node_id, node in self._nodes.items() if node_id in named},
+        )
+
+    def _judge(self, value: bytes) -> _Judged:
+        ranked: list[tuple[tuple[bool, int, bytes], Location]] = []
+        union = 0
+        for entry in decode_value(value):
+            node = self._live_node(entry.ordinal)
+            if node is None:
+                self.dead_ordinals.add(entry.ordinal)
+                continue
+            self._nodes[node.node_id] = node
+            away = not (self._host_id and node.host_id == self._host_id)
+            for tier, held in zip(TIERS, entry.shards, strict=True):
+                shards = held & self._grid
+                if shards & self._wanted:
+                    union |= shards
+                    location = Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=shards)
+                    ranked.append(((away, _TIER_RANK[tier], node.node_id), location))
+        ranked.sort(key=lambda pair: pair[0])
+        judged = _Judged(tuple(location for _, location in ranked), union & self._wanted == self._wanted)
+        self._judged[value] = judged
+        return judged
+
+
+def locations_of(value: bytes | None, *, grid: int, live_node: LiveNodeOf) -> tuple[Location, ...]:
+    """All live locations that a value names, by node id and tier; grid as in Matcher."""
+    found = [
+        Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=held & grid)
+        for entry in decode_value(value)
+        if (node := live_node(entry.ordinal)) is not None
+        for tier, held in zip(TIERS, entry.shards, strict=True)
+        if held & grid
+    ]
+    return tuple(sorted(found, key=lambda location: (location.node_id, location.tier)))

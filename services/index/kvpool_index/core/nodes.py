@@ -1,0 +1,182 @@
+"""Who is alive, as one replica knows it."""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
+from kvpool.core.errors import InvalidRequest
+
+MAX_INCARNATION: Final = (1 << 53) - 1  # the store's scripts count in doubles; microseconds reach this in the year 2255
+
+_LOAD: Final = struct.Struct("<5q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """A node as the store knows it.
+
+    ordinal:  short name of (node, incarnation) in chunk values; another incarnation has another one.
+    alive:    a lease was granted and neither ended nor declared dead; it may have run out all the same.
+    ended:    the node gave its lease back, so that this incarnation will not come back and its ordinal is dead.
+    """
+
+    info: NodeInfo  # with the current incarnation
+    load: NodeLoad
+    ordinal: int
+    alive: bool
+    ended: bool
+    lease_remaining_ms: int  # <= 0: ran out
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    record: NodeRecord
+    expires_at_s: float  # local monotonic time
+
+
+class NodeTable:
+    """The nodes one replica knows, refreshed from the store. A lease that runs out in between has ended at once."""
+
+    def __init__(self) -> None:
+        self._by_ordinal: dict[int, _Known] = {}
+        self._by_id: dict[bytes, _Known] = {}
+        self.refresh_count = 0
+
+    def replace_all(self, records: Iterable[NodeRecord], asked_at_s: float) -> None:
+        """Take the store's whole answer; asked_at_s is when it was asked, so that no lease is overestimated."""
+        fresh = [_Known(record, asked_at_s + record.lease_remaining_ms / 1000) for record in records]
+        self._by_ordinal = {known.record.ordinal: known for known in fresh if not known.record.ended}
+        self._by_id = {known.record.info.node_id: known for known in fresh}
+        self.refresh_count += 1
+
+    def put(self, record: NodeRecord, asked_at_s: float) -> None:
+        """Take one record that is newer than the table's, such as a registration served here."""
+        self.forget(record.info.node_id)
+        known = _Known(record, asked_at_s + record.lease_remaining_ms / 1000)
+        self._by_ordinal[record.ordinal] = known
+        self._by_id[record.info.node_id] = known
+
+    def renewed(self, node_id: bytes, incarnation: int, load: NodeLoad, expires_at_s: float) -> bool:
+        """Note a renewal served here. False if the table does not know this incarnation as alive."""
+        known = self._by_id.get(node_id)
+        if known is None or known.record.info.incarnation != incarnation or not known.record.alive:
+            return False
+        fresh = _Known(replace(known.record, load=load), expires_at_s)
+        self._by_ordinal[known.record.ordinal] = fresh
+        self._by_id[node_id] = fresh
+        return True
+
+    def forget(self, node_id: bytes) -> None:
+        """Drop what is known of a node."""
+        known = self._by_id.pop(node_id, None)
+        if known is not None:
+            self._by_ordinal.pop(known.record.ordinal, None)
+
+    def live_by_ordinal(self, ordinal: int, now_s: float) -> NodeInfo | None:
+        """The node of an ordinal if its lease has not ended."""
+        known = self._by_ordinal.get(ordinal)
+        if known is None or not known.record.alive or known.expires_at_s <= now_s:
+            return None
+        return known.record.info
+
+    def knows_ordinal(self, ordinal: int) -> bool:
+        """False if no node has this ordinal, or ever will again: what it named is gone."""
+        return ordinal in self._by_ordinal
+
+    def live_record(self, node_id: bytes, now_s: float) -> NodeRecord | None:
+        """The record of a live node."""
+        known = self._by_id.get(node_id)
+        if known is None or not known.record.alive or known.expires_at_s <= now_s:
+            return None
+        return known.record
+
+    def record(self, node_id: bytes) -> NodeRecord | None:
+        """The record of a node, live or not."""
+        known = self._by_id.get(node_id)
+        return known.record if known is not None else None
+
+    def live_nodes(self, now_s: float) -> list[LiveNode]:
+        """All live nodes, by node id."""
+        return [
+            LiveNode(
+                info=known.record.info,
+                load=known.record.load,
+                lease_remaining_ms=max(1, int((known.expires_at_s - now_s) * 1000)),
+            )
+            for _, known in sorted(self._by_id.items())
+            if known.record.alive and known.expires_at_s > now_s
+        ]
+
+    def departed(self, forget_after_ms: int) -> list[NodeInfo]:
+        """Nodes of which the store should be told: overdue and not yet declared dead, or gone for forget_after_ms."""
+        return [
+            record.info
+            for record in (known.record for known in self._by_id.values())
+            if record.lease_remaining_ms <= (0 if record.alive else -forget_after_ms)
+        ]
+
+
+def check_registration(info: NodeInfo, last_incarnation: int) -> None:
+    """Raise InvalidRequest for a registration that the wire's own checks let through and the store could not keep."""
+    for name, value in (("node.incarnation", info.incarnation), ("last_incarnation", last_incarnation)):
+        if not 0 <= value < MAX_INCARNATION:
+            raise InvalidRequest(f"{name} must be below {MAX_INCARNATION}, got {value}")
+    if info.kind == NodeKind.PAGESTORE and not info.endpoint:
+        raise InvalidRequest("node.endpoint must not be empty; give the host:port at which peers reach the pagestore")
+
+
+def pack_info(info: NodeInfo) -> bytes:
+    """What the store keeps of a registration; the incarnation is kept apart, because the store grants it."""
+    fields = asdict(info)
+    fields["node_id"] = info.node_id.hex()
+    fields["kind"] = int(info.kind)
+    del fields["incarnation"]
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+
+
+def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
+    """The inverse of pack_info. Fields that a newer version wrote are left out."""
+    fields: Mapping[str, object] = json.loads(data)
+    known: dict[str, object] = {name: fields[name] for name in _INFO_FIELDS if name in fields}
+    node_id = bytes.fromhex(str(fields["node_id"]))
+    kind = NodeKind(int(str(fields["kind"])))
+    return replace(NodeInfo(node_id=node_id, kind=kind, incarnation=incarnation), **known)  # type: ignore[arg-type]
+
+
+_INFO_FIELDS: Final = (
+    "host_id",
+    "endpoint",
+    "bulk_endpoint",
+    "local_socket",
+    "capacity_bytes",
+    "metrics_url",
+    "draining",
+)
+
+
+def pack_load(load: NodeLoad) -> bytes:
+    """What the store keeps of a load report."""
+    return _LOAD.pack(
+        load.arena_capacity_bytes,
+        load.arena_used_bytes,
+        load.disk_capacity_bytes,
+        load.disk_used_bytes,
+        load.page_count,
+    )
+
+
+def unpack_load(data: bytes | None) -> NodeLoad:
+    """The inverse of pack_load; zeros for a node that has not reported."""
+    if not data:
+        return NodeLoad()
+    arena_capacity, arena_used, disk_capacity, disk_used, page_count = _LOAD.unpack(data)
+    return NodeLoad(
+        arena_capacity_bytes=arena_capacity,
+        arena_used_bytes=arena_used,
+        disk_capacity_bytes=disk_capacity,
+        disk_used_bytes=disk_used,
+        page_count=page_count,
+    )

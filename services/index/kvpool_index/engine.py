@@ -1,0 +1,144 @@
+"""What the servicer calls: the parts of the engine, wired."""
+
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import (
+    ChainMatch,
+    ChainQuery,
+    IndexEvent,
+    IndexInfo,
+    LiveNode,
+    NodeInfo,
+    NodeKind,
+    NodeLease,
+    NodeLoad,
+    StaleLocation,
+)
+from kvpool.core.errors import InvalidRequest, KvPoolError, StoreUnavailable
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool_index.config import IndexConfig
+from kvpool_index.engine_announce import AnnounceService, AnnounceStream
+from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
+from kvpool_index.engine_match import MatchService
+from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine_streams import OpenStreams
+from kvpool_index.engine_watch import WatchService
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import IndexStore
+
+_MAX_PLACED_NODES = 16
+
+
+class IndexEngine:
+    """The index. Every call may raise StoreUnavailable; tenants are those of the authenticated caller."""
+
+    def __init__(
+        self,
+        *,
+        store: IndexStore,
+        config: IndexConfig,
+        clock: Clock,
+        metrics: IndexMetrics,
+        secret_of: SecretOf,
+        version: str,
+    ) -> None:
+        self.config = config
+        self.streams = OpenStreams()
+        self._store = store
+        self._version = version
+        self._metrics = metrics
+        self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
+        self._nodes = NodeService(store.nodes, config, clock, metrics)
+        self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
+        self._announcements = AnnounceService(
+            store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
+        )
+        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics)
+
+    def background_work(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """Named coroutines that must run as long as the service does."""
+        return [("refresh-nodes", self._nodes.run()), ("remove-dead", self._matches.run())]
+
+    def drain(self) -> None:
+        """End all open streams; their callers go on with another replica."""
+        self.streams.end_all()
+
+    async def close(self) -> None:
+        """End what the engine has started itself."""
+        await self._watches.close()
+
+    async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
+        """Raises InvalidRequest, KeyspaceMismatch, NotServed."""
+        return await self._keyspaces.open(tenant, name, spec)
+
+    async def list_keyspaces(self, tenant: str) -> list[KnownKeyspace]:
+        """By name."""
+        return await self._keyspaces.of_tenant(tenant)
+
+    async def register_node(self, info: NodeInfo, last_incarnation: int) -> NodeLease:
+        """Raises InvalidRequest, StaleIncarnation."""
+        return await self._nodes.register(info, last_incarnation)
+
+    async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> int:
+        """Milliseconds until the lease ends. Raises LeaseLost, StaleIncarnation."""
+        return await self._nodes.renew(node_id, incarnation, load)
+
+    async def end_lease(self, node_id: bytes, incarnation: int) -> None:
+        """Idempotent."""
+        await self._nodes.end(node_id, incarnation)
+
+    async def list_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
+        """By node id."""
+        return await self._nodes.live_nodes(kind)
+
+    async def open_announce(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
+        """Raises StaleIncarnation, LeaseLost."""
+        return await self._announcements.open(node_id, incarnation, announce_epoch)
+
+    async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
+        """Raises InvalidRequest, KeyspaceUnknown."""
+        return await self._matches.match(tenant, query)
+
+    async def try_match(self, tenant: str, query: ChainQuery) -> ChainMatch | KvPoolError:
+        """The same, with the error as a value: one failed request does not end a stream of them."""
+        try:
+            return await self._matches.match(tenant, query)
+        except KvPoolError as error:
+            return error
+
+    async def place(self, tenant: str, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
+        """Raises InvalidRequest, KeyspaceUnknown."""
+        if not 0 <= count <= _MAX_PLACED_NODES:
+            raise InvalidRequest(f"count must be 0 to {_MAX_PLACED_NODES}, got {count}")
+        await self._keyspaces.get(tenant, keyspace)
+        return self._nodes.place(keyspace, chain_head, host_id, count or 1)
+
+    async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
+        """Per item, whether the location was there. Raises KeyspaceUnknown."""
+        return await self._announcements.report_stale(tenant, stale)
+
+    async def drop_keyspace(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:
+        """Chunks that lost a location. Raises KeyspaceUnknown."""
+        return await self._announcements.drop(tenant, keyspace, node_id)
+
+    def watch(self, tenant: str, after_position: str, keyspace: bytes) -> AsyncGenerator[IndexEvent, None]:
+        """Close the iterator to end the watch. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
+        return self._watches.watch(tenant, after_position, keyspace)
+
+    async def info(self) -> IndexInfo:
+        """Limits and versions; asks the store whether it is there."""
+        try:
+            await self._store.ping()
+            reachable = True
+        except StoreUnavailable:
+            reachable = False
+        return IndexInfo(
+            version=self._version,
+            store=self._store.kind,
+            max_match_chunks=self.config.max_match_chunks,
+            max_batch_items=self.config.max_batch_items,
+            lease_ttl_ms=self.config.lease_ttl_ms,
+            store_reachable=reachable,
+        )

@@ -1,0 +1,144 @@
+"""Changes of locations: announce streams, stale reports, drops of keyspaces."""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.core.cluster import LocationChange, StaleLocation
+from kvpool.core.errors import InvalidRequest
+from kvpool_index.core.entries import Operation
+from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
+from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
+from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine_nodes import NodeService
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import EventLog, LocationStore, NodeDirectory, StreamFence
+
+_CHUNKS_PER_ENTRY: Final = 64  # of the event log
+
+
+class AnnounceStream:
+    """One announce stream of a node, open on this replica."""
+
+    def __init__(self, service: "AnnounceService", fence: StreamFence) -> None:
+        self._service = service
+        self._fence = fence
+        self._sequence = 0
+
+    async def apply(self, sequence: int, changes: Sequence[LocationChange]) -> int:
+        """Apply one batch; returns the sequence up to which the store has everything.
+
+        Raises InvalidRequest for a sequence that does not grow; StaleIncarnation and LeaseLost when the node must
+        register again. After any error the stream is over: what was not acknowledged is to be sent on a new one.
+        """
+        if sequence <= self._sequence:
+            raise InvalidRequest(f"sequence must grow, got {sequence} after {self._sequence}")
+        await self._service.apply(self._fence, changes)
+        self._sequence = sequence
+        return sequence
+
+
+class AnnounceService:
+    """Changes what the store knows of locations, and logs the new values."""
+
+    def __init__(
+        self,
+        store: LocationStore,
+        directory: NodeDirectory,
+        events: EventLog,
+        nodes: NodeService,
+        keyspaces: KeyspaceService,
+        metrics: IndexMetrics,
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._events = events
+        self._nodes = nodes
+        self._keyspaces = keyspaces
+        self._metrics = metrics
+
+    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
+        """Start a stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
+        return AnnounceStream(self, await self._directory.open_stream(node_id, incarnation, announce_epoch))
+
+    async def apply(self, fence: StreamFence, changes: Sequence[LocationChange]) -> None:
+        """Apply changes of a stream and log them: both are in the store when this returns."""
+        grids = {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
+        operations = operations_of(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
+        started_at_s = time.perf_counter()
+        states = await self._store.apply(fence, operations)
+        # Unchanged states are logged too: this may be a batch sent again because its events could not be written.
+        await self._log(states)
+        self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
+        self._metrics.announce_batches.inc()
+        self._metrics.announce_changes.inc(len(changes))
+
+    async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
+        """Remove locations that did not hold what they promised; per item, whether it was there.
+
+        A location of an incarnation that is not the live one needs no removal: no match names it.
+        """
+        operations: list[ChunkOperation] = []
+        positions: list[int] = []
+        for position, item in enumerate(stale):
+            operation = await self._stale_operation(tenant, item)
+            if operation is not None:
+                operations.append(operation)
+                positions.append(position)
+        answers = [False] * len(stale)
+        states = await self._store.remove(operations) if operations else []
+        for position, state in zip(positions, states, strict=True):
+            answers[position] = state is not None
+        await self._log([state for state in states if state is not None])
+        for removed, result in ((True, "removed"), (False, "absent")):
+            self._metrics.stale_reports.labels(result).inc(answers.count(removed))
+        return answers
+
+    async def drop(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:
+        """Remove a keyspace's locations, of one node or (empty id) of all. Returns the chunks that lost one."""
+        await self._keyspaces.get(tenant, keyspace)
+        ordinal: int | None = None
+        if node_id:
+            record = await self._nodes.record(node_id)
+            if record is None:
+                return 0
+            ordinal = record.ordinal
+        chunk_count = 0
+        async for states in self._store.drop(keyspace, ordinal):
+            await self._log(states)
+            chunk_count += len(states)
+        return chunk_count
+
+    async def _grid(self, keyspace: bytes) -> int:
+        """The grid's bitmap; 0 for a keyspace that the store does not know (yet, or any more)."""
+        known = await self._keyspaces.find(keyspace)
+        return known.all_shards if known is not None else 0
+
+    async def _stale_operation(self, tenant: str, item: StaleLocation) -> ChunkOperation | None:
+        keyspace = await self._keyspaces.get(tenant, item.keyspace)
+        record = await self._nodes.record(item.location.node_id)
+        if record is None or record.info.incarnation != item.location.incarnation:
+            return None
+        return ChunkOperation(
+            keyspace=item.keyspace,
+            chunk_hash=item.chunk_hash,
+            group_head=item.group_head_hash,
+            operation=Operation(
+                ordinal=record.ordinal,
+                full_shards=keyspace.all_shards,
+                removed=one_tier(item.location.tier, item.location.shards),
+            ),
+        )
+
+    async def _log(self, states: Sequence[ChunkState]) -> None:
+        by_stream: dict[int, list[ChunkState]] = {}
+        chunk_streams = self._events.stream_count - 1
+        for state in states:
+            by_stream.setdefault(stream_of(state.group_head, chunk_streams), []).append(state)
+        entries = [
+            (stream, pack_chunks(found[start : start + _CHUNKS_PER_ENTRY]))
+            for stream, found in by_stream.items()
+            for start in range(0, len(found), _CHUNKS_PER_ENTRY)
+        ]
+        if entries:
+            await self._events.append(entries)

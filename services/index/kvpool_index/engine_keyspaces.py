@@ -1,0 +1,112 @@
+"""Keyspaces as the engine serves them."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.elements import Codec
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, NotServed
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import (
+    KeyspaceSpec,
+    decode_keyspace,
+    derive_hash_key,
+    differing_fields,
+    encode_keyspace,
+    keyspace_id,
+)
+from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_CACHE_MAX: Final = 65536  # keyspaces; the cache starts anew beyond this
+
+SecretOf = Callable[[str], bytes]
+"""The 32-byte secret of a tenant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKeyspace:
+    """A keyspace, with what matches need of it."""
+
+    tenant: str
+    name: str
+    keyspace_id: bytes
+    spec: KeyspaceSpec
+    grid: ShardGrid
+    all_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedKeyspace:
+    """The answer to an open."""
+
+    keyspace: KnownKeyspace
+    hash_key: bytes  # 32 bytes
+    created: bool
+
+
+class KeyspaceService:
+    """Binds names, and knows the keyspaces that were asked for. A binding never changes, so that it may be cached."""
+
+    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf) -> None:
+        self._registry = registry
+        self._secret_of = secret_of
+        self._known: dict[bytes, KnownKeyspace] = {}
+
+    async def open(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
+        """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch naming the field, NotServed for a codec."""
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"name must be 1 to 128 characters of [A-Za-z0-9._:/-], got {name[:160]!r}")
+        if spec.codec is not Codec.RAW:
+            raise NotServed(f"codec {spec.codec.name} is not served yet; open the keyspace with RAW")
+        encoding = encode_keyspace(tenant, spec)
+        wanted = BoundKeyspace(tenant=tenant, name=name, keyspace_id=keyspace_id(encoding), encoding=encoding)
+        bound, created = await self._registry.bind(wanted)
+        if bound.encoding != encoding:
+            _, existing = decode_keyspace(bound.encoding)
+            fields = differing_fields(existing, spec)
+            raise KeyspaceMismatch(
+                f"keyspace {name!r} is bound to another {', '.join(fields)}", field=fields[0] if fields else ""
+            )
+        keyspace = self._remember(bound)
+        hash_key = derive_hash_key(self._secret_of(tenant), keyspace.keyspace_id)
+        return OpenedKeyspace(keyspace=keyspace, hash_key=hash_key, created=created)
+
+    async def of_tenant(self, tenant: str) -> list[KnownKeyspace]:
+        """All of a tenant's, by name."""
+        return [_decoded(bound) for bound in await self._registry.of_tenant(tenant)]
+
+    async def get(self, tenant: str, keyspace: bytes) -> KnownKeyspace:
+        """A keyspace of this tenant. Raises KeyspaceUnknown, also for one of another tenant."""
+        known = self._known.get(keyspace) or await self.find(keyspace)
+        if known is None or known.tenant != tenant:
+            raise KeyspaceUnknown(f"keyspace {keyspace.hex()} is not known")
+        return known
+
+    async def find(self, keyspace: bytes) -> KnownKeyspace | None:
+        """A keyspace of whichever tenant, or None."""
+        known = self._known.get(keyspace)
+        if known is None:
+            bound = await self._registry.by_id(keyspace)
+            known = self._remember(bound) if bound is not None else None
+        return known
+
+    def _remember(self, bound: BoundKeyspace) -> KnownKeyspace:
+        if len(self._known) >= _CACHE_MAX:
+            self._known.clear()
+        known = _decoded(bound)
+        return self._known.setdefault(bound.keyspace_id, known)
+
+
+def _decoded(bound: BoundKeyspace) -> KnownKeyspace:
+    _, spec = decode_keyspace(bound.encoding)
+    grid = ShardGrid.of(spec)
+    return KnownKeyspace(
+        tenant=bound.tenant,
+        name=bound.name,
+        keyspace_id=bound.keyspace_id,
+        spec=spec,
+        grid=grid,
+        all_shards=grid.all_shards,
+    )

@@ -1,0 +1,120 @@
+"""Matches, and the cleaning up of what they find to be dead."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from kvpool.core.cluster import ALL_SHARDS, ChainMatch, ChainQuery
+from kvpool.core.errors import StoreUnavailable
+from kvpool_index.config import IndexConfig
+from kvpool_index.core.entries import Operation, decode_value
+from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, group_reads
+from kvpool_index.core.match import Matcher
+from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
+from kvpool_index.engine_nodes import UNKNOWN_REFRESH_S, NodeService
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import LocationStore
+
+_DEAD_QUEUE: Final = 4096  # sightings that wait to be cleaned up; further ones will be seen again
+_DEAD_BATCH: Final = 256
+_DEAD_PAUSE_S: Final = 1.0
+_EVERYTHING: Final = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
+_TIER_NAMES: Final = {1: "gpu", 2: "staging", 3: "disk"}
+
+
+class MatchService:
+    """Answers matches from the store and the table of nodes."""
+
+    def __init__(
+        self,
+        store: LocationStore,
+        nodes: NodeService,
+        keyspaces: KeyspaceService,
+        config: IndexConfig,
+        metrics: IndexMetrics,
+    ) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._keyspaces = keyspaces
+        self._config = config
+        self._metrics = metrics
+        self._dead: asyncio.Queue[ChunkOperation] = asyncio.Queue(_DEAD_QUEUE)
+
+    async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
+        """The longest covered prefix. Raises InvalidRequest, KeyspaceUnknown, StoreUnavailable."""
+        started_at_s = time.perf_counter()
+        keyspace = await self._keyspaces.get(tenant, query.keyspace)
+        wanted = keyspace.grid.check_bitmap(query.shards)
+        reads = group_reads(query)
+        asked_at_s = time.perf_counter()
+        values = await self._store.read(query.keyspace, reads) if reads else []
+        read_at_s = time.perf_counter()
+        matcher = self._judge(query, keyspace, wanted)
+        found = matcher.match(values)
+        if not all(map(self._nodes.table.knows_ordinal, matcher.dead_ordinals)):
+            # Either gone for good, or registered elsewhere a moment ago.
+            await self._nodes.refresh(younger_than_s=UNKNOWN_REFRESH_S)
+            matcher = self._judge(query, keyspace, wanted)
+            found = matcher.match(values)
+            self._note_dead(query, reads, values, matcher.dead_ordinals)
+        self._metrics.store_duration_read.observe(read_at_s - asked_at_s)
+        self._count(query, found)
+        self._metrics.match_duration.observe(time.perf_counter() - started_at_s)
+        return found
+
+    async def run(self) -> None:
+        """Clean up after nodes that are gone for good, until cancelled. Bounded, and never in a hurry."""
+        while True:
+            batch = [await self._dead.get()]
+            while len(batch) < _DEAD_BATCH and not self._dead.empty():
+                batch.append(self._dead.get_nowait())
+            with suppress(StoreUnavailable):  # what is not removed now, some match will see again
+                await self._clean(batch)
+            await asyncio.sleep(_DEAD_PAUSE_S)
+
+    def _judge(self, query: ChainQuery, keyspace: KnownKeyspace, wanted: int) -> Matcher:
+        return Matcher(
+            grid=keyspace.all_shards,
+            shards=wanted,
+            host_id=query.host_id,
+            live_node=self._nodes.live_node_now(),
+        )
+
+    async def _clean(self, batch: Sequence[ChunkOperation]) -> None:
+        # Only after a look at the store that is younger than the sighting: an ordinal may be unknown because it is new.
+        await self._nodes.refresh()
+        dead = [each for each in batch if not self._nodes.table.knows_ordinal(each.operation.ordinal)]
+        removed = await self._store.remove(dead) if dead else []
+        self._metrics.dead_removed.inc(sum(state is not None for state in removed))
+
+    def _note_dead(
+        self, query: ChainQuery, reads: Sequence[GroupRead], values: Sequence[bytes | None], dead: set[int]
+    ) -> None:
+        """Queue the removal of what no node will ever answer for again; a lease that only ran out is left alone."""
+        gone = {ordinal for ordinal in dead if not self._nodes.table.knows_ordinal(ordinal)}
+        if not gone:
+            return
+        at = 0
+        for read in reads:
+            for _ in read.fields:
+                for entry in decode_value(values[at]):
+                    if entry.ordinal in gone and not self._dead.full():
+                        self._dead.put_nowait(_removal(query, read.head, at, entry.ordinal))
+                at += 1
+
+    def _count(self, query: ChainQuery, found: ChainMatch) -> None:
+        self._metrics.chunks_asked.inc(query.chunk_count)
+        for run in found.runs:
+            self._metrics.matched_by_tier[_TIER_NAMES[run.locations[0].tier]].inc(run.chunk_count)
+
+
+def _removal(query: ChainQuery, head: bytes, at: int, ordinal: int) -> ChunkOperation:
+    start = at * HASH_BYTES
+    return ChunkOperation(
+        keyspace=query.keyspace,
+        chunk_hash=query.chunk_hashes[start : start + HASH_BYTES],
+        group_head=head,
+        operation=Operation(ordinal=ordinal, full_shards=0, removed=_EVERYTHING),
+    )

@@ -1,0 +1,158 @@
+"""Nodes as the engine serves them: leases through the store, liveness from a table that is kept fresh."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad
+from kvpool.core.errors import StoreUnavailable
+from kvpool_index.config import IndexConfig
+from kvpool_index.core.nodes import NodeRecord, NodeTable, check_registration
+from kvpool_index.core.placement import place
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import NodeDirectory
+
+_log = logging.getLogger(__name__)
+
+_SNAPSHOT_TRIES: Final = 4
+# Meeting an unknown node or ordinal is reason to ask the store, but not more often than this.
+UNKNOWN_REFRESH_S: Final = 0.25
+
+
+class NodeService:
+    """Registers nodes and knows who is alive."""
+
+    def __init__(self, directory: NodeDirectory, config: IndexConfig, clock: Clock, metrics: IndexMetrics) -> None:
+        self._directory = directory
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self.table = NodeTable()
+        self._refreshed_at_s = float("-inf")
+        self._refreshing: asyncio.Future[None] | None = None
+        self._local_changes = 0  # registrations and ends served here
+
+    async def register(self, info: NodeInfo, last_incarnation: int) -> NodeLease:
+        """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
+        check_registration(info, last_incarnation)
+        ttl_ms, asked_at_s = self._config.lease_ttl_ms, self._clock.monotonic_s()
+        grant = await self._directory.register(info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms)
+        record = NodeRecord(
+            info=replace(info, incarnation=grant.incarnation),
+            load=NodeLoad(),
+            ordinal=grant.ordinal,
+            alive=True,
+            ended=False,
+            lease_remaining_ms=ttl_ms,
+        )
+        self._local_changes += 1
+        self.table.put(record, asked_at_s)
+        self._metrics.node_events.labels("registered").inc()
+        self._count_nodes()
+        return NodeLease(
+            incarnation=grant.incarnation,
+            lease_ttl_ms=ttl_ms,
+            renew_interval_ms=self._config.renew_interval_ms,
+            announce_epoch=grant.announce_epoch,
+        )
+
+    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad) -> int:
+        """Milliseconds the lease now lives. Raises LeaseLost, StaleIncarnation."""
+        ttl_ms, asked_at_s = self._config.lease_ttl_ms, self._clock.monotonic_s()
+        await self._directory.renew(node_id, incarnation, load, lease_ttl_ms=ttl_ms)
+        self.table.renewed(node_id, incarnation, load, asked_at_s + ttl_ms / 1000)
+        return ttl_ms
+
+    async def end(self, node_id: bytes, incarnation: int) -> None:
+        """End a lease; idempotent."""
+        await self._directory.end(node_id, incarnation)
+        self._local_changes += 1
+        record = self.table.live_record(node_id, self._clock.monotonic_s())
+        if record is not None and record.info.incarnation == incarnation:
+            self.table.forget(node_id)
+            self._metrics.node_events.labels("ended").inc()
+            self._count_nodes()
+
+    async def live_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
+        """Live nodes by node id, as the store has them now."""
+        await self.refresh()
+        nodes = self.table.live_nodes(self._clock.monotonic_s())
+        return [node for node in nodes if kind is None or node.info.kind == kind]
+
+    async def record(self, node_id: bytes) -> NodeRecord | None:
+        """What is known of a node; asks the store about one that may just have registered elsewhere."""
+        if self.table.record(node_id) is None:
+            await self.refresh(younger_than_s=UNKNOWN_REFRESH_S)
+        return self.table.record(node_id)
+
+    def place(self, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
+        """Nodes for new chunks, best first."""
+        alive = (node.info for node in self.table.live_nodes(self._clock.monotonic_s()))
+        return place(alive, keyspace=keyspace, chain_head=chain_head, host_id=host_id, count=count)
+
+    def live_node_now(self) -> Callable[[int], NodeInfo | None]:
+        """A look-up of ordinals as of now."""
+        now_s = self._clock.monotonic_s()
+        return lambda ordinal: self.table.live_by_ordinal(ordinal, now_s)
+
+    async def refresh(self, *, younger_than_s: float = 0.0) -> None:
+        """Read all nodes from the store, unless that was done within younger_than_s. Callers at once share one read."""
+        if self._clock.monotonic_s() - self._refreshed_at_s < younger_than_s:
+            return
+        if self._refreshing is None:
+            self._refreshing = asyncio.ensure_future(self._read_all())
+            self._refreshing.add_done_callback(self._refresh_ended)
+        await asyncio.shield(self._refreshing)
+
+    async def run(self) -> None:
+        """Keep the table fresh until cancelled, and declare nodes dead whose lease ran out."""
+        was_up = True
+        while True:
+            try:
+                await self.refresh()
+                await self._bury()
+            except StoreUnavailable as error:
+                self._metrics.store_up.set(0)
+                if was_up:
+                    _log.warning("the store is out of reach; matches are refused until it is back: %s", error)
+                was_up = False
+            else:
+                self._metrics.store_up.set(1)
+                if not was_up:
+                    _log.info("the store is back")
+                was_up = True
+            self._count_nodes()
+            await asyncio.sleep(self._config.refresh_interval_s)
+
+    async def _read_all(self) -> None:
+        for _ in range(_SNAPSHOT_TRIES):
+            asked_at_s, changes = self._clock.monotonic_s(), self._local_changes
+            records = await self._directory.snapshot()
+            # An answer that is older than a registration served here would hide the new node until the next read.
+            if changes == self._local_changes:
+                self.table.replace_all(records, asked_at_s)
+                self._refreshed_at_s = asked_at_s
+                return
+
+    def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
+        self._refreshing = None
+        if not read.cancelled():
+            read.exception()  # also when every caller has left; those who wait get it themselves
+
+    async def _bury(self) -> None:
+        """Declare overdue nodes dead, and forget those that have been gone for long."""
+        forget_after_ms = self._config.node_forget_ms
+        for info in self.table.departed(forget_after_ms):
+            died = await self._directory.declare_dead(info.node_id, info.incarnation, forget_after_ms=forget_after_ms)
+            if died:
+                self._metrics.node_events.labels("died").inc()
+                _log.warning("node %s at %s did not renew its lease", info.node_id.hex(), info.endpoint)
+
+    def _count_nodes(self) -> None:
+        alive = self.table.live_nodes(self._clock.monotonic_s())
+        for kind in NodeKind:
+            count = sum(node.info.kind == kind for node in alive)
+            self._metrics.live_nodes.labels(kind.name.lower()).set(count)

@@ -1,0 +1,151 @@
+"""The index process: `python -m kvpool_index.main --listen 127.0.0.1:7100`."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from blake3 import blake3
+
+import kvpool
+from kvpool.core.clock import SystemClock
+from kvpool.core.errors import StartupFailed
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
+from kvpool.v1 import index_pb2, index_pb2_grpc
+from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.config import IndexConfig
+from kvpool_index.engine import IndexEngine
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import IndexStore
+from kvpool_index.servicer import IndexServicer
+from kvpool_server.config import describe, load_config
+from kvpool_server.interceptors import (
+    DeadlinePolicy,
+    DefaultTenantAuthenticator,
+    RequestMetrics,
+    aio_interceptors,
+    current_identity,
+)
+from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.listen import TcpAddress
+from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
+from kvpool_server.metrics import new_registry, start_metrics_server
+from kvpool_server.process import die_with_parent, tune_process
+from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.server import ControlServer
+from kvpool_server.tasks import BackgroundTasks
+
+_log = logging.getLogger(__name__)
+
+_SERVICE_NAME = index_pb2.DESCRIPTOR.services_by_name["IndexService"].full_name
+_MIN_SECRET_BYTES = 32
+
+
+def main() -> int:
+    """Run the service; returns the exit code of kvpool_server.lifecycle."""
+
+    async def serve(stop: Stop) -> None:
+        await _serve(stop, _load())
+
+    return run_service(serve, service="index", grace_s=60.0)
+
+
+def _load() -> IndexConfig:
+    config = load_config(IndexConfig, prog="kvpool-index", env_prefix="KVPOOL_INDEX", argv=sys.argv[1:], env=os.environ)
+    configure_logs(service="index", level=LogLevel(config.log_level), log_format=LogFormat(config.log_format))
+    if config.parent_pid:
+        die_with_parent(config.parent_pid)
+    return config
+
+
+async def _serve(stop: Stop, config: IndexConfig) -> None:
+    tune_process()
+    clear_ready_file(config.ready_file)
+    _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
+    listen, metrics_listen = _address("listen", config.listen), _address("metrics_listen", config.metrics_listen)
+    registry = new_registry()
+    store = _open_store(config)
+    engine = IndexEngine(
+        store=store,
+        config=config,
+        clock=SystemClock(),
+        metrics=IndexMetrics(registry),
+        secret_of=_tenant_secrets(config),
+        version=kvpool.__version__,
+    )
+    server = ControlServer(
+        interceptors=aio_interceptors(
+            metrics=RequestMetrics("index", registry),
+            authenticator=DefaultTenantAuthenticator(config.tenant),
+            deadlines=DeadlinePolicy(),
+        ),
+        service_names=[_SERVICE_NAME],
+    )
+    index_pb2_grpc.add_IndexServiceServicer_to_server(
+        IndexServicer(engine, lambda: current_identity().tenant), server.grpc
+    )
+    port = server.listen_tcp(listen)
+    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
+    endpoint = str(TcpAddress(listen.host, port))
+    metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
+    try:
+        async with BackgroundTasks(on_fatal=stop.fail) as tasks:
+            await server.start()
+            for name, work in engine.background_work():
+                tasks.start(work, name=name)
+            await server.set_serving(True)
+            _log.info("serving", extra=fields(endpoint=endpoint, metrics_url=metrics_url, store=store.kind))
+            write_ready_file(config.ready_file, endpoint=endpoint, metrics_url=metrics_url, store=store.kind)
+            await stop.wait()
+            engine.drain()
+            await server.stop(config.drain_s)
+    finally:
+        await engine.close()
+        await store.close()
+        stop_metrics()
+
+
+def _open_store(config: IndexConfig) -> IndexStore:
+    if not config.redis_url:
+        _log.warning("no redis_url: what the index knows lives in this process alone and ends with it")
+        return MemoryIndexStore(
+            SystemClock(),
+            chunk_stream_count=config.event_streams,
+            stream_entries=config.event_stream_entries,
+        )
+    from kvpool_index.adapters.redis_store import RedisIndexStore  # only a Redis store needs the driver
+
+    return RedisIndexStore.from_config(config)
+
+
+def _tenant_secrets(config: IndexConfig) -> Callable[[str], bytes]:
+    """The secret of each tenant: the only one there is, while everybody is one tenant."""
+    secret = _read_secret(config.tenant_secret_file)
+    return lambda tenant: secret
+
+
+def _read_secret(path: Path | None) -> bytes:
+    if path is None:
+        _log.warning("no tenant_secret_file: chunk hashes are keyed with a published constant, which protects nothing")
+        return PUBLISHED_TENANT_SECRET
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StartupFailed(f"cannot read tenant_secret_file {path}: {error.strerror}") from error
+    if len(content) < _MIN_SECRET_BYTES:
+        raise StartupFailed(
+            f"tenant_secret_file {path} has {len(content)} bytes; at least {_MIN_SECRET_BYTES} are needed"
+        )
+    return content if len(content) == _MIN_SECRET_BYTES else blake3(content).digest()
+
+
+def _address(name: str, text: str) -> TcpAddress:
+    try:
+        return TcpAddress.parse(text)
+    except ValueError as error:
+        raise StartupFailed(f"bad configuration: {name}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

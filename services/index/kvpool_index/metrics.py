@@ -1,0 +1,66 @@
+"""The index's own metrics; request counts and durations are the server's."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SHORT_BUCKETS_S: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2, 0.1, 0.5)
+
+
+class IndexMetrics:
+    """All metrics of one index process, in the registry that is handed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.match_duration = Histogram(
+            "kvpool_index_match_duration_seconds",
+            "Time to answer one match in the engine, the store's round trip included.",
+            buckets=_SHORT_BUCKETS_S,
+            registry=registry,
+        )
+        self.chunks_asked = Counter("kvpool_index_chunks_asked", "Chunks that matches asked for.", registry=registry)
+        self.chunks_matched = Counter(
+            "kvpool_index_chunks_matched",
+            "Chunks that matches found, by the best tier of each.",
+            ["tier"],
+            registry=registry,
+        )
+        self.store_duration = Histogram(
+            "kvpool_index_store_duration_seconds",
+            "Time of one call of the location store, by kind.",
+            ["call"],
+            buckets=_SHORT_BUCKETS_S,
+            registry=registry,
+        )
+        self.store_up = Gauge("kvpool_index_store_up", "1 if the store answered when last asked.", registry=registry)
+        self.announce_batches = Counter(
+            "kvpool_index_announce_batches", "Announce batches that the store has.", registry=registry
+        )
+        self.announce_changes = Counter(
+            "kvpool_index_announce_changes", "Location changes in these batches.", registry=registry
+        )
+        self.live_nodes = Gauge(
+            "kvpool_index_live_nodes", "Nodes that hold a lease, by kind.", ["kind"], registry=registry
+        )
+        self.node_events = Counter(
+            "kvpool_index_node_events", "Node events that this replica brought about.", ["event"], registry=registry
+        )
+        self.watchers = Gauge("kvpool_index_watchers", "Open Watch streams.", registry=registry)
+        self.watch_resyncs = Counter(
+            "kvpool_index_watch_resyncs", "RESYNC events sent to watchers that fell behind.", registry=registry
+        )
+        self.stale_reports = Counter(
+            "kvpool_index_stale_reports",
+            "Locations reported as stale, by whether they were there.",
+            ["result"],
+            registry=registry,
+        )
+        self.dead_removed = Counter(
+            "kvpool_index_dead_locations_removed", "Chunks cleaned of nodes that are gone for good.", registry=registry
+        )
+        # Counting is on the path of every match, so that the children are looked up once.
+        self.store_duration_read = self.store_duration.labels("read")
+        self.matched_by_tier = {tier: self.chunks_matched.labels(tier) for tier in ("staging", "disk", "gpu")}
+        for event in ("registered", "ended", "died"):
+            self.node_events.labels(event)
+        for result in ("removed", "absent"):
+            self.stale_reports.labels(result)

@@ -1,0 +1,177 @@
+"""What the index's engine needs from its store: chunk locations, nodes, keyspaces, and a log of events.
+
+Every method raises StoreUnavailable, soon, when the store is out of reach; nothing is retried here. Several replicas
+use one store at once, so that each method is atomic as far as its comment says.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool_index.core.events import ChunkState, LogEntry
+from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.core.nodes import NodeRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFence:
+    """The right of one announce stream to change its node's entries; a later stream of the node takes it away."""
+
+    node_id: bytes
+    incarnation: int
+    ordinal: int
+    number: int  # grows with each stream the node opens; 1 to 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGrant:
+    """What a registration granted."""
+
+    incarnation: int
+    ordinal: int
+    announce_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundKeyspace:
+    """One name of a tenant and the encoding it stands for."""
+
+    tenant: str
+    name: str
+    keyspace_id: bytes  # 16 bytes
+    encoding: bytes  # canonical
+
+
+class LocationStore(Protocol):
+    """The values of chunks, kept in chain groups."""
+
+    async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
+        """The values of all fields of all groups, in order, in one round; None for absent ones."""
+        ...
+
+    async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
+        """Apply operations of one announce stream and return the states after them, in order, also unchanged ones.
+
+        Each chunk is changed atomically and versions grow with each change. Operations are idempotent. Raises
+        StaleIncarnation when a newer process of the node is registered; LeaseLost when its lease has ended or a later
+        stream fences this one. Then none of the operations counts, but some chunks may have been changed.
+        """
+        ...
+
+    async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
+        """Apply operations that no stream of the owner asked for, such as stale reports; None for an unchanged chunk.
+
+        The operations only remove.
+        """
+        ...
+
+    def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
+        """Remove one node's entries, or all, of a keyspace, step by step; yields the chunks each step changed."""
+        ...
+
+
+class NodeDirectory(Protocol):
+    """Nodes, their leases by the store's clock, and their incarnations."""
+
+    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+        """Grant a lease, atomically.
+
+        info.incarnation 0 asks for a new incarnation: max(stored, last_incarnation, store time in microseconds) + 1.
+        Otherwise the same one is granted again, with the ordinal it had if the store remembers it; raises
+        StaleIncarnation when a newer one is stored. The announce epoch grows with each registration. Logs an event.
+        """
+        ...
+
+    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
+        """Raises LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered."""
+        ...
+
+    async def end(self, node_id: bytes, incarnation: int) -> None:
+        """End the lease of this incarnation for good and log that the node went; nothing if it holds none."""
+        ...
+
+    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
+        """Fence the node's earlier announce streams. Raises StaleIncarnation and LeaseLost (also for an old epoch)."""
+        ...
+
+    async def snapshot(self) -> list[NodeRecord]:
+        """All nodes the store remembers."""
+        ...
+
+    async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
+        """Log that a node went whose lease ran out; True for the one caller, of all replicas, who did it.
+
+        A node that has been gone for forget_after_ms is forgotten. Nothing happens to a live one.
+        """
+        ...
+
+
+class KeyspaceRegistry(Protocol):
+    """Names of keyspaces."""
+
+    async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
+        """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic."""
+        ...
+
+    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
+        """A keyspace by its id, under the name that it first got."""
+        ...
+
+    async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
+        """All of a tenant's, ordered by name."""
+        ...
+
+
+class EventLog(Protocol):
+    """Bounded logs of events: `stream_count - 1` streams of chunk states, and last the stream of node states."""
+
+    @property
+    def stream_count(self) -> int:
+        """Number of streams, >= 2."""
+        ...
+
+    async def append(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        """Append payloads to their streams, in order. The oldest entries of a full stream go."""
+        ...
+
+    async def tails(self) -> tuple[str, ...]:
+        """The id of the last entry of each stream, kept or not; ORIGIN for an empty one."""
+        ...
+
+    async def read(self, stream: int, after: str, *, limit: int, wait_s: float) -> list[LogEntry]:
+        """Entries after an id, at most `limit`; waits at most wait_s for the first one (0: not at all)."""
+        ...
+
+    async def is_kept(self, stream: int, entry_id: str) -> bool:
+        """Whether every entry after this one is still there."""
+        ...
+
+
+class IndexStore(Protocol):
+    """The whole store of an index."""
+
+    @property
+    def kind(self) -> str:
+        """One of "redis" and "memory"."""
+        ...
+
+    @property
+    def locations(self) -> LocationStore: ...
+
+    @property
+    def nodes(self) -> NodeDirectory: ...
+
+    @property
+    def keyspaces(self) -> KeyspaceRegistry: ...
+
+    @property
+    def events(self) -> EventLog: ...
+
+    async def ping(self) -> float:
+        """Seconds that one round trip took."""
+        ...
+
+    async def close(self) -> None:
+        """Give connections back; idempotent."""
+        ...

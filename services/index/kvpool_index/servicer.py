@@ -1,0 +1,209 @@
+"""The gRPC face of the index: converts, calls the engine, converts back."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from kvpool.core import cluster
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
+from kvpool.v1 import index_pb2 as pb
+from kvpool.v1 import index_pb2_grpc as pb_grpc
+from kvpool.wire import convert, convert_cluster, convert_keyspace
+from kvpool_index.engine import IndexEngine
+from kvpool_index.engine_concurrent import answer_concurrently
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+Context: TypeAlias = grpc.aio.ServicerContext[RequestT, ResponseT]
+
+
+class IndexServicer(pb_grpc.IndexServiceServicer):
+    """IndexService. `tenant_of_call` tells the authenticated tenant of the call that is being handled."""
+
+    def __init__(self, engine: IndexEngine, tenant_of_call: Callable[[], str]) -> None:
+        self._engine = engine
+        self._tenant = tenant_of_call
+        self._max_chunks = engine.config.max_match_chunks
+        self._max_items = engine.config.max_batch_items
+
+    async def OpenKeyspace(
+        self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
+    ) -> pb.OpenKeyspaceResponse:
+        spec = convert_keyspace.spec_from_proto(request.spec)
+        opened = await self._engine.open_keyspace(self._tenant(), request.name, spec)
+        return pb.OpenKeyspaceResponse(
+            keyspace_id=opened.keyspace.keyspace_id,
+            hash_key=opened.hash_key,
+            grid=convert_keyspace.grid_to_proto(opened.keyspace.grid),
+            created=opened.created,
+        )
+
+    async def ListKeyspaces(
+        self, request: pb.ListKeyspacesRequest, context: Context[pb.ListKeyspacesRequest, pb.ListKeyspacesResponse]
+    ) -> pb.ListKeyspacesResponse:
+        known = await self._engine.list_keyspaces(self._tenant())
+        return pb.ListKeyspacesResponse(
+            keyspaces=[
+                pb.Keyspace(
+                    name=each.name, keyspace_id=each.keyspace_id, spec=convert_keyspace.spec_to_proto(each.spec)
+                )
+                for each in known
+            ]
+        )
+
+    async def RegisterNode(
+        self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
+    ) -> pb.RegisterNodeResponse:
+        info = convert_cluster.node_info_from_proto(request.node)
+        lease = await self._engine.register_node(info, request.last_incarnation)
+        return pb.RegisterNodeResponse(
+            incarnation=lease.incarnation,
+            lease_ttl_ms=lease.lease_ttl_ms,
+            renew_interval_ms=lease.renew_interval_ms,
+            announce_epoch=lease.announce_epoch,
+        )
+
+    async def RenewLease(
+        self, request: pb.RenewLeaseRequest, context: Context[pb.RenewLeaseRequest, pb.RenewLeaseResponse]
+    ) -> pb.RenewLeaseResponse:
+        node_id = convert.check_id(request.node_id, "node_id")
+        load = convert_cluster.node_load_from_proto(request.load)
+        return pb.RenewLeaseResponse(lease_ttl_ms=await self._engine.renew_lease(node_id, request.incarnation, load))
+
+    async def EndLease(
+        self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
+    ) -> pb.EndLeaseResponse:
+        await self._engine.end_lease(convert.check_id(request.node_id, "node_id"), request.incarnation)
+        return pb.EndLeaseResponse()
+
+    async def ListNodes(
+        self, request: pb.ListNodesRequest, context: Context[pb.ListNodesRequest, pb.ListNodesResponse]
+    ) -> pb.ListNodesResponse:
+        kind = convert.enum_from_proto(request.kind, cluster.NodeKind, "kind") if request.kind else None
+        nodes = await self._engine.list_nodes(kind)
+        return pb.ListNodesResponse(nodes=[convert_cluster.live_node_to_proto(node) for node in nodes])
+
+    async def Announce(
+        self,
+        request_iterator: AsyncIterator[pb.AnnounceRequest],
+        context: Context[pb.AnnounceRequest, pb.AnnounceResponse],
+    ) -> AsyncIterator[pb.AnnounceResponse]:
+        async with self._engine.streams.track():
+            stream = None
+            async for request in request_iterator:
+                match request.WhichOneof("kind"):
+                    case "open" if stream is None:
+                        stream = await self._engine.open_announce(
+                            convert.check_id(request.open.node_id, "node_id"),
+                            request.open.incarnation,
+                            request.open.announce_epoch,
+                        )
+                    case "batch" if stream is not None:
+                        changes = convert.convert_items(
+                            request.batch.changes,
+                            convert_cluster.location_change_from_proto,
+                            "change",
+                            most=self._max_items,
+                        )
+                        applied = await stream.apply(request.batch.sequence, changes)
+                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
+                    case "replace_range":
+                        raise NotServed("replace_range is not served by this version; send batches")
+                    case _:
+                        raise InvalidRequest("an Announce stream is one open, and then batches")
+
+    async def Match(
+        self, request: pb.MatchRequest, context: Context[pb.MatchRequest, pb.MatchResponse]
+    ) -> pb.MatchResponse:
+        query = convert_cluster.chain_query_from_proto(request, chunks_max=self._max_chunks)
+        return convert_cluster.chain_match_to_proto(await self._engine.match(self._tenant(), query))
+
+    async def MatchStream(
+        self,
+        request_iterator: AsyncIterator[pb.MatchStreamRequest],
+        context: Context[pb.MatchStreamRequest, pb.MatchStreamResponse],
+    ) -> AsyncIterator[pb.MatchStreamResponse]:
+        tenant = self._tenant()
+
+        async def answer(request: pb.MatchStreamRequest) -> pb.MatchStreamResponse:
+            query = _query_or_error(request.match, self._max_chunks)
+            found = query if isinstance(query, KvPoolError) else await self._engine.try_match(tenant, query)
+            if isinstance(found, KvPoolError):
+                return pb.MatchStreamResponse(request_id=request.request_id, error=convert.item_error_to_proto(found))
+            return pb.MatchStreamResponse(
+                request_id=request.request_id, match=convert_cluster.chain_match_to_proto(found)
+            )
+
+        limit = self._engine.config.max_matches_in_flight
+        async with self._engine.streams.track():
+            async with aclosing(answer_concurrently(request_iterator, answer, limit=limit)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def Place(
+        self, request: pb.PlaceRequest, context: Context[pb.PlaceRequest, pb.PlaceResponse]
+    ) -> pb.PlaceResponse:
+        nodes = await self._engine.place(
+            self._tenant(),
+            convert.check_id(request.keyspace_id, "keyspace_id"),
+            convert.check_id(request.chain_head_hash, "chain_head_hash"),
+            request.host_id,
+            request.count,
+        )
+        return pb.PlaceResponse(nodes=[convert_cluster.node_info_to_proto(node) for node in nodes])
+
+    async def ReportStale(
+        self, request: pb.ReportStaleRequest, context: Context[pb.ReportStaleRequest, pb.ReportStaleResponse]
+    ) -> pb.ReportStaleResponse:
+        stale = convert.convert_items(
+            request.locations, convert_cluster.stale_location_from_proto, "location", most=self._max_items
+        )
+        return pb.ReportStaleResponse(removed=await self._engine.report_stale(self._tenant(), stale))
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context[pb.WatchRequest, pb.WatchResponse]
+    ) -> AsyncIterator[pb.WatchResponse]:
+        keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
+        async with self._engine.streams.track():
+            async with aclosing(self._engine.watch(self._tenant(), request.after_position, keyspace)) as events:
+                async for event in events:
+                    yield convert_cluster.index_event_to_proto(event)
+
+    async def DropKeyspaceLocations(
+        self,
+        request: pb.DropKeyspaceLocationsRequest,
+        context: Context[pb.DropKeyspaceLocationsRequest, pb.DropKeyspaceLocationsResponse],
+    ) -> pb.DropKeyspaceLocationsResponse:
+        count = await self._engine.drop_keyspace(
+            self._tenant(),
+            convert.check_id(request.keyspace_id, "keyspace_id"),
+            convert.check_optional_id(request.node_id, "node_id"),
+        )
+        return pb.DropKeyspaceLocationsResponse(chunk_count=count)
+
+    async def Route(
+        self, request: pb.RouteRequest, context: Context[pb.RouteRequest, pb.RouteResponse]
+    ) -> pb.RouteResponse:
+        raise NotServed("Route is not served by this version; use Match and score its locations")
+
+    async def ReconcileDigests(
+        self,
+        request: pb.ReconcileDigestsRequest,
+        context: Context[pb.ReconcileDigestsRequest, pb.ReconcileDigestsResponse],
+    ) -> pb.ReconcileDigestsResponse:
+        raise NotServed("ReconcileDigests is not served by this version; announce what the node has")
+
+    async def GetIndexInfo(
+        self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]
+    ) -> pb.GetIndexInfoResponse:
+        return convert_cluster.index_info_to_proto(await self._engine.info())
+
+
+def _query_or_error(request: pb.MatchRequest, max_chunks: int) -> cluster.ChainQuery | InvalidRequest:
+    """A malformed question ends itself, and not the stream it came on."""
+    try:
+        return convert_cluster.chain_query_from_proto(request, chunks_max=max_chunks)
+    except InvalidRequest as error:
+        return error
