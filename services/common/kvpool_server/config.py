@@ -20,7 +20,6 @@ from typing import Annotated, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from kvpool.core.errors import StartupFailed
-
 from kvpool_server.config_values import BadValue, ValueType, parse_value, show_bytes, value_type
 
 ConfigT = TypeVar("ConfigT")

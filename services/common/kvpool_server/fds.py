@@ -25,7 +25,6 @@ from kvpool.wire.fd_frames import (
     pack_reply,
     unpack_request,
 )
-
 from kvpool_server.listen import claim_unix_path, restricted_umask, startup_error
 from kvpool_server.logs import fields
 

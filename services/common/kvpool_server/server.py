@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvpool.core.errors import StartupFailed
 
+from kvpool.core.errors import StartupFailed
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
 
 _UNIX_SCHEME: Final = "unix:"

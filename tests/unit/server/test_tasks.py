@@ -79,5 +79,3 @@ async def test_nothing_starts_after_close() -> None:
     await tasks.close()
     with pytest.raises(RuntimeError, match="closed"):
         tasks.start(crash(), name="late")
-
-

@@ -20,7 +20,7 @@ FIELD_KEY: Final = "kvpool-field"
 # Statuses travel in HTTP/2 headers, which peers limit to 8 KiB in all; a percent-encoded message may grow threefold.
 _MAX_MESSAGE_CHARS: Final = 1024
 
-_Pairs: TypeAlias = Iterable[tuple[str, str | bytes]]
+Pairs: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingProxyType(
     {
@@ -90,10 +90,16 @@ def error_to_status(error: KvPoolError) -> ServerStatus:
 def error_from_rpc(rpc_error: grpc.RpcError) -> KvPoolError:
     """The domain error behind a failed call of grpc or grpc.aio: by reason, else by status code.
 
-    Raise it `from rpc_error`. A call that was cancelled on this side is asyncio.CancelledError under grpc.aio, and
-    never comes here; a CANCELLED that does was made by the peer or by a channel that closed.
+    Raise it `from rpc_error`. For a grpc.aio stream that is written to, use kvpool.wire.stream_status.
+
+    A call that was cancelled on this side is asyncio.CancelledError under grpc.aio, and never comes here; a CANCELLED
+    that does was made by the peer or by a channel that closed.
     """
-    code, message, metadata = _parts(rpc_error)
+    return error_from_status(*_parts(rpc_error))
+
+
+def error_from_status(code: grpc.StatusCode | None, message: str, metadata: Pairs) -> KvPoolError:
+    """The same for a status whose parts are at hand."""
     pairs = {key: value.decode("ascii", "replace") if isinstance(value, bytes) else value for key, value in metadata}
     reason = pairs.get(REASON_KEY)
     if reason is None:
@@ -121,9 +127,9 @@ def _from_bare_status(code: grpc.StatusCode | None, message: str) -> KvPoolError
     return KvPoolError(f"{code.name if code is not None else 'no status'}: {message}")
 
 
-def _parts(rpc_error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, _Pairs]:
+def _parts(rpc_error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Pairs]:
     """Code, message and trailing metadata; an RpcError that is no call (a closed channel's) has none of them."""
     if not isinstance(rpc_error, grpc.aio.AioRpcError | grpc.Call):
         return grpc.StatusCode.UNAVAILABLE, str(rpc_error) or type(rpc_error).__name__, ()
-    metadata: _Pairs = rpc_error.trailing_metadata() or ()
+    metadata: Pairs = rpc_error.trailing_metadata() or ()
     return rpc_error.code(), rpc_error.details() or "", metadata

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvpool.core.errors import Unauthenticated
-
 from kvpool_server.interceptors.wrapping import AioInterceptor, Call, Metadata, SyncInterceptor
 
 # Probes of an orchestrator carry no credentials.

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from kvpool.core.errors import DeadlineExceeded
-
 from kvpool_server.interceptors.wrapping import AioInterceptor, Call, SyncInterceptor
 
 

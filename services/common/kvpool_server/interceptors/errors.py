@@ -1,5 +1,6 @@
 """Exceptions to gRPC statuses: the one place where a domain error meets a status code."""
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -7,9 +8,9 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import grpc
+
 from kvpool.core.errors import KvPoolError, NotServed
 from kvpool.wire.status import ServerStatus, error_to_status
-
 from kvpool_server.interceptors.wrapping import AioInterceptor, Call, SyncInterceptor
 from kvpool_server.logs import fields
 
@@ -27,9 +28,14 @@ class AioErrors(AioInterceptor):
             yield
         except grpc.aio.AbortError:
             raise  # the handler chose a status itself (health and reflection do)
+        except grpc.aio.InternalError as error:
+            raise _left(call, error) from None
         except Exception as error:
             status = _status_of(call, error)
-            await call.context.abort(status.code, status.message, status.trailing_metadata)
+            try:
+                await call.context.abort(status.code, status.message, status.trailing_metadata)
+            except grpc.aio.InternalError as late:
+                raise _left(call, late) from None
 
 
 class SyncErrors(SyncInterceptor):
@@ -45,6 +51,12 @@ class SyncErrors(SyncInterceptor):
             status = _status_of(call, error)
             call.context.set_trailing_metadata(status.trailing_metadata)
             call.context.abort(status.code, status.message)
+
+
+def _left(call: Call, error: grpc.aio.InternalError) -> asyncio.CancelledError:
+    """What a failed write means: the client left before grpc.aio got round to cancelling the handler."""
+    _log.debug("client left in the middle of a write", extra=fields(method=call.method, error=error))
+    return asyncio.CancelledError()
 
 
 def _status_of(call: Call, error: Exception) -> ServerStatus:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
+
 from kvpool.core.errors import NotServed
 
 # The stubs type handlers by message, which an interceptor does not know.
