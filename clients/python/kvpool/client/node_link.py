@@ -1,0 +1,278 @@
+"""A node's standing with the index: its registration, its lease, and what it announces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvpool.client.announce_queue import AnnounceQueue
+from kvpool.client.announcer import Announcer
+from kvpool.client.index import IndexClient
+from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.client.stale_reports import StaleReports
+from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    KeyspaceUnknown,
+    KvPoolError,
+    LeaseLost,
+    NodeUnknown,
+    ServiceUnavailable,
+    StaleIncarnation,
+    StoreUnavailable,
+)
+from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
+
+_log = logging.getLogger(__name__)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+_LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLinkConfig:
+    """Bounds of a node's link to the index."""
+
+    pending_max: int = 65_536  # chunks and tiers that wait to be announced; more: forgotten and told again
+    batch_max: int = 512
+    in_flight_max: int = 32  # batches sent and not acknowledged
+    linger_s: float = 0.005  # changes of one chunk that come within it are merged
+    ack_timeout_s: float = 30.0  # no acknowledgement for so long: the stream is taken for dead
+    stale_pending_max: int = 4096
+    stale_linger_s: float = 0.05
+    end_timeout_s: float = 1.0  # of ending the lease
+
+
+class NodeLink:
+    """Registers a node, keeps its lease, announces its locations; survives restarts of the index and of its store.
+
+    load:          figures for each renewal.
+    snapshot:      called after a lease was lost, or announcements were; yields the node's whole truth, lazily, each
+                   item as it is when it is yielded, while the node goes on changing. Runs on the loop, a batch a step.
+    on_superseded: called once when a newer process of this node is registered: stop serving. The link has ended then.
+    """
+
+    def __init__(
+        self,
+        index: IndexClient,
+        node: NodeInfo,
+        *,
+        last_incarnation: int = 0,
+        load: Callable[[], NodeLoad],
+        snapshot: Callable[[], Iterator[LocationChange]],
+        on_superseded: Callable[[StaleIncarnation], None],
+        config: NodeLinkConfig | None = None,
+    ) -> None:
+        self._index = index
+        self._node = node
+        self._last_incarnation = last_incarnation
+        self._load = load
+        self._on_superseded = on_superseded
+        self._config = config or NodeLinkConfig()
+        bounds = self._config
+        self._queue = AnnounceQueue(
+            pending_max=bounds.pending_max, batch_max=bounds.batch_max, in_flight_max=bounds.in_flight_max
+        )
+        self._announcer = Announcer(index, node.node_id, self._queue, snapshot=snapshot, linger_s=bounds.linger_s)
+        self._reports = StaleReports(
+            index, pending_max=bounds.stale_pending_max, batch_max=bounds.batch_max, linger_s=bounds.stale_linger_s
+        )
+        self._lease: NodeLease | None = None
+        self._registering = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._superseded: StaleIncarnation | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """The granted incarnation; 0 before `start` has returned."""
+        return self._lease.incarnation if self._lease else 0
+
+    @property
+    def pending_count(self) -> int:
+        """Chunks and tiers that wait to be announced."""
+        return self._queue.pending_count
+
+    async def start(self, timeout_s: float | None = None) -> NodeLease:
+        """Register, trying again until it succeeds; then keep the lease and announce in the background.
+
+        timeout_s: None waits for the index for ever. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the
+        like at once.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                lease = self._lease = await self._register()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the index did not register this node within {timeout_s:g} s") from None
+        self._announcer.start_snapshot()
+        self._spawn(self._keep_lease(), "lease")
+        self._spawn(self._keep_announcing(), "announcer")
+        self._spawn(self._reports.run(), "stale reports")
+        return lease
+
+    def announce(self, changes: Sequence[LocationChange]) -> None:
+        """Queue changes, in order. Never blocks; changes of one chunk may be merged. Call on the event loop."""
+        self._announcer.add(changes)
+
+    async def wait_announced(self, timeout_s: float = 30.0) -> None:
+        """Return when everything announced before the call is acknowledged; StoreUnavailable if that cannot be told."""
+        if self._superseded is not None:
+            raise StaleIncarnation(self._superseded.message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._announcer.wait_acknowledged()
+        except TimeoutError:
+            raise StoreUnavailable(f"the index acknowledged nothing within {timeout_s:g} s") from None
+
+    async def drop_keyspace(self, keyspace: bytes) -> None:
+        """Remove this node's locations of a keyspace from the index. raises: StoreUnavailable, ServiceUnavailable."""
+        # An addition that is still on its way would come back after the drop.
+        with contextlib.suppress(StoreUnavailable):
+            await self.wait_announced(self._index.endpoints.config.call_timeout_s)
+        with contextlib.suppress(KeyspaceUnknown):
+            await self._index.drop_keyspace_locations(keyspace, self._node.node_id)
+
+    def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
+        """Queue a report that `source` did not hold a page that it was said to hold, in any tier. Never blocks."""
+        for tier in (Tier.STAGING, Tier.DISK):
+            place = Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard)
+            self._reports.add(
+                StaleLocation(
+                    keyspace=key.keyspace, chunk_hash=key.chunk_hash, group_head_hash=group_head_hash, location=place
+                )
+            )
+
+    async def update(self, node: NodeInfo) -> None:
+        """Register changed facts of the node (endpoints, draining) under the incarnation it holds."""
+        self._node = node
+        async with self._registering:
+            self._lease = await self._register()
+        self._announcer.break_stream("the node registered again")
+
+    async def close(self) -> None:
+        """Stop, and end the lease so that the node's locations leave every match at once. Idempotent."""
+        await self._stop()
+        if self._lease is None or self._superseded is not None:
+            return
+        try:
+            await self._index.end_lease(
+                self._node.node_id, self._lease.incarnation, timeout_s=self._config.end_timeout_s
+            )
+        except KvPoolError as error:
+            _log.info("the lease was not ended and will run out by itself: %s", error)
+        self._lease = None
+
+    async def _stop(self) -> None:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(self._supervise(work, name), name=f"node link {name}"))
+
+    async def _supervise(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await work
+        except StaleIncarnation as error:
+            self._supersede(error)
+        except Exception:
+            _log.exception("the node link's %s ended; the lease will run out and this node will not be found", name)
+
+    def _supersede(self, error: StaleIncarnation) -> None:
+        if self._superseded is None:
+            self._superseded = error
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            self._on_superseded(error)
+
+    async def _register(self) -> NodeLease:
+        backoff = self._backoff()
+        while True:
+            try:
+                node = replace(self._node, incarnation=self.incarnation)
+                lease = await self._index.register_node(node, last_incarnation=self._last_incarnation)
+                info = await self._index.get_info()
+                self._queue.limit_batches(max(1, min(self._config.batch_max, info.max_batch_items)))
+                self._last_incarnation = max(self._last_incarnation, lease.incarnation)
+                return lease
+            except _LATER as error:
+                pause_s = backoff.next_s()
+                _log.warning("the index did not register this node, next try in %.1f s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
+
+    async def _register_again(self, lost: NodeLease) -> None:
+        """Both tasks may see that the lease is lost; one of them registers."""
+        async with self._registering:
+            if self._lease is not lost:
+                return
+            _log.warning("the lease of incarnation %d was lost: registering it again", lost.incarnation)
+            self._lease = await self._register()
+            self._announcer.start_snapshot()
+        self._announcer.break_stream("the node registered again")
+
+    async def _keep_lease(self) -> None:
+        backoff = self._backoff()
+        while True:
+            pause_s = self._held().renew_interval_ms / 1e3
+            try:
+                await self._renew(self._held())
+                backoff.reset()
+            except StaleIncarnation:
+                raise
+            except KvPoolError as error:
+                pause_s = min(pause_s, backoff.next_s())
+                _log.warning("the lease was not renewed, next try in %.1f s: %s", pause_s, error)
+            self._check_progress()
+            await asyncio.sleep(pause_s)
+
+    async def _renew(self, lease: NodeLease) -> None:
+        try:
+            await self._index.renew_lease(
+                self._node.node_id, lease.incarnation, self._load(), timeout_s=lease.lease_ttl_ms / 3e3
+            )
+        except _LOST:
+            await self._register_again(lease)
+
+    def _check_progress(self) -> None:
+        silent_s = asyncio.get_running_loop().time() - self._announcer.last_progress_s
+        if self._queue.in_flight and silent_s > self._config.ack_timeout_s:
+            self._announcer.break_stream(f"no acknowledgement for {silent_s:.0f} s")
+
+    async def _keep_announcing(self) -> None:
+        backoff = self._backoff()
+        while True:
+            lease = self._held()
+            acknowledged = self._queue.acknowledged
+            try:
+                await self._announce(lease)
+            except StaleIncarnation:
+                raise
+            except _LATER as error:
+                _log.info("the announce stream broke: %s", error)
+            except Exception as error:
+                _log.exception("announcing failed and starts afresh: %s", error)
+                self._queue.discard_in_flight()
+            if self._lease is not lease or self._queue.acknowledged != acknowledged:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _announce(self, lease: NodeLease) -> None:
+        try:
+            await self._announcer.run(lease)
+        except _LOST:
+            await self._register_again(lease)
+
+    def _held(self) -> NodeLease:
+        if self._lease is None:
+            raise ServiceUnavailable("this node link is closed")
+        return self._lease
+
+    def _backoff(self) -> Backoff:
+        config = self._index.endpoints.config
+        return Backoff(config.backoff_initial_s, config.backoff_max_s)

@@ -1,0 +1,56 @@
+"""Reports of wrong locations on their way to the index: best effort, bounded, never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from kvpool.client.index import IndexClient
+from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.core.cluster import StaleLocation
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
+
+_log = logging.getLogger(__name__)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+
+
+class StaleReports:
+    """A queue that forgets its oldest reports when it is full: an unreported location costs each reader one miss."""
+
+    def __init__(self, index: IndexClient, *, pending_max: int, batch_max: int, linger_s: float) -> None:
+        self._index = index
+        self._pending: deque[StaleLocation] = deque(maxlen=pending_max)
+        self._batch_max = batch_max
+        self._linger_s = linger_s
+        self._work = asyncio.Event()
+
+    @property
+    def pending_count(self) -> int:
+        """Reports that were not sent yet."""
+        return len(self._pending)
+
+    def add(self, location: StaleLocation) -> None:
+        """Queue a report."""
+        self._pending.append(location)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Send reports until cancelled."""
+        config = self._index.endpoints.config
+        backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            await asyncio.sleep(self._linger_s)
+            while self._pending:
+                batch = [self._pending.popleft() for _ in range(min(self._batch_max, len(self._pending)))]
+                try:
+                    await self._index.report_stale(batch)
+                    backoff.reset()
+                except _LATER:
+                    room = (self._pending.maxlen or 0) - len(self._pending)
+                    self._pending.extendleft(reversed(batch[-room:] if room else []))
+                    await asyncio.sleep(backoff.next_s())
+                except KvPoolError as error:
+                    _log.warning("the index refuses %d reports of stale locations: %s", len(batch), error)
