@@ -1,8 +1,8 @@
 """Layouts of known engines, as data. Each function returns what an engine of that kind would register.
 
 Common arguments: `layers` and `heads` of the model that the rank owns; `block_tokens` and `block_count` of its cache.
-L, B, S, T, H, D below: layers, blocks, token slots (B * T), tokens of a block, heads of the rank, row elements. A preset
-is not validated here: `EngineLayout.validate` is what refuses.
+L, B, S, T, H, D below: layers, blocks, token slots (B * T), tokens of a block, heads of the rank, row elements. What a
+preset returns is not validated yet: `EngineLayout.validate` refuses.
 """
 
 from __future__ import annotations
