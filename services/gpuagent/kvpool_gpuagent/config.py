@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from kvpool.core.errors import StartupFailed
+_POSITIVE = (
+    "copy_threads",
+    "bounce_bytes",
+    "max_sessions",
+    "max_running_requests",
+    "max_request_chunks",
+    "max_remembered_chunks",
+    "heartbeat_interval_ms",
+    "index_timeout_ms",
+    "kept_timeout_ms",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +47,24 @@ class GpuAgentConfig:
         int, "how long an engine may take to answer a gathered window before it counts as not kept"
     ] = 30000
     log_level: Annotated[str, "debug, info, warning or error"] = "info"
-    ready_file: Annotated[Path | None, "JSON file written once the agent serves, with its endpoints"] = None
-    die_with_parent: Annotated[bool, "end when the parent process ends; for kvpool up"] = False
+    log_format: Annotated[str, "logfmt or json"] = "logfmt"
+    ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None
+    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
+    drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 10.0
 
     def __post_init__(self) -> None:
         if self.device == "cuda":
-            raise StartupFailed("--device cuda is not served by this version; use --device cpu")
+            raise ValueError("device cuda is not served by this version; use cpu")
         if self.device != "cpu":
-            raise StartupFailed(f"--device must be cpu, got {self.device!r}")
-        for name in (
-            "copy_threads",
-            "max_sessions",
-            "max_running_requests",
-            "max_request_chunks",
-            "heartbeat_interval_ms",
-        ):
+            raise ValueError(f"device must be cpu, got {self.device!r}")
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
-                raise StartupFailed(f"--{name.replace('_', '-')} must be > 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if not self.index_endpoints:
-            raise StartupFailed("--index-endpoints must name at least one index replica, host:port")
+            raise ValueError("index_endpoints must name at least one index replica, host:port")
+        if not self.tenant:
+            raise ValueError("tenant must not be empty")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ValueError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
+        if self.log_format not in ("logfmt", "json"):
+            raise ValueError(f"log_format must be logfmt or json, got {self.log_format!r}")

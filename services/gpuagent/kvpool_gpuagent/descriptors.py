@@ -68,7 +68,7 @@ class DescriptorDesk:
         inbox.close()
 
     def on_offer(self, peer: PeerCredentials, token: bytes, handle: int, size_bytes: int, descriptor: int) -> None:
-        """See kvpool_server.fds.OfferHandler. The token has 256 random bits, so a plain look-up leaks nothing useful."""
+        """See kvpool_server.fds.OfferHandler. The token is 256 random bits: a plain look-up leaks nothing useful."""
         inbox = self._inboxes.get(token)
         if inbox is None:
             raise InvalidRequest("no session waits for descriptors under this token")

@@ -1,4 +1,4 @@
-"""The gpuagent's engine: sessions of engine ranks, each with its mapped cache, its page pool and its running requests."""
+"""The gpuagent's engine: sessions of engine ranks, each with its mapped cache, page pool and running requests."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ class EngineSession:
         """The longest prefix of a chain (from chunk 0), the engine's own `held_chunks` included."""
         if not 0 <= held_chunks <= len(hashes) <= self.agent.config.max_request_chunks:
             raise InvalidRequest(
-                f"held_chunks must lie in [0, {len(hashes)}] and a chain has at most {self.agent.config.max_request_chunks} chunks"
+                f"held_chunks must lie in [0, {len(hashes)}] "
+                f"and a chain has at most {self.agent.config.max_request_chunks} chunks"
             )
         if held_chunks == len(hashes):
             return EngineMatch(matched_chunks=held_chunks, runs=())

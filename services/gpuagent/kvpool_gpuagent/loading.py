@@ -33,7 +33,7 @@ class _Wanted:
 class LoadRun:
     """One load request. Never cancelled from outside: `stop` makes it end after the copies that have begun.
 
-    Pages are taken layer group by layer group, inside one in chunk order, so that an engine can start its first layers early.
+    Pages are taken layer group by layer group, inside one in chunk order: an engine can start its first layers early.
     A chunk that fails in any group ends the loadable prefix before it; nothing of it or after it is asked for any more.
     """
 
@@ -59,7 +59,7 @@ class LoadRun:
         self._loaded_bytes = dict.fromkeys(LoadSource, 0)
 
     async def run(self, report: ReportProgress, stop: asyncio.Event, wait_s: float) -> LoadOutcome:
-        """Load what can be loaded; never raises for the cluster's faults. When it returns nothing touches the blocks any more."""
+        """Load what can be loaded; never raises for the cluster's faults. Then nothing touches the blocks any more."""
         started_s = self._clock.monotonic_s()
         deadline_s = started_s + wait_s
         for layer_group in range(self._rank.grid.layer_groups):
@@ -113,7 +113,8 @@ class LoadRun:
             return None
         if stop.is_set() or remaining_s <= 0:
             cause = Stopped("the load was cancelled") if stop.is_set() else DeadlineExceeded("the load's time is up")
-            return self._fail(wanted[0].position, cause)
+            self._fail(wanted[0].position, cause)
+            return
         settled: set[int] = set()
         copying: list[asyncio.Task[None]] = []
         batch: list[tuple[_Wanted, ReadSlot]] = []

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from kvpool.wire.convert_layout import layout_from_proto
 
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.errors import InvalidRequest, NotServed
@@ -14,6 +13,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
+from kvpool.wire.convert_engine import layout_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.engine import EngineMatch
@@ -64,7 +64,7 @@ def spec_from_register(register: gpuagent_pb2.EngineRegister) -> KeyspaceSpec:
 
 def layout_from_register(register: gpuagent_pb2.EngineRegister) -> EngineLayout:
     """Raises InvalidRequest naming the field."""
-    return layout_from_proto(register.layout, [handle.size_bytes for handle in register.handles])
+    return layout_from_proto(register.layout, register.handles)
 
 
 def span_from_proto(

@@ -50,14 +50,14 @@ class EngineCache(Protocol):
     """One engine rank's paged KV cache, mapped. Methods block and are called from worker threads, several at once."""
 
     def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> int:
-        """Fill slots from the cache and seal them (sum table, then header). Returns how many leading copies are complete:
+        """Fill slots from the cache and seal them (sum table, then header).
 
-        all of them, unless `stop` said so. When it returns, no work that touches cache or slots is left running.
+        Returns how many leading copies are complete: all of them, unless `stop` said so. When it returns, no work that touches cache or slots is left running.
         """
         ...
 
     def scatter(self, copy: PageCopy, first_layer: int, last_layer: int) -> None:
-        """Move the page's layers in [first_layer, last_layer) of the model into the cache; the page was verified before."""
+        """Move the page's model layers [first_layer, last_layer) into the cache; the page was verified before."""
         ...
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class PageWish:
 
 
 class PagePool(Protocol):
-    """Pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams without one.
+    """Pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams.
 
     Leases belong to the pool's session; a broken session raises ServiceUnavailable or SessionUnknown from every call.
     """
@@ -163,7 +163,7 @@ class PagePool(Protocol):
         ...
 
     async def connect(self) -> None:
-        """Reach the pagestore now rather than at the first page; failing is no error (it is tried again at each call)."""
+        """Reach the pagestore now rather than at the first page; failing is no error, each call tries again."""
         ...
 
     async def close(self) -> None:
@@ -180,7 +180,7 @@ class OpenedKeyspace:
 
 
 class IndexPort(Protocol):
-    """The index as the agent sees it. Every call has a deadline of its own and raises StoreUnavailable, DeadlineExceeded, ..."""
+    """The index as the agent sees it. Every call has a deadline of its own; raises StoreUnavailable, DeadlineExceeded, ..."""
 
     async def open_keyspace(self, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
         """Bind or check a name. Raises KeyspaceMismatch, GeometryUnsupported, NotServed."""

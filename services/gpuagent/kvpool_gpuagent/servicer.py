@@ -51,7 +51,5 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
             remote_bytes_per_s=bandwidths.bytes_per_s(LoadSource.REMOTE),
         )
 
-    async def PeerPull(
-        self, request: gpuagent_pb2.PeerPullRequest, context: Any
-    ) -> gpuagent_pb2.PeerPullResponse:
+    async def PeerPull(self, request: gpuagent_pb2.PeerPullRequest, context: Any) -> gpuagent_pb2.PeerPullResponse:
         raise NotServed("PeerPull comes with the CUDA device; load from staging instead")

@@ -33,7 +33,7 @@ Response = gpuagent_pb2.EngineResponse
 
 
 class EngineStream:
-    """Serves one EngineSession call. `serve` yields answers; when it ends nothing touches the engine's memory any more."""
+    """Serves one EngineSession call. When `serve` ends nothing touches the engine's memory any more."""
 
     def __init__(self, engine: GpuAgentEngine, desk: DescriptorDesk, descriptor_socket: Path) -> None:
         self._engine, self._desk, self._descriptor_socket = engine, desk, descriptor_socket

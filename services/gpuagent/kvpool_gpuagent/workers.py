@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """A few threads. A job that was started is always waited for: only then do its slots and blocks have an owner again."""
+    """A few threads. A job that was started is waited for: only then do its slots and blocks have an owner again."""
 
     def __init__(self, thread_count: int) -> None:
         self.thread_count = thread_count
@@ -29,7 +29,7 @@ class Workers:
             raise
 
     async def gather(self, cache: EngineCache, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
-        """Gather all copies, spread over the threads; True if every one is complete. Ends only when no thread touches them."""
+        """Gather all copies, spread over the threads; True if every one is complete. Then no thread touches them."""
         share = -(-len(copies) // self.thread_count)
         parts = [copies[start : start + share] for start in range(0, len(copies), share)]
         jobs = [self.run(lambda part=part: cache.gather(part, None, stop)) for part in parts]  # type: ignore[misc]

@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class CpuDevice:
     def map_cache(
         self, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handles: Sequence[MappedHandle]
     ) -> EngineCache:
-        """See ports.Device.map_cache. The descriptors are closed here whatever happens; the mappings keep the memory."""
+        """See ports.Device.map_cache. The descriptors are closed here in any case; the mappings keep the memory."""
         mappings: list[mmap.mmap] = []
         try:
             for index, handle in enumerate(handles):
@@ -72,7 +73,8 @@ def _map(index: int, handle: MappedHandle) -> mmap.mmap:
     # Touching a mapping past the end of its file kills the process, so the file's own size decides.
     if handle.size_bytes <= 0 or handle.file_offset + handle.size_bytes > available:
         raise InvalidRequest(
-            f"handles[{index}].size_bytes is {handle.size_bytes} at offset {handle.file_offset}, but its file has {available} bytes"
+            f"handles[{index}].size_bytes is {handle.size_bytes} at offset {handle.file_offset}, "
+            f"but its file has {available} bytes"
         )
     return mmap.mmap(handle.descriptor, handle.size_bytes, offset=handle.file_offset)
 
@@ -125,7 +127,7 @@ class CpuCache:
 
     def _payload_rows(self, copy: PageCopy) -> Words:
         """[layers, planes, blocks, tokens of a block, heads, words] view of the page's payload."""
-        shard, layout = copy.key.shard, self._layout
+        shard = copy.key.shard
         size_bytes = self._payload_bytes(shard)
         flat = np.frombuffer(copy.page, dtype=np.uint8, count=size_bytes, offset=page_format.HEADER_BYTES)
         layers, planes, tokens, heads, row_bytes = payload_shape(self._spec, self._grid, shard)
@@ -176,7 +178,7 @@ def _runs(block_ids: BlockIds) -> list[tuple[int, int]]:
     """[first, last) positions of consecutive ascending block ids."""
     cuts = np.flatnonzero(np.diff(block_ids) != 1) + 1
     edges = [0, *cuts.tolist(), block_ids.shape[0]]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def _gather_blocks(view: Words, block_ids: BlockIds, rows: Words) -> None:

@@ -35,7 +35,8 @@ class ChunkBlocks:
 class ChunkSpan:
     """Consecutive chunks of one chain.
 
-    group_heads: heads of the 16-chunk groups that the chunks fall into, in order; parent_hash: of the chunk before the first.
+    group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
+    parent_hash: of the chunk before the first.
     """
 
     chunks: tuple[ChunkBlocks, ...]
@@ -151,13 +152,15 @@ def _check_blocks(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
     ids = chunk.block_ids
     if ids.shape != (rank.blocks_per_chunk,):
         raise InvalidRequest(
-            f"chunks[{position}].block_ids must name {rank.blocks_per_chunk} blocks of {rank.layout.block_tokens} tokens, "
+            f"chunks[{position}].block_ids must name {rank.blocks_per_chunk} blocks "
+            f"of {rank.layout.block_tokens} tokens, "
             f"got {ids.shape[0]}",
             item_index=position,
         )
     if int(ids.min()) < 0 or int(ids.max()) >= rank.layout.block_count:
         raise InvalidRequest(
-            f"chunks[{position}].block_ids must lie in [0, {rank.layout.block_count}), got {int(ids.min())} to {int(ids.max())}",
+            f"chunks[{position}].block_ids must lie in [0, {rank.layout.block_count}), "
+            f"got {int(ids.min())} to {int(ids.max())}",
             item_index=position,
         )
     if not 0 <= chunk.skip_tokens < rank.spec.chunk_tokens:
@@ -168,7 +171,8 @@ def _check_blocks(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
     # An opaque cell cannot be written in part; a canonical page can start at any token.
     if rank.spec.opaque is not None and chunk.skip_tokens % rank.layout.block_tokens:
         raise InvalidRequest(
-            f"chunks[{position}].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) in an opaque keyspace",
+            f"chunks[{position}].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) "
+            f"in an opaque keyspace",
             item_index=position,
         )
 
@@ -182,7 +186,7 @@ def _check_unique(span: ChunkSpan, rank: Rank) -> None:
 
 
 def windows(page_counts: Sequence[int], window_pages: int) -> list[range]:
-    """Cut items (of page_counts pages each) into consecutive runs of at most window_pages pages, at least one item each."""
+    """Cut items (of page_counts pages each) into consecutive runs of at most window_pages pages (but one item)."""
     cuts: list[range] = []
     start, pages = 0, 0
     for position, count in enumerate(page_counts):

@@ -12,7 +12,7 @@ from kvpool_gpuagent.core.bandwidth import LoadSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRun:
-    """Consecutive chunks that would come from the same kind of source; `remote` names other nodes to ask, best first."""
+    """Consecutive chunks that would come from one kind of source; `remote` names other nodes to ask, best first."""
 
     chunk_count: int
     source: LoadSource
