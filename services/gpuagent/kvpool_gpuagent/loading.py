@@ -110,7 +110,7 @@ class LoadRun:
     async def _load_window(self, wanted: Sequence[_Wanted], stop: asyncio.Event, deadline_s: float) -> None:
         remaining_s = deadline_s - self._clock.monotonic_s()
         if not wanted:
-            return None
+            return
         if stop.is_set() or remaining_s <= 0:
             cause = Stopped("the load was cancelled") if stop.is_set() else DeadlineExceeded("the load's time is up")
             self._fail(wanted[0].position, cause)

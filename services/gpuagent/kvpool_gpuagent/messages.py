@@ -71,9 +71,10 @@ def span_from_proto(
     request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest, *, chain_head: bytes
 ) -> ChunkSpan:
     """Raises InvalidRequest naming the item."""
+    chunks: Sequence[gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk] = request.chunks
     heads = tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes"))
     return ChunkSpan(
-        chunks=tuple(_chunk(position, chunk) for position, chunk in enumerate(request.chunks)),
+        chunks=tuple(_chunk(position, chunk) for position, chunk in enumerate(chunks)),
         first_index=request.first_chunk_index,
         parent_hash=request.parent_hash or ROOT_HASH,
         group_heads=heads,

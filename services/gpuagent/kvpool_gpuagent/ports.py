@@ -52,7 +52,8 @@ class EngineCache(Protocol):
     def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> int:
         """Fill slots from the cache and seal them (sum table, then header).
 
-        Returns how many leading copies are complete: all of them, unless `stop` said so. When it returns, no work that touches cache or slots is left running.
+        Returns how many leading copies are complete: all of them, unless `stop` said so. When it returns, no work
+        that touches cache or slots is left running.
         """
         ...
 
@@ -180,7 +181,7 @@ class OpenedKeyspace:
 
 
 class IndexPort(Protocol):
-    """The index as the agent sees it. Every call has a deadline of its own; raises StoreUnavailable, DeadlineExceeded, ..."""
+    """The index as the agent sees it. Every call has a deadline; raises StoreUnavailable, DeadlineExceeded, ..."""
 
     async def open_keyspace(self, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
         """Bind or check a name. Raises KeyspaceMismatch, GeometryUnsupported, NotServed."""
