@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 # Plain values of the whole code base, named here too so that adapters find all they need in one place.
@@ -27,6 +28,18 @@ class Workers(Protocol):
         Raises Overloaded when the queue is full, Draining when closed.
         """
         ...
+
+
+class SessionLocks(Protocol):
+    """Locked files that tell whether a peer process is gone; kvpool_server.flock is one."""
+
+    def create_session_file(self, directory: Path, session_id: str) -> int: ...
+
+    def peer_alive(self, directory: Path, session_id: str) -> bool: ...
+
+    def remove_session_file(self, directory: Path, session_id: str) -> None: ...
+
+    def list_session_files(self, directory: Path) -> list[str]: ...
 
 
 class Arena(Protocol):

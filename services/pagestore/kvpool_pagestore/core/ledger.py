@@ -163,13 +163,20 @@ class Ledger:
 
     # Reading
 
+    def read_window(self, session: Session) -> SessionBusy | None:
+        """None while the session may have one more page to read, or to wait for."""
+        if len(session.reads) + session.waiting < session.max_leases:
+            return None
+        return SessionBusy(f"the session holds or waits for {session.max_leases} read leases, its window")
+
     def acquire(self, session: Session, key: PageKey) -> Grant | SessionBusy | None:
         """A read lease on a visible page; None if it is not in staging."""
         slot = self._ready.get(key)
         if slot is None:
             return None
-        if len(session.reads) + session.waiting >= session.max_leases:
-            return SessionBusy(f"the session holds or waits for {session.max_leases} read leases, its window")
+        busy = self.read_window(session)
+        if busy is not None:
+            return busy
         slot.readers += 1
         self.space.settle(slot)
         self.space.touch(slot)

@@ -37,6 +37,7 @@ class SegmentTable:
         self.used_bytes = 0  # of slots that are not FREE
         self.quarantined_bytes = 0  # of slots held by ended sessions, and of old segments
         self.eviction_count = 0
+        self.growth_allowed = True  # False: the file system has no room for a segment now, whatever the budget says
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
@@ -162,7 +163,7 @@ class SegmentTable:
 
     def _new_segment_bytes(self, slot_bytes: int) -> int:
         """Size of the segment that could be made now: the usual one, what is left, or one large slot; 0 for none."""
-        left_bytes = self.capacity_bytes - self.segment_total_bytes
+        left_bytes = self.capacity_bytes - self.segment_total_bytes if self.growth_allowed else 0
         size_bytes = min(max(self._segment_bytes, slot_bytes), left_bytes)
         return size_bytes if size_bytes >= slot_bytes else 0
 

@@ -39,6 +39,7 @@ class DirtyPage:
     due_s: float  # when it is written at the latest
     committed_s: float
     failures: int = 0
+    durable: bool = False
     state: WriteState = WriteState.WAITING
 
     @property
@@ -121,7 +122,7 @@ class WriteQueue:
     def written(self, page: DirtyPage) -> None:
         """The page is durable."""
         del self._writing[page.number]
-        page.state = WriteState.DONE
+        page.state, page.durable = WriteState.DONE, True
 
     def failed(self, page: DirtyPage, now_s: float) -> None:
         """It could not be written: tried again later, with growing distance."""

@@ -1,0 +1,161 @@
+"""Arena segments as files on a shared-memory file system, and the locks that tell whether a peer still maps them.
+
+The files have names, not only descriptors, because an owner that restarts must find the memory its peers still map.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.core.errors import ArenaFull, StartupFailed
+from kvpool_pagestore.ports import SessionLocks
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "segment-"
+_LOCK_NAME = "lock"
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """An open segment."""
+
+    path: Path
+    fd: int
+    memory: mmap.mmap
+    view: memoryview
+
+
+class TmpfsArena:
+    """Implements ports.Arena in one directory, which it locks: two owners must never share it.
+
+    directory: on a shared-memory file system; made if needed, mode 0700. It holds the session files too, so that they
+    live exactly as long as the memory they speak of.
+    """
+
+    def __init__(self, directory: Path, locks: SessionLocks) -> None:
+        self._directory = directory
+        self._locks = locks
+        self._lock_fd = -1
+        self._open: dict[int, _Mapping] = {}
+        self._old: dict[Path, int] = {}  # descriptors of segments of an earlier process
+
+    def open(self, capacity_bytes: int) -> None:
+        """Take the directory and find what an earlier process left. Raises StartupFailed naming the cure."""
+        directory = self._directory
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            raise StartupFailed(f"arena {directory} is in use by another pagestore; stop it first") from error
+        except OSError as error:
+            raise StartupFailed(f"cannot use {directory} for the arena ({error}); configure --shm-dir") from error
+        for path in sorted(directory.glob(f"{_PREFIX}*")):
+            # Opened, so that the memory can be counted for as long as it exists.
+            self._old[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._check_room(capacity_bytes)
+
+    @property
+    def old_bytes(self) -> int:
+        """Memory of the segments that an earlier process left behind."""
+        return sum(os.fstat(fd).st_size for fd in self._old.values())
+
+    def old_sessions(self) -> list[bytes]:
+        """Sessions of an earlier process whose files are there."""
+        return [bytes.fromhex(name) for name in self._locks.list_session_files(self._directory)]
+
+    def create_segment(self, segment_id: int, size_bytes: int) -> None:
+        path = self._directory / f"{_PREFIX}{segment_id:016x}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Reserves the memory now. A file that is merely long would end its mappers by SIGBUS when memory runs out.
+            os.posix_fallocate(fd, 0, size_bytes)
+            memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(fd)
+            path.unlink()
+            if error.errno in _NO_ROOM:
+                raise ArenaFull(
+                    f"{self._directory} has no room for {size_bytes} bytes more; grow /dev/shm or lower --arena-bytes"
+                ) from error
+            raise
+        self._open[segment_id] = _Mapping(path, fd, memory, memoryview(memory))
+
+    def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
+        return self._open[segment_id].view[offset : offset + size_bytes]
+
+    def descriptor(self, segment_id: int) -> int:
+        return self._open[segment_id].fd
+
+    def destroy_segment(self, segment_id: int) -> None:
+        mapping = self._open.pop(segment_id)
+        mapping.path.unlink()
+        os.close(mapping.fd)
+        mapping.view.release()
+        _unmap(mapping)
+
+    def create_session_file(self, session_id: bytes) -> int:
+        return self._locks.create_session_file(self._directory, session_id.hex())
+
+    def gone_sessions(self, session_ids: Sequence[bytes]) -> Sequence[bytes]:
+        return [one for one in session_ids if not self._locks.peer_alive(self._directory, one.hex())]
+
+    def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
+        for session_id in session_ids:
+            self._locks.remove_session_file(self._directory, session_id.hex())
+
+    def destroy_old_segments(self) -> None:
+        for path, fd in self._old.items():
+            path.unlink()
+            os.close(fd)
+        self._old.clear()
+
+    def close(self, *, remove: bool) -> None:
+        """Unmap everything and let go of the directory. Idempotent.
+
+        remove: also delete the segments. Only when no peer can map them; else the next start counts them.
+        """
+        for segment_id in list(self._open):
+            if remove:
+                self.destroy_segment(segment_id)
+            else:
+                mapping = self._open.pop(segment_id)
+                os.close(mapping.fd)
+                mapping.view.release()
+                _unmap(mapping)
+        for fd in self._old.values():
+            os.close(fd)
+        self._old.clear()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _check_room(self, capacity_bytes: int) -> None:
+        """Memory is reserved segment by segment, so a budget that can never be filled is refused at once."""
+        info = os.statvfs(self._directory)
+        free_bytes = info.f_bavail * info.f_frsize + self.old_bytes
+        if free_bytes < capacity_bytes:
+            self.close(remove=False)
+            raise StartupFailed(
+                f"{self._directory} has {free_bytes} bytes free, the arena wants {capacity_bytes}; "
+                "grow /dev/shm or lower --arena-bytes"
+            )
+
+
+def _unmap(mapping: _Mapping) -> None:
+    try:
+        mapping.memory.close()
+    except BufferError:
+        # Someone still looks at a slot, a traceback perhaps; the mapping ends with the last such view.
+        _log.warning("segment %s is unmapped late: a view of it is still held", mapping.path.name)

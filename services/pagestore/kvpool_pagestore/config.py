@@ -1,0 +1,101 @@
+"""Configuration of the pagestore. A default is written once, here; flags and variables follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageStoreConfig:
+    """The kvpool pagestore: owns page bytes on one node, in shared memory above a disk tier."""
+
+    data_dir: Annotated[Path, "directory of the node id and the disk tier; one process at a time"]
+    index_endpoints: Annotated[tuple[str, ...], "index replicas, host:port, comma separated; empty: none"] = ()
+    listen: Annotated[str, "host:port of control calls; port 0 takes a free one"] = "127.0.0.1:7200"
+    bulk_listen: Annotated[str, "host:port of page streams; port 0 takes a free one"] = "127.0.0.1:7201"
+    socket: Annotated[Path | None, "unix socket of control calls; unset: pagestore.sock in the data directory"] = None
+    descriptor_socket: Annotated[Path | None, "unix socket of descriptors; unset: fds.sock beside the other"] = None
+    advertise_host: Annotated[str, "host name or address under which other hosts reach this node"] = "127.0.0.1"
+    host_id: Annotated[str, "identity of this machine for placement; empty: the boot id"] = ""
+    metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"
+    ready_file: Annotated[Path | None, "JSON file written once the pagestore serves, with its endpoints"] = None
+    parent_pid: Annotated[int, "end when this process has ended; 0: do not"] = 0
+    log_level: Annotated[str, "debug, info, warning or error"] = "info"
+    log_format: Annotated[str, "logfmt or json"] = "logfmt"
+    tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
+
+    arena_bytes: Annotated[int, "hard budget of the staging arena"] = 1 << 30
+    segment_bytes: Annotated[int, "size of one segment of it"] = 64 << 20
+    shm_dir: Annotated[Path, "shared-memory file system for the arena"] = Path("/dev/shm")
+    dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
+    disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
+    batch_pages: Annotated[int, "pages written to disk together, at most"] = 64
+    batch_bytes: Annotated[int, "bytes written to disk together, about"] = 64 << 20
+    linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
+    write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
+    write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
+
+    write_threads: Annotated[int, "batches written to disk at once"] = 2
+    read_threads: Annotated[int, "pages read from disk at once"] = 4
+    pull_threads: Annotated[int, "pulls from other nodes at once"] = 4
+    verify_threads: Annotated[int, "commits verified at once"] = 2
+    bulk_threads: Annotated[int, "page streams served at once"] = 8
+    queue_limit: Annotated[int, "calls that may wait for each of these"] = 4096
+
+    max_sessions: Annotated[int, "sessions at once"] = 256
+    max_leases: Annotated[int, "leases of each kind that one session holds; also items of one request"] = 256
+    max_requests_in_flight: Annotated[int, "requests of one session at once"] = 256
+    heartbeat_interval_ms: Annotated[int, "peers are silent for 4 of these before their session is ended"] = 1000
+    quarantine_grace_ms: Annotated[int, "wait after a peer's process is gone before its slots are reused"] = 1000
+    quarantine_poll_ms: Annotated[int, "how often it is looked whether a peer is gone, while one is missing"] = 200
+    pull_timeout_ms: Annotated[int, "deadline of one pull from another node"] = 20_000
+    index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 2_000
+    index_start_wait_ms: Annotated[int, "wait for the index at start before serving without it"] = 3_000
+    drain_ms: Annotated[int, "time for dirty pages to become durable after SIGTERM"] = 20_000
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("disk_bytes", "dirty_bytes", "linger_ms", "quarantine_grace_ms", "index_start_wait_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.segment_bytes > self.arena_bytes:
+            raise ValueError(f"segment_bytes ({self.segment_bytes}) must be <= arena_bytes ({self.arena_bytes})")
+        if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
+            raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
+        if not self.tenant:
+            raise ValueError("tenant must not be empty")
+
+    @property
+    def writer_bytes(self) -> int:
+        """Arena bytes that may be reserved, dirty or left by dead writers."""
+        return self.dirty_bytes or self.arena_bytes // 2
+
+
+_POSITIVE = (
+    "arena_bytes",
+    "segment_bytes",
+    "batch_pages",
+    "batch_bytes",
+    "write_retry_ms",
+    "write_retry_max_ms",
+    "write_threads",
+    "read_threads",
+    "pull_threads",
+    "verify_threads",
+    "bulk_threads",
+    "queue_limit",
+    "max_sessions",
+    "max_leases",
+    "max_requests_in_flight",
+    "heartbeat_interval_ms",
+    "quarantine_poll_ms",
+    "pull_timeout_ms",
+    "index_timeout_ms",
+    "drain_ms",
+)

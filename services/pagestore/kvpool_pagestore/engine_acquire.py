@@ -1,0 +1,196 @@
+"""Reading: each page of a request is leased as soon as it is in staging, wherever it has to come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, SessionUnknown
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import Keyspace
+from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.sessions import Session, SessionState
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine_flights import Flight, Flights, Source
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import RemoteSource
+
+_MAX_JOINS = 8  # of flights that others began and that failed, before an item gives up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireItem:
+    """One page that a reader wants. keyspace: None if the session has not named it, and then it is a miss."""
+
+    key: PageKey
+    keyspace: Keyspace | None
+    metadata: PageMetadata | None = None  # needed if there are sources
+    sources: tuple[RemoteSource, ...] = ()  # best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquired:
+    """What became of one item. grant None: a miss, with a cause if something failed."""
+
+    item_index: int
+    grant: Grant | None = None
+    source: Source | None = None
+    error: KvPoolError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """Progress of one item."""
+
+    index: int
+    wanted: AcquireItem
+    disk_tried: bool = False
+    sources_tried: int = 0
+    joins: int = 0
+    settled: bool = False
+    waiting: bool = False  # counts in the session's window
+    error: KvPoolError | None = None
+
+
+OnAcquired = Callable[[Sequence[Acquired], bool], None]
+"""Gets items as they settle, each once; True with the last ones. Called on the loop."""
+
+
+class Acquisition:
+    """One request of one session. It ends when all items have settled, at its deadline, or with its session."""
+
+    def __init__(
+        self,
+        session: Session,
+        items: Sequence[AcquireItem],
+        ledger: Ledger,
+        flights: Flights,
+        metrics: PageStoreMetrics,
+        on_acquired: OnAcquired,
+    ) -> None:
+        self._session = session
+        self._items = [_Item(index, wanted) for index, wanted in enumerate(items)]
+        self._ledger = ledger
+        self._flights = flights
+        self._metrics = metrics
+        self._on_acquired = on_acquired
+        self._ready: list[Acquired] = []
+        self._open_count = len(self._items)
+        self._flush_scheduled = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def start(self, wait_s: float) -> None:
+        """Serve what is here at once and begin to fetch the rest."""
+        if not self._items:
+            self._on_acquired((), True)
+        for item in self._items:
+            self._advance(item, Source.STAGING)
+        if self._open_count:
+            self._deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, wait_s)
+        self._flush()
+
+    def cancel(self) -> None:
+        """The session is over: nothing is granted any more."""
+        self._give_up(SessionUnknown("the session has ended"))
+
+    # Inside
+
+    def _advance(self, item: _Item, found_at: Source) -> None:
+        """Lease the page, or take the next way to get it, or call it a miss."""
+        key = item.wanted.key
+        answer = self._ledger.acquire(self._session, key)
+        if isinstance(answer, Grant):
+            self._settle(item, answer, found_at)
+        elif answer is not None:
+            item.error = answer
+            self._settle(item, None, found_at)
+        elif not self._may_come(item):
+            self._settle(item, None, found_at)
+        elif (busy := self._ledger.read_window(self._session)) is not None:
+            item.error = busy
+            self._settle(item, None, found_at)
+        else:
+            item.waiting = True
+            self._session.waiting += 1
+            self._flight(item).on_landed.append(lambda landed: self._landed(item, landed))
+
+    def _may_come(self, item: _Item) -> bool:
+        """Whether there is a way left to get the page."""
+        wanted = item.wanted
+        if self._flights.find(wanted.key) is not None:
+            return item.joins < _MAX_JOINS
+        if wanted.keyspace is None:
+            return False
+        if not item.disk_tried and self._flights.disk_metadata(wanted.key) is not None:
+            return True
+        return item.sources_tried < len(wanted.sources)
+
+    def _flight(self, item: _Item) -> Flight:
+        """Join the page's flight, or begin the next one; only after `_may_come`."""
+        wanted = item.wanted
+        under_way = self._flights.find(wanted.key)
+        if under_way is not None:
+            item.joins += 1
+            return under_way
+        assert wanted.keyspace is not None
+        size_bytes = wanted.keyspace.page_bytes(wanted.key.shard)
+        on_disk = None if item.disk_tried else self._flights.disk_metadata(wanted.key)
+        if on_disk is not None:
+            item.disk_tried = True
+            return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace)
+        source = wanted.sources[item.sources_tried]
+        item.sources_tried += 1
+        assert wanted.metadata is not None  # whoever names sources sends it
+        return self._flights.pull(PageRecord(wanted.key, size_bytes, wanted.metadata), wanted.keyspace, source)
+
+    def _landed(self, item: _Item, flight: Flight) -> None:
+        if item.settled:
+            return
+        self._stop_waiting(item)
+        if flight.error is not None:
+            item.error = flight.error
+        self._advance(item, flight.source)
+
+    def _settle(self, item: _Item, grant: Grant | None, source: Source) -> None:
+        item.settled = True
+        self._stop_waiting(item)
+        self._open_count -= 1
+        if grant is not None:
+            self._metrics.acquired_pages.labels(source.value).inc()
+            self._metrics.acquired_bytes.labels(source.value).inc(grant.slot.page.page_bytes)
+            self._ready.append(Acquired(item_index=item.index, grant=grant, source=source))
+        else:
+            reason = item.error.reason if item.error is not None else "ABSENT"
+            self._metrics.missed_pages.labels(reason).inc()
+            self._ready.append(Acquired(item_index=item.index, error=item.error))
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _stop_waiting(self, item: _Item) -> None:
+        if item.waiting:
+            item.waiting = False
+            self._session.waiting -= 1
+
+    def _expire(self, wait_s: float) -> None:
+        self._give_up(DeadlineExceeded(f"the page was not ready within {wait_s:g} s"))
+
+    def _give_up(self, error: KvPoolError) -> None:
+        for item in self._items:
+            if not item.settled:
+                item.error = error
+                self._settle(item, None, Source.STAGING)
+        self._flush()
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if not self._ready:
+            return
+        ready, self._ready = self._ready, []
+        final = not self._open_count
+        if final and self._deadline is not None:
+            self._deadline.cancel()
+        if self._session.state is SessionState.LIVE:
+            self._on_acquired(ready, final)

@@ -1,0 +1,254 @@
+"""The disk tier as the engine sees it: what is on it, reading verified, making room, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
+from kvpool.core.page import PageKey, verify
+from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import PageStore, PageWrite, StoredPage, Workers
+
+_log = logging.getLogger(__name__)
+
+_SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
+_PROBE_NAME = "probe"
+
+
+class DiskTier:
+    """One PageStore with its map. While `fault` is set, nothing on it counts as present, and serving goes on without.
+
+    live_limit_bytes: page bytes that may be live so that the files stay within the configured capacity.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        live_limit_bytes: int,
+        keyspaces: KeyspaceBook,
+        announcer: Announcer,
+        readers: Workers,
+        writers: Workers,
+        tasks: EngineTasks,
+        metrics: PageStoreMetrics,
+    ) -> None:
+        self._store = store
+        self._live_limit_bytes = live_limit_bytes
+        self._keyspaces = keyspaces
+        self._announcer = announcer
+        self._readers = readers
+        self._writers = writers
+        self._tasks = tasks
+        self._metrics = metrics
+        self._remembered: set[bytes] = set()
+        self._probe_task: asyncio.Task[None] | None = None
+        self._promised_bytes = 0  # of batches that are being written
+        self._reading: Counter[PageKey] = Counter()
+        self._deleting: dict[PageKey, asyncio.Future[None]] = {}
+        self.map = DiskMap(self._page_bytes)
+        self.used_bytes = 0  # as the file system counted them last
+        self.fault = ""
+        self.on_change: Callable[[], None] = lambda: None  # the fault came or went
+
+    def __contains__(self, key: PageKey) -> bool:
+        return not self.fault and key in self.map
+
+    async def load(self) -> None:
+        """Build the map from what an earlier process left. Raises StoreFault."""
+        for encoding in await self._readers.run(self._store.keyspaces):
+            self._remembered.add(self._keyspaces.remember(encoding).keyspace)
+        pages = self._store.scan()
+        while found := await self._readers.run(_take, pages, _SCAN_PAGES):
+            for page in found:
+                self._take_stored(page)
+        self.used_bytes = await self._readers.run(self._store.used_bytes)
+
+    async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
+        """Fill a slot with a page that the map names and verify it. None, or why it cannot be used.
+
+        A page that is absent or fails verification is forgotten, here and at the index.
+        """
+        self._reading[key] += 1
+        try:
+            size_bytes = await self._readers.run(self._read_verified, key, keyspace, destination)
+        except PageCorrupt as error:
+            self._metrics.verification_failures.labels("disk").inc()
+            _log.error("page %s on disk fails verification and is dropped: %s", key, error)
+            self.discard([key])
+            return error
+        except StoreFault as error:
+            self.set_fault(error)
+            return error
+        except KvPoolError as error:  # no room in the queue, or closing
+            return error
+        finally:
+            self._reading[key] -= 1
+            self._reading += Counter()  # drops the zeros
+        if size_bytes is None:
+            self.discard([key])
+            return PageMissing(f"page {key} is not on disk as it was said to be")
+        self.map.touch(key)
+        return None
+
+    async def recheck(self, key: PageKey, keyspace: Keyspace) -> None:
+        """A reader found this page corrupt: drop the disk's copy too unless it verifies."""
+        if key in self:
+            await self.read(key, keyspace, memoryview(bytearray(keyspace.page_bytes(key.shard))))
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages at once; the disk follows in the background."""
+        deleted = asyncio.get_running_loop().create_future()
+        for key in keys:
+            self._forget(key)
+            self._deleting[key] = deleted
+        self._tasks.start(self._delete(list(keys), deleted), "delete-pages")
+
+    async def delete_keyspace(self, keyspace: bytes) -> list[PageKey]:
+        """Forget a keyspace, durably; which pages it had. Raises StoreFault, and then they are still on disk."""
+        await self._writers.run(self._store.delete_keyspace, keyspace)
+        keys = self.map.remove_keyspace(keyspace)
+        self.used_bytes = await self._writers.run(self._store.used_bytes)
+        return keys
+
+    async def write(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
+        """Make pages durable; per key None or why it failed. Makes room first, so that the budget is never exceeded."""
+        size_bytes = sum(len(page.page) for page in pages)
+        self._promised_bytes += size_bytes
+        results: dict[PageKey, KvPoolError | None]
+        try:
+            # A deletion that was asked for earlier must not hit the new copy.
+            await asyncio.gather(*{self._deleting[page.key] for page in pages if page.key in self._deleting})
+            await self._make_room()
+            results = await self._writers.run(self._write_blocking, pages)
+            self.used_bytes = await self._writers.run(self._store.used_bytes)
+        except KvPoolError as error:
+            results = {page.key: error for page in pages}
+        finally:
+            self._promised_bytes -= size_bytes
+        self._judge(results)
+        for page in pages:
+            if results[page.key] is None and self.map.add(page.key, page.metadata):
+                self._announcer.disk(page.key, page.metadata.group_head_hash, True)
+        return results
+
+    def set_fault(self, error: KvPoolError) -> None:
+        """Take the tier out of service until a probe succeeds."""
+        if not self.fault:
+            _log.error("the disk tier is out of service: %s", error)
+            self.fault = str(error)
+            self.on_change()
+        if self._probe_task is None:
+            self._probe_task = asyncio.get_running_loop().create_task(self._probe(), name="probe-disk")
+
+    async def close(self) -> None:
+        """Stop probing and close the store. Call when nothing reads or writes any more."""
+        if self._probe_task is not None:
+            self._probe_task.cancel()
+            await asyncio.wait([self._probe_task])
+        await self._writers.run(self._store.close)
+
+    async def load_value(self, name: str) -> bytes | None:
+        return await self._readers.run(self._store.load_value, name)
+
+    async def save_value(self, name: str, value: bytes) -> None:
+        await self._writers.run(self._store.save_value, name, value)
+
+    # Inside
+
+    def _page_bytes(self, key: PageKey) -> int:
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # remembered before the first page of it was written
+        return keyspace.page_bytes(key.shard)
+
+    def _take_stored(self, page: StoredPage) -> None:
+        keyspace = self._keyspaces.find(page.key.keyspace)
+        if keyspace is None or page.page_bytes != keyspace.page_bytes(page.key.shard):
+            _log.error("page %s of %d bytes on disk fits no known keyspace; ignored", page.key, page.page_bytes)
+            return
+        self.map.add(page.key, page.metadata)
+
+    def _read_verified(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> int | None:
+        size_bytes = self._store.get_into(key, destination)
+        if size_bytes is None:
+            return None
+        if size_bytes != len(destination):
+            raise PageCorrupt(f"page {key} has {size_bytes} bytes on disk instead of {len(destination)}")
+        fault = verify(destination, key, keyspace.spec.codec, keyspace.payload_bytes(key.shard))
+        if fault is not None:
+            raise PageCorrupt(f"page {key} on disk: {fault}")
+        return size_bytes
+
+    def _write_blocking(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
+        for keyspace in {page.key.keyspace for page in pages} - self._remembered:
+            known = self._keyspaces.find(keyspace)
+            assert known is not None
+            self._store.remember_keyspace(known.encoding)
+            self._remembered.add(keyspace)
+        results: dict[PageKey, KvPoolError | None] = {}
+        self._store.put_batch(pages, results.__setitem__)
+        return results
+
+    async def _make_room(self) -> None:
+        """Give up the pages that were used longest ago until what is being written fits."""
+        excess_bytes = self.map.size_bytes + self._promised_bytes - self._live_limit_bytes
+        if excess_bytes <= 0:
+            return
+        keys = [key for chunk in self.map.oldest(excess_bytes, self._reading.__contains__) for key in chunk.keys]
+        if not keys:
+            raise QuotaExceeded("the batch is larger than the disk tier; enlarge --disk-bytes")
+        for key in keys:
+            self._forget(key)
+        self._metrics.evicted_pages.labels("disk").inc(len(keys))
+        await self._writers.run(self._store.delete_batch, keys)
+
+    def _forget(self, key: PageKey) -> None:
+        metadata = self.map.metadata(key)
+        if metadata is not None and self.map.remove(key):
+            self._announcer.disk(key, metadata.group_head_hash, False)
+
+    def _judge(self, results: dict[PageKey, KvPoolError | None]) -> None:
+        fault = next((error for error in results.values() if isinstance(error, StoreFault)), None)
+        if fault is not None:
+            self.set_fault(fault)
+
+    async def _delete(self, keys: list[PageKey], deleted: asyncio.Future[None]) -> None:
+        try:
+            await self._writers.run(self._store.delete_batch, keys)
+            self.used_bytes = await self._writers.run(self._store.used_bytes)
+        except KvPoolError as error:
+            # The next start would find them again; each is verified before use, so that costs a miss at most.
+            _log.error("%d pages could not be deleted from disk: %s", len(keys), error)
+        finally:
+            deleted.set_result(None)
+            for key in keys:
+                if self._deleting.get(key) is deleted:
+                    del self._deleting[key]
+
+    async def _probe(self) -> None:
+        """Try small durable writes, with growing distance, until one succeeds."""
+        delay_s = 0.5
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, 30.0)
+            try:
+                await self._writers.run(self._store.save_value, _PROBE_NAME, b"1")
+            except KvPoolError as error:
+                self.fault = str(error)
+            else:
+                break
+        _log.warning("the disk tier is in service again")
+        self._probe_task = None
+        self.fault = ""
+        self.on_change()
+
+
+def _take(pages: Iterator[StoredPage], count: int) -> list[StoredPage]:
+    return list(islice(pages, count))

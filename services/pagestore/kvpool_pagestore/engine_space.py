@@ -1,0 +1,93 @@
+"""Room in the arena: segments are made and destroyed on threads, slots handed out on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvpool.core.clock import Clock
+from kvpool.core.errors import ArenaFull, KvPoolError
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.slots import Segment, Slot, SpaceNeed, slot_bytes_for
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.ports import Arena, Workers
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ATTEMPTS = 4  # each one makes or destroys a segment; more means that others take what we make
+_GROWTH_PAUSE_S = 1.0  # after the file system had no room for a segment
+
+
+class ArenaSpace:
+    """Finds slots, making segments where the budget allows."""
+
+    def __init__(self, ledger: Ledger, arena: Arena, workers: Workers, tasks: EngineTasks, clock: Clock) -> None:
+        self._ledger = ledger
+        self._arena = arena
+        self._workers = workers
+        self._tasks = tasks
+        self._clock = clock
+        self._growing: dict[tuple[str, int], asyncio.Task[None] | asyncio.Future[None]] = {}
+        self._reaping: asyncio.Future[None] | None = None
+        self._paused_until_s = 0.0
+
+    def view(self, slot: Slot) -> memoryview:
+        """Exactly the page's bytes of a slot."""
+        return self._arena.view(slot.segment.segment_id, slot.offset, slot.page.page_bytes)
+
+    async def find(self, tenant: str, page_bytes: int, attempt: Callable[[], T | SpaceNeed]) -> T | ArenaFull:
+        """What `attempt` answers once there is room for it; ArenaFull if there is none and none can be made."""
+        for _ in range(_ATTEMPTS):
+            self._ledger.space.growth_allowed = self._clock.monotonic_s() >= self._paused_until_s
+            answer = attempt()
+            if answer is SpaceNeed.SEGMENT:
+                await self._grow(tenant, slot_bytes_for(page_bytes))
+            elif answer is SpaceNeed.RETIREMENT:
+                await self.reap()
+            elif not isinstance(answer, SpaceNeed):
+                return answer
+            else:
+                break
+        return ArenaFull("every slot of the arena is leased, not yet durable or in quarantine")
+
+    async def reap(self) -> None:
+        """Destroy segments that are out of service and that no peer maps. One caller works, the others wait."""
+        if self._reaping is None:
+            self._reaping = asyncio.ensure_future(self._tasks.finish(self._reap(), "reap-segments"))
+            self._reaping.add_done_callback(self._reaped)
+        await asyncio.shield(self._reaping)
+
+    async def _grow(self, tenant: str, slot_bytes: int) -> None:
+        at = (tenant, slot_bytes)
+        growing = self._growing.get(at)
+        if growing is None:
+            segment = self._ledger.space.plan_segment(tenant, slot_bytes)
+            if segment is None:
+                return
+            growing = asyncio.ensure_future(self._tasks.finish(self._make(segment), "make-segment"))
+            self._growing[at] = growing
+            growing.add_done_callback(lambda _: self._growing.pop(at, None))
+        await asyncio.shield(growing)
+
+    async def _make(self, segment: Segment) -> None:
+        try:
+            await self._workers.run(self._arena.create_segment, segment.segment_id, segment.size_bytes)
+        except (KvPoolError, OSError) as error:
+            self._ledger.space.segment_gone(segment)
+            self._paused_until_s = self._clock.monotonic_s() + _GROWTH_PAUSE_S
+            _log.error("no new arena segment: %s", error)
+        else:
+            self._ledger.space.segment_made(segment)
+
+    async def _reap(self) -> None:
+        for segment in self._ledger.space.reapable():
+            await self._workers.run(self._arena.destroy_segment, segment.segment_id)
+            self._ledger.space.segment_gone(segment)
+
+    def _reaped(self, done: asyncio.Future[None]) -> None:
+        self._reaping = None
+        if not done.cancelled() and (error := done.exception()) is not None:
+            _log.error("an arena segment could not be destroyed: %s", error)

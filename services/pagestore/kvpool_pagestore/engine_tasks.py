@@ -1,0 +1,43 @@
+"""Work that the engine has started and that outlives whoever asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineTasks:
+    """Tasks that run to their end even when the call that started them is cancelled. Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work`, for which nobody waits: its failure is logged."""
+        self._add(work, name).add_done_callback(_log_failure)
+
+    async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """The result of `work`, which goes on to its end even if the caller is cancelled meanwhile."""
+        return await asyncio.shield(self._add(work, name))
+
+    async def drain(self) -> None:
+        """Wait until everything that was started has ended."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+            await asyncio.sleep(0)  # lets the done callbacks run
+
+    def _add(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("task %s failed", task.get_name(), exc_info=error)

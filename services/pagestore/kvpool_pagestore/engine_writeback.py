@@ -1,0 +1,147 @@
+"""Background write-back: dirty pages become durable, batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvpool.core.clock import Clock
+from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import PageWrite
+
+_log = logging.getLogger(__name__)
+
+
+class WriteBack:
+    """Takes committed pages to disk. Without work it does not run at all."""
+
+    def __init__(
+        self,
+        limits: WriteBackLimits,
+        ledger: Ledger,
+        space: ArenaSpace,
+        disk: DiskTier,
+        tasks: EngineTasks,
+        metrics: PageStoreMetrics,
+        clock: Clock,
+    ) -> None:
+        self._queue = WriteQueue(limits)
+        self._ledger = ledger
+        self._space = space
+        self._disk = disk
+        self._tasks = tasks
+        self._metrics = metrics
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
+        disk.on_change = self._disk_changed
+
+    @property
+    def oldest_s(self) -> float:
+        """Age of the page that has waited longest; 0 if none does."""
+        return self._queue.oldest_s(self._clock.monotonic_s())
+
+    def add(self, slot: Slot) -> None:
+        """A page was committed."""
+        self._queue.add(slot, self._clock.monotonic_s())
+        self._pump()
+
+    async def flush(self, keyspaces: set[bytes]) -> tuple[int, int]:
+        """Wait until the pages of these keyspaces that are dirty now are durable: how many are, how many failed.
+
+        Raises StoreFault if the disk tier is out of service.
+        """
+        wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
+        before = {page.number: page.failures for page in wanted}
+        self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+        waiting = wanted
+        while waiting := [page for page in waiting if _undecided(page, before[page.number])]:
+            await self._next_progress()
+        failed_count = sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
+        if failed_count and self._disk.fault:
+            raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
+        return sum(1 for page in wanted if page.durable), failed_count
+
+    async def hold(self, keyspace: bytes) -> None:
+        """Start no write of a keyspace any more, and wait until those under way have ended."""
+        self._queue.hold(keyspace)
+        while any(
+            page.state is WriteState.WRITING and page.record.key.keyspace == keyspace for page in self._queue.pending
+        ):
+            await self._next_progress()
+
+    def unhold(self, keyspace: bytes) -> None:
+        self._queue.unhold(keyspace)
+        self._pump()
+
+    # Inside
+
+    def _pump(self) -> None:
+        """Start what is due now, and come back when the next page is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now_s = self._clock.monotonic_s()
+        while batch := self._queue.next_batch(now_s):
+            self._tasks.start(self._write(batch), "write-back")
+        due_s = self._queue.next_due_s()
+        if due_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+        self._wake()  # pages that are no longer wanted count as progress
+
+    async def _write(self, batch: list[DirtyPage]) -> None:
+        for page in batch:
+            self._ledger.pin(page.slot)
+        writes = [
+            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.record.metadata)
+            for page in batch
+        ]
+        results = await self._disk.write(writes)
+        for page in batch:
+            self._settle(page, results[page.record.key])
+        self._queue.batch_ended()
+        self._pump()
+
+    def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
+        now_s = self._clock.monotonic_s()
+        dropped = page.slot.doomed
+        # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
+        self._ledger.make_clean(page.slot)
+        self._ledger.unpin(page.slot)
+        self._metrics.written_pages.labels("written" if error is None else "failed").inc()
+        if error is not None:
+            _log.warning("page %s is not durable yet: %s", page.record.key, error)
+            self._queue.failed(page, now_s)
+            return
+        self._queue.written(page)
+        self._metrics.write_back_lag.observe(now_s - page.committed_s)
+        if dropped:  # cleared or found corrupt while it was written
+            self._disk.discard([page.record.key])
+
+    def _disk_changed(self) -> None:
+        if not self._disk.fault:
+            self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+
+    async def _next_progress(self) -> None:
+        if self._progress is None:
+            self._progress = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._progress)
+
+    def _wake(self) -> None:
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.set_result(None)
+
+
+def _undecided(page: DirtyPage, failures_before: int) -> bool:
+    """Whether a flush must go on waiting for the page."""
+    return page.state is not WriteState.DONE and page.wanted and page.failures <= failures_before

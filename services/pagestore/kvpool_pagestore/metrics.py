@@ -1,0 +1,115 @@
+"""Metrics of the pagestore. Requests are counted by the server's interceptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_LAG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreGauges:
+    """What is true of the store at one moment."""
+
+    arena_capacity_bytes: int
+    arena_segment_bytes: int
+    arena_used_bytes: int
+    arena_quarantined_bytes: int
+    arena_dirty_bytes: int
+    staging_pages: int
+    disk_capacity_bytes: int
+    disk_used_bytes: int
+    disk_pages: int
+    disk_faulty: int  # 1: the disk tier is out of service
+    sessions: int
+    quarantined_sessions: int
+    leases: int
+    write_back_oldest_seconds: float
+
+
+_GAUGE_HELP = {
+    "arena_capacity_bytes": "Hard budget of the arena.",
+    "arena_segment_bytes": "Arena segments that exist, those of an earlier process included.",
+    "arena_used_bytes": "Slots that hold a page or a lease.",
+    "arena_quarantined_bytes": "Slots and old segments that a vanished peer may still touch.",
+    "arena_dirty_bytes": "Slots of pages that are not yet durable.",
+    "staging_pages": "Pages ready in staging.",
+    "disk_capacity_bytes": "Hard budget of the disk tier.",
+    "disk_used_bytes": "The disk tier as its file system counts it.",
+    "disk_pages": "Pages on disk.",
+    "disk_faulty": "1 while the disk tier is out of service.",
+    "sessions": "Open sessions.",
+    "quarantined_sessions": "Sessions that ended abnormally and whose peers may still touch slots.",
+    "leases": "Leases held by open sessions.",
+    "write_back_oldest_seconds": "Age of the page that has waited longest to become durable.",
+}
+
+
+class _GaugeCollector(Collector):
+    """Asks for the gauges when they are scraped; nothing is kept up to date in between."""
+
+    def __init__(self, read: Callable[[], StoreGauges]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        gauges = self._read()
+        for name, text in _GAUGE_HELP.items():
+            yield GaugeMetricFamily(f"kvpool_pagestore_{name}", text, value=getattr(gauges, name))
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Names only, so that registering does not ask."""
+        for name, text in _GAUGE_HELP.items():
+            yield GaugeMetricFamily(f"kvpool_pagestore_{name}", text)
+
+
+class PageStoreMetrics:
+    """Counters of the pagestore, on a registry that is passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        prefix = "kvpool_pagestore"
+        self.acquired_pages = Counter(
+            f"{prefix}_acquired_pages", "Pages leased to readers, by where they were.", ["source"], registry=registry
+        )
+        self.acquired_bytes = Counter(
+            f"{prefix}_acquired_bytes", "Bytes leased to readers, by where they were.", ["source"], registry=registry
+        )
+        self.missed_pages = Counter(
+            f"{prefix}_missed_pages", "Pages not served to readers, by reason.", ["reason"], registry=registry
+        )
+        self.reserved_pages = Counter(
+            f"{prefix}_reserved_pages", "Pages asked to be written, by admission.", ["admission"], registry=registry
+        )
+        self.committed_pages = Counter(
+            f"{prefix}_committed_pages", "Pages that became visible by a commit.", registry=registry
+        )
+        self.committed_bytes = Counter(
+            f"{prefix}_committed_bytes", "Bytes that became visible by a commit.", registry=registry
+        )
+        self.verification_failures = Counter(
+            f"{prefix}_verification_failures", "Pages that failed verification, by place.", ["place"], registry=registry
+        )
+        self.evicted_pages = Counter(
+            f"{prefix}_evicted_pages", "Pages thrown out to make room, by tier.", ["tier"], registry=registry
+        )
+        self.written_pages = Counter(
+            f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
+        )
+        self.write_back_lag = Histogram(
+            f"{prefix}_write_back_lag_seconds",
+            "Time from a page's commit until it was durable.",
+            buckets=_LAG_BUCKETS_S,
+            registry=registry,
+        )
+        self.ended_sessions = Counter(
+            f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=registry
+        )
+
+    def watch(self, read: Callable[[], StoreGauges]) -> None:
+        """Have the gauges read at each scrape; `read` is called from the scraping thread."""
+        self._registry.register(_GaugeCollector(read))
