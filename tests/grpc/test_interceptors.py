@@ -25,7 +25,8 @@ from kvpool_server.interceptors import (
     current_identity,
     sync_interceptors,
 )
-from kvpool_server.interceptors.wrapping import Metadata
+from kvpool_server.interceptors.errors import AioErrors
+from kvpool_server.interceptors.wrapping import Call, Metadata
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer
 
@@ -61,6 +62,7 @@ class AioEcho:
     def __init__(self) -> None:
         self.finished = asyncio.Event()
         self.started = asyncio.Event()
+        self.stream_tasks: list[asyncio.Task[Any] | None] = []  # which began, and which cleaned up, a download
 
     async def unary(self, request: bytes, context: Any) -> bytes:
         if request == b"abort":
@@ -71,6 +73,7 @@ class AioEcho:
         return answer(request)
 
     async def download(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self.stream_tasks.append(asyncio.current_task())
         try:
             self.started.set()
             yield answer(b"first")
@@ -80,6 +83,7 @@ class AioEcho:
                 yield bytes(1 << 20)
             yield answer(request)
         finally:
+            self.stream_tasks.append(asyncio.current_task())
             self.finished.set()
 
     async def upload(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
@@ -191,8 +195,9 @@ class Client:
 class World:
     """A server of one kind with a client."""
 
-    def __init__(self, echo: Any, registry: CollectorRegistry, client: Client) -> None:
+    def __init__(self, echo: Any, server: Any, registry: CollectorRegistry, client: Client) -> None:
         self.echo = echo
+        self.server = server
         self.registry = registry
         self.client = client
 
@@ -217,9 +222,11 @@ async def aio_world(deadlines: DeadlinePolicy) -> AsyncIterator[World]:
     server.grpc.add_generic_rpc_handlers((handlers(echo),))
     port = server.listen_tcp(LOOPBACK)
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield World(echo, registry, Client(f"127.0.0.1:{port}", channel))
-    await server.stop(0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield World(echo, server, registry, Client(f"127.0.0.1:{port}", channel))
+    finally:
+        await server.stop(0)
 
 
 @asynccontextmanager
@@ -235,9 +242,11 @@ async def sync_world(deadlines: DeadlinePolicy, threads: int = 32) -> AsyncItera
     server.grpc.add_generic_rpc_handlers((handlers(echo),))
     port = server.listen_tcp(LOOPBACK)
     server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield World(echo, registry, Client(f"127.0.0.1:{port}", channel))
-    await asyncio.to_thread(server.stop, 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield World(echo, server, registry, Client(f"127.0.0.1:{port}", channel))
+    finally:
+        await asyncio.to_thread(server.stop, 0)
 
 
 @pytest.fixture(params=["aio", "sync"])
@@ -351,6 +360,47 @@ async def test_client_that_leaves_a_stream_ends_its_handler(world: World) -> Non
     await eventually(world.echo.finished.is_set)
     await eventually(lambda: world.in_flight("Download") == 0)
     await eventually(lambda: world.count("Download", "CANCELLED") == 1)
+
+
+async def test_stream_that_is_left_cleans_up_in_its_own_task() -> None:
+    async with aio_world(DeadlinePolicy()) as world:
+        call = world.client.call("Download", b"flood")
+        await call.read()
+        call.cancel()
+        await eventually(world.echo.finished.is_set)
+        began_in, ended_in = world.echo.stream_tasks
+        assert began_in is ended_in, "a garbage collector's task closed the generator"
+
+
+async def test_write_to_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    call = Call("/test.Echo/Download", True, context=None)
+    with pytest.raises(asyncio.CancelledError):
+        async with AioErrors().around(call):
+            raise grpc.aio.InternalError
+    assert caplog.text == ""
+
+
+async def test_thread_forgets_the_identity_of_its_last_call() -> None:
+    seen: list[object] = []
+
+    def probe(request: bytes, context: Any) -> bytes:
+        try:
+            seen.append(current_identity())
+        except errors.Unauthenticated:
+            seen.append(None)
+        return b""
+
+    async with sync_world(DeadlinePolicy(), threads=1) as world:  # one thread, so that it must be the same
+        # Health probes need no credentials, so their handlers must see no identity.
+        handler: Any = grpc.unary_unary_rpc_method_handler(probe)
+        generic = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": handler})
+        world.server.grpc.add_generic_rpc_handlers((generic,))
+        assert await world.client.last("Unary", b"hello") == b"acme:hello"
+        # The one thread may still be on its way out of the call that was answered.
+        await eventually(lambda: world.in_flight("Unary") == 0)
+        anonymous = world.client.as_tenant(None).channel
+        await anonymous.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+    assert seen == [None]
 
 
 async def test_deadline_of_the_client_is_counted() -> None:
