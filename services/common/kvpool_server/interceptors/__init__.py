@@ -13,7 +13,6 @@ Order, outermost first, and why:
 from collections.abc import Sequence
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from kvpool_server.interceptors.auth import (
     AioAuth,
@@ -51,8 +50,3 @@ def sync_interceptors(
 ) -> Sequence[grpc.ServerInterceptor]:
     """The interceptors of a thread-pool server, outermost first."""
     return [SyncMetrics(metrics), SyncErrors(), SyncAuth(authenticator), SyncDeadline(deadlines)]
-
-
-def request_metrics(service: str, registry: CollectorRegistry) -> RequestMetrics:
-    """The request metrics of one service; its aio and its bulk server share them."""
-    return RequestMetrics(service, registry)
