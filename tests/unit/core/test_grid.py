@@ -43,6 +43,11 @@ def test_shapes_of_known_models(
     assert sum(pages) == chunk_mib * 2**20
 
 
+def test_layer_groups_begin_at_the_ceiling_of_equal_parts() -> None:
+    grid = ShardGrid.of(spec_of(KvGroup.mla(61, 576)))
+    assert layer_borders(grid) == [0, 4, 8, 12, 16, 20, 23, 27, 31, 35, 39, 42, 46, 50, 54, 58, 61]
+
+
 def test_tp_of_a_usual_model_is_a_union_of_shards() -> None:
     grid = ShardGrid.of(spec_of(KvGroup(80, 8, 128)))
     for tp in (1, 2, 4, 8):

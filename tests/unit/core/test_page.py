@@ -56,15 +56,9 @@ def test_keys_pack_and_unpack(keyspace: bytes, chunk_hash: bytes, shard: int) ->
 
 
 def test_malformed_keys_are_refused() -> None:
-    for keyspace, chunk_hash, shard in (
-        (b"short", bytes(16), 0),
-        (bytes(16), bytes(17), 0),
-        (bytes(16), bytes(16), -1),
-    ):
+    for keyspace_bytes, hash_bytes, shard in ((5, 16, 0), (16, 17, 0), (16, 16, -1), (16, 16, 65536)):
         with pytest.raises(InvalidRequest, match="page key"):
-            PageKey(keyspace, chunk_hash, shard)
-    with pytest.raises(InvalidRequest, match="page key shard"):
-        PageKey(bytes(16), bytes(16), 65536)
+            PageKey(bytes(keyspace_bytes), bytes(hash_bytes), shard)
     with pytest.raises(InvalidRequest, match="page key must have 34 bytes, got 33"):
         PageKey.unpack(bytes(33))
 
