@@ -22,7 +22,7 @@ class ClientConfig:
     backoff_max_s: float = 5.0
     requests_in_flight_max: int = 256  # per stream; more wait, within their deadline
     message_bytes_max: int = 16 << 20  # of control messages; bulk transfer has limits of its own
-    keepalive_time_s: float = 310.0  # servers with default settings cut off who pings more often than every 5 minutes
+    keepalive_time_s: float = 30.0  # a silent connection is pinged after this
 
     def __post_init__(self) -> None:
         for name in (

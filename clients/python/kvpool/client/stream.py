@@ -96,7 +96,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
         self._idle = asyncio.Event()  # nothing is waiting to be written
         self._idle.set()
         self._places = asyncio.Semaphore(in_flight_max)
-        self._pending: dict[int, Reply[ResponseT]] = {}
+        self._pending: dict[int, tuple[Reply[ResponseT], bool]] = {}  # by request id; whether it holds a place
         self._last_id = 0
         self.ended_well = False  # the server ended the stream with status OK
         self.failure: KvPoolError | None = None
@@ -135,7 +135,18 @@ class RequestStream(Generic[RequestT, ResponseT]):
         except KvPoolError:
             self._places.release()
             raise
-        self._pending[request_id] = reply
+        self._pending[request_id] = (reply, True)
+
+    def post(self, request_id: int, message: RequestT) -> asyncio.Future[ResponseT]:
+        """Queue a request at once, whatever is in flight, and return its answer to come. Raises as `send` does.
+
+        For requests that give something back: they must not wait for those that ask for more, and their number is
+        bounded by what was granted.
+        """
+        self.send(message)
+        reply = SingleReply[ResponseT]()
+        self._pending[request_id] = (reply, False)
+        return reply.future
 
     async def request(
         self,
@@ -214,9 +225,17 @@ class RequestStream(Generic[RequestT, ResponseT]):
 
     def _dispatch(self, response: ResponseT) -> None:
         request_id = self._request_id_of(response)
-        reply = self._pending.get(request_id)
-        if reply is not None and reply.deliver(response) and self._pending.pop(request_id, None) is not None:
+        known = self._pending.get(request_id)
+        if known is not None and known[0].deliver(response) and self._pending.pop(request_id, None) is not None:
+            self._give_place(known[1])
+
+    def _give_place(self, held: bool) -> None:
+        if held:
             self._places.release()
+
+    def fail(self, error: KvPoolError) -> None:
+        """End the stream without waiting for its tasks; `abort` must still be called."""
+        self._break(error)
 
     def _break(self, error: KvPoolError) -> None:
         if self.failure is not None:
@@ -226,8 +245,8 @@ class RequestStream(Generic[RequestT, ResponseT]):
         self._outgoing.clear()
         self._idle.set()
         pending, self._pending = self._pending, {}
-        for reply in pending.values():
-            self._places.release()
+        for reply, holds_place in pending.values():
+            self._give_place(holds_place)
             reply.fail(error)
         self.broken.set()
         for task in self._tasks:

@@ -1,4 +1,4 @@
-"""What is known of a cluster: nodes, locations of chunks, matches. Plain values; the wire has messages of the same names."""
+"""What is known of a cluster: nodes, locations of chunks, matches. Plain values; messages have the same names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from kvpool.core.outcome import Tier
 
 CHAIN_GROUP_CHUNKS = 16  # consecutive chunks of a chain that the index keeps together
 ALL_SHARDS = (1 << 64) - 1
+SESSION_FILE_NUMBER = 0
+"""What the descriptor socket of a pagestore calls the locked session file; every other number is a segment id, > 0."""
 
 
 class NodeKind(IntEnum):

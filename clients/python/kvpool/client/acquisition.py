@@ -1,0 +1,114 @@
+"""Pages of one `acquire` as they become ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvpool.client.page_items import AcquireResult, Slot, acquire_result_from_proto
+from kvpool.core.errors import DeadlineExceeded, KvPoolError
+from kvpool.v1 import pagestore_pb2
+from kvpool.wire.convert import item_error_from_proto
+
+
+class Acquisition:
+    """Iterate it inside `async with`: every item settles once, in the order in which pages become ready.
+
+    Leases of results that were handed out belong to the caller. All others, also of answers that come after the caller
+    has left, are released by themselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        submit: Callable[[Acquisition], Awaitable[None]],
+        prepare: Callable[[Slot], Awaitable[None]],
+        release: Callable[[Sequence[int]], None],
+        timeout_s: float,
+    ) -> None:
+        self._submit = submit
+        self._prepare = prepare
+        self._release = release
+        self._timeout_s = timeout_s
+        self._ends_at_s = 0.0
+        self._ready: deque[AcquireResult] = deque()
+        self._changed = asyncio.Event()
+        self._final = False
+        self._abandoned = False
+        self._failure: KvPoolError | None = None
+
+    async def __aenter__(self) -> Self:
+        self._ends_at_s = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(self._ends_at_s):
+                await self._submit(self)
+        except BaseException as error:
+            self._abandoned = True  # it may have been sent in the same instant
+            if isinstance(error, TimeoutError):
+                raise self._too_late() from None
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandoned = True
+        self._give_back(self._ready)
+        self._ready.clear()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AcquireResult:
+        """raises: what ended the session or refused the request; DeadlineExceeded."""
+        try:
+            async with asyncio.timeout_at(self._ends_at_s):
+                while not self._ready:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._final:
+                        raise StopAsyncIteration
+                    self._changed.clear()
+                    await self._changed.wait()
+                slot = self._ready[0].slot
+                if slot is not None:
+                    await self._prepare(slot)
+        except TimeoutError:
+            raise self._too_late() from None
+        return self._ready.popleft()  # nothing is awaited any more: a cancelled caller loses no lease
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the pagestore did not settle all pages within {self._timeout_s:g} s")
+
+    def deliver(self, response: pagestore_pb2.SessionResponse) -> bool:
+        """See stream.Reply."""
+        if response.HasField("error"):
+            self.fail(item_error_from_proto(response.error))
+            return True
+        try:
+            results = [acquire_result_from_proto(result) for result in response.acquire.results]
+        except KvPoolError as error:
+            self._release([result.slot.lease_id for result in response.acquire.results if result.slot.lease_id])
+            self.fail(error)
+            return response.acquire.final
+        if self._abandoned:
+            self._give_back(results)
+        else:
+            self._ready.extend(results)
+        self._final = response.acquire.final
+        self._changed.set()
+        return self._final
+
+    def fail(self, error: KvPoolError) -> None:
+        """See stream.Reply."""
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
+
+    def _give_back(self, results: Sequence[AcquireResult] | deque[AcquireResult]) -> None:
+        leases = [result.slot.lease_id for result in results if result.slot is not None]
+        if leases:
+            self._release(leases)

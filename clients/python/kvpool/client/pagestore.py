@@ -1,0 +1,264 @@
+"""A session with a pagestore: leases of arena slots, and the slots' bytes where the pagestore is on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvpool.client.acquisition import Acquisition
+from kvpool.client.channel import open_channel
+from kvpool.client.config import ClientConfig
+from kvpool.client.fds import fetch_fd
+from kvpool.client.page_items import (
+    AcquireItem,
+    ReserveItem,
+    ReserveResult,
+    Slot,
+    acquire_to_proto,
+    optional_error,
+    reserve_result_from_proto,
+    reserve_to_proto,
+)
+from kvpool.client.segments import FetchFd, SegmentMap
+from kvpool.client.session_stream import SessionStream
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.v1 import pagestore_pb2
+from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
+from kvpool.wire.convert import check_id
+from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+
+if TYPE_CHECKING:
+    from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
+
+_log = logging.getLogger(__name__)
+
+_Request = pagestore_pb2.SessionRequest
+_Response = pagestore_pb2.SessionResponse
+_Stream = SessionStream[_Request, _Response]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    """How a session is opened. keyspaces: (16-byte id, spec) pairs."""
+
+    endpoint: str  # "unix:/path" or "host:port"
+    peer_name: str
+    keyspaces: tuple[tuple[bytes, KeyspaceSpec], ...] = ()
+    wants_arena: bool = True  # map the arena: same host only
+    expected_incarnation: int = 0  # 0: any
+    previous_session_id: bytes = b""
+    previous_drained: bool = False
+
+
+class PageStoreSession:
+    """One session from `open` to `close` or to its break. Belongs to one event loop; `slot_view` works in any thread.
+
+    When the session breaks, every pending and later call raises ServiceUnavailable (or what the pagestore said). Slots
+    that were leased must not be touched by new work then; mappings stay valid, so that running copies do no harm. Once
+    all of them have ended, `reopen(drained=True)` unmaps everything and opens the next session.
+    """
+
+    def __init__(self, plan: SessionPlan, config: ClientConfig, stream: _Stream, fetch: FetchFd) -> None:
+        """Use `open`."""
+        self._plan = plan
+        self._config = config
+        self._stream = stream
+        self._fetch = fetch
+        self._opened = pagestore_pb2.SessionOpened()
+        self._segments: SegmentMap | None = None
+        self._keyspaces = dict(plan.keyspaces)
+        self._closed = False
+
+    @classmethod
+    async def open(cls, plan: SessionPlan, config: ClientConfig, *, fetch: FetchFd = fetch_fd) -> PageStoreSession:
+        """raises: StaleIncarnation, TenantDenied, InvalidRequest, Overloaded, Draining, ServiceUnavailable,
+        DeadlineExceeded."""
+        channel = open_channel(plan.endpoint, config)
+        stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
+        call = stub.Session(metadata=config.metadata)
+        session = cls(plan, config, SessionStream(channel, call, config, name="pagestore session"), fetch)
+        try:
+            await session._open()
+        except BaseException:
+            await session._stream.abort("the session was not opened")
+            raise
+        return session
+
+    async def _open(self) -> None:
+        plan = self._plan
+        response = await self._stream.ask(
+            _Request(
+                open=pagestore_pb2.SessionOpen(
+                    keyspaces=session_keyspaces_to_proto(plan.keyspaces),
+                    peer_name=plan.peer_name[:128],
+                    previous_session_id=plan.previous_session_id,
+                    previous_drained=plan.previous_drained,
+                    expected_incarnation=plan.expected_incarnation,
+                    wants_arena=plan.wants_arena,
+                )
+            ),
+            self._config.connect_timeout_s,
+        )
+        self._opened = response.opened
+        check_id(self._opened.session_id, "session_id")
+        heartbeat = _Request(heartbeat=pagestore_pb2.SessionHeartbeat())
+        self._stream.start_heartbeats(heartbeat, self._opened.heartbeat_interval_ms)
+        if plan.wants_arena:
+            self._segments = SegmentMap(
+                self._opened.descriptor_socket,
+                self._opened.descriptor_token,
+                timeout_s=self._config.connect_timeout_s,
+                fetch=self._fetch,
+            )
+            await self._segments.open()
+
+    @property
+    def session_id(self) -> bytes:
+        """16 bytes."""
+        return self._opened.session_id
+
+    @property
+    def node_id(self) -> bytes:
+        """16-byte id of the pagestore."""
+        return self._opened.node_id
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of the pagestore."""
+        return self._opened.incarnation
+
+    @property
+    def max_leases(self) -> int:
+        """Leases of each kind that may be held at once."""
+        return self._opened.max_leases
+
+    @property
+    def broken(self) -> asyncio.Event:
+        """Set when the session has ended, for whatever reason."""
+        return self._stream.broken
+
+    @property
+    def failure(self) -> KvPoolError | None:
+        """What ended the session."""
+        return self._stream.failure
+
+    async def add_keyspace(self, keyspace: bytes, spec: KeyspaceSpec, *, timeout_s: float | None = None) -> None:
+        """Allow a keyspace in this session. raises: TenantDenied, InvalidRequest."""
+        message = session_keyspaces_to_proto([(keyspace, spec)])[0]
+        await self._stream.ask(_Request(add_keyspace=message), timeout_s)
+        self._keyspaces[keyspace] = spec
+
+    async def reserve(self, items: Sequence[ReserveItem], *, timeout_s: float | None = None) -> list[ReserveResult]:
+        """Ask for slots to write, per item in order. A caller that is cancelled or too late leaves no lease."""
+
+        def undo(response: _Response) -> None:
+            self.abort_soon([result.slot.lease_id for result in response.reserve.results if result.slot.lease_id])
+
+        response = await self._stream.ask(_Request(reserve=reserve_to_proto(items)), timeout_s, undo)
+        try:
+            if len(response.reserve.results) != len(items):
+                raise InvalidRequest(f"{len(response.reserve.results)} results for {len(items)} items of a reserve")
+            results = [reserve_result_from_proto(result) for result in response.reserve.results]
+            await self._map([result.slot for result in results if result.slot is not None])
+        except BaseException:
+            undo(response)
+            raise
+        return results
+
+    async def commit(self, lease_ids: Sequence[int], *, timeout_s: float | None = None) -> list[KvPoolError | None]:
+        """Make written pages visible; per lease None, PageCorrupt or LeaseLost. The leases have ended either way.
+
+        A caller that is cancelled does not learn whether the pages are visible; nothing is leaked.
+        """
+        if not lease_ids:
+            return []
+        response = await self._stream.ask(_Request(commit=pagestore_pb2.CommitRequest(lease_ids=lease_ids)), timeout_s)
+        if len(response.commit.results) != len(lease_ids):
+            raise InvalidRequest(f"{len(response.commit.results)} results for {len(lease_ids)} leases of a commit")
+        return [optional_error(result.error, result.HasField("error")) for result in response.commit.results]
+
+    async def abort(self, lease_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
+        """Give slots back unwritten. Sent before anything is awaited."""
+        message = _Request(abort=pagestore_pb2.AbortRequest(lease_ids=lease_ids))
+        await self._stream.give_back(message, timeout_s)
+
+    def abort_soon(self, lease_ids: Sequence[int]) -> None:
+        """The same without waiting; a broken session needs none."""
+        self._stream.give_back_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=lease_ids)))
+
+    def acquire(self, items: Sequence[AcquireItem], *, wait_s: float, local_only: bool = False) -> Acquisition:
+        """Ask for pages to read: `async with session.acquire(...) as results: async for result in results: ...`."""
+        message = _Request(acquire=acquire_to_proto(items, max(1, round(wait_s * 1e3)), local_only))
+
+        async def submit(acquisition: Acquisition) -> None:
+            await self._stream.submit(message, acquisition)
+
+        async def prepare(slot: Slot) -> None:
+            await self._map([slot])
+
+        return Acquisition(
+            submit=submit,
+            prepare=prepare,
+            release=self.release_soon,
+            timeout_s=wait_s + self._config.call_timeout_s,  # the pagestore gives up first
+        )
+
+    async def release(
+        self, lease_ids: Sequence[int], *, corrupt_lease_ids: Sequence[int] = (), timeout_s: float | None = None
+    ) -> None:
+        """End reads; `corrupt` ones failed verification. Sent before anything is awaited."""
+        message = pagestore_pb2.ReleaseRequest(lease_ids=lease_ids, corrupt_lease_ids=corrupt_lease_ids)
+        await self._stream.give_back(_Request(release=message), timeout_s)
+
+    def release_soon(self, lease_ids: Sequence[int]) -> None:
+        """The same without waiting; a broken session needs none."""
+        self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)))
+
+    def slot_view(self, slot: Slot) -> memoryview:
+        """Writable bytes of a slot that this session granted (exactly page_bytes). raises: LeaseLost when unmapped."""
+        if self._segments is None:
+            raise InvalidRequest("this session has no arena; open it with wants_arena")
+        return self._segments.view(slot.segment_id, slot.offset, slot.page_bytes)
+
+    async def close(self) -> bool:
+        """End the session normally; all leases must have ended. Idempotent.
+
+        False if the pagestore did not confirm, or views of slots still live: then the end is abnormal on purpose, and
+        the pagestore waits until this process has let go of its mappings.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        if self._unmap():
+            return await self._stream.finish(_Request(close=pagestore_pb2.SessionClose()))
+        await self._stream.abort("the session was closed while views of its slots live")
+        return False
+
+    async def reopen(self, *, drained: bool) -> PageStoreSession:
+        """End this session, unmap it and open its successor. May be called again after a failure.
+
+        drained: every copy and kernel on this session's slots has ended. The pagestore is told so only if no view of a
+        slot lives any more; else it keeps the slots until this process lets go of them. raises: as `open` does.
+        """
+        self._closed = True
+        await self._stream.abort("the session is reopened")
+        plan = replace(
+            self._plan,
+            keyspaces=tuple(self._keyspaces.items()),
+            previous_session_id=self.session_id,
+            previous_drained=self._unmap() and drained,
+        )
+        if drained and not plan.previous_drained:
+            _log.warning("views of arena slots outlive their session %s: its slots stay blocked", self.session_id.hex())
+        return await PageStoreSession.open(plan, self._config, fetch=self._fetch)
+
+    def _unmap(self) -> bool:
+        return self._segments is None or self._segments.close()
+
+    async def _map(self, slots: Sequence[Slot]) -> None:
+        if self._segments is not None:
+            await self._segments.map(slot.segment_id for slot in slots)

@@ -1,0 +1,143 @@
+"""Arena segments of a pagestore mapped into this process, and the session file that says we still map them.
+
+The descriptor of the session file carries a lock that the kernel drops when its last copy is closed. It is kept open
+for as long as any mapping is there, so that the pagestore never takes us for gone too early: see kvpool_server.flock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Protocol
+
+from kvpool.client.fds import FetchedFd, fetch_fd
+from kvpool.core.cluster import SESSION_FILE_NUMBER
+from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
+
+
+class FetchFd(Protocol):
+    """kvpool.client.fds.fetch_fd, or a stand-in."""
+
+    def __call__(self, path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd: ...
+
+
+class _SessionFile:
+    """Owns the descriptor; it is closed when the last mapping that refers to this object has gone."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, fd: int) -> None:
+        # At exit the kernel closes it, after the mappings; Python might do it before them.
+        weakref.finalize(self, os.close, fd).atexit = False
+
+
+def _forget(session_file: _SessionFile) -> None:
+    """Called when a mapping has gone: by being passed here, `session_file` lived until now."""
+
+
+class SegmentMap:
+    """Segments of one session, mapped when first needed. Belongs to one event loop; views may be used in any thread."""
+
+    def __init__(self, socket_path: str, token: bytes, *, timeout_s: float, fetch: FetchFd = fetch_fd) -> None:
+        self._socket_path = socket_path
+        self._token = token
+        self._timeout_s = timeout_s
+        self._fetch = fetch
+        self._session_file: _SessionFile | None = None
+        self._mappings: dict[int, mmap.mmap] = {}
+        self._mapping: dict[int, asyncio.Task[None]] = {}
+        self._lingering: list[weakref.ref[mmap.mmap]] = []  # closed here, and kept alive by views
+        self._closed = False
+
+    async def open(self) -> None:
+        """Take the session file. raises: what the pagestore answers, ServiceUnavailable, DeadlineExceeded."""
+        fetched = await self._fetch_owned(SESSION_FILE_NUMBER)
+        self._session_file = _SessionFile(fetched.fd)
+
+    def is_mapped(self, segment_id: int) -> bool:
+        """Whether `view` works now."""
+        return segment_id in self._mappings
+
+    async def map(self, segment_ids: Iterable[int]) -> None:
+        """Map segments that are not mapped yet; one fetch for each, whoever asks. raises: as `open` does."""
+        missing = {segment_id for segment_id in segment_ids if segment_id not in self._mappings}
+        for segment_id in missing:
+            task = self._mapping.get(segment_id)
+            if task is None:
+                task = self._mapping[segment_id] = asyncio.create_task(self._map_one(segment_id))
+                task.add_done_callback(partial(self._settled, segment_id))
+            await asyncio.shield(task)  # others may wait for it too
+
+    def _settled(self, segment_id: int, task: asyncio.Task[None]) -> None:
+        self._mapping.pop(segment_id, None)
+        if not task.cancelled():
+            task.exception()  # whoever still waits raises it
+
+    async def _map_one(self, segment_id: int) -> None:
+        fetched = await self._fetch_owned(segment_id)
+        try:
+            if self._closed:
+                raise ServiceUnavailable("the session was closed")
+            if os.fstat(fetched.fd).st_size < fetched.size_bytes or not fetched.size_bytes:
+                # Touching memory behind the end of the file would kill this process.
+                raise InvalidRequest(f"segment {segment_id} is shorter than its {fetched.size_bytes} bytes")
+            mapping = mmap.mmap(fetched.fd, fetched.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fetched.fd)
+        assert self._session_file is not None, "open comes first"
+        weakref.finalize(mapping, _forget, self._session_file).atexit = False
+        self._mappings[segment_id] = mapping
+
+    async def _fetch_owned(self, number: int) -> FetchedFd:
+        """A descriptor that is not lost when this task is cancelled while the thread still fetches it."""
+        loop = asyncio.get_running_loop()
+        fetching = loop.run_in_executor(
+            None, lambda: self._fetch(self._socket_path, self._token, number, timeout_s=self._timeout_s)
+        )
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            fetching.add_done_callback(_close_fetched)
+            raise
+
+    def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
+        """Writable bytes of a slot. raises: LeaseLost after close; InvalidRequest for bytes outside of the segment."""
+        mapping = self._mappings.get(segment_id)
+        if mapping is None:
+            raise LeaseLost(f"segment {segment_id} is not mapped (any more)")
+        if offset < 0 or size_bytes < 0 or offset + size_bytes > len(mapping):
+            raise InvalidRequest(f"bytes {offset} to {offset + size_bytes} are outside of segment {segment_id}")
+        return memoryview(mapping)[offset : offset + size_bytes]
+
+    def close(self) -> bool:
+        """Unmap everything; True if nothing is mapped any more. May be called again.
+
+        Where views (or arrays over them) still live, the mapping and the lock of the session file live as long as they
+        do, and False is returned.
+        """
+        self._closed = True
+        self._session_file = None
+        self._lingering += [weakref.ref(mapping) for mapping in self._mappings.values() if not _unmap(mapping)]
+        self._mappings.clear()
+        if any(mapping() is not None for mapping in self._lingering):
+            gc.collect()  # views that only a reference cycle keeps
+        self._lingering = [mapping for mapping in self._lingering if mapping() is not None]
+        return not self._lingering
+
+
+def _unmap(mapping: mmap.mmap) -> bool:
+    try:
+        mapping.close()
+    except BufferError:
+        return False
+    return True
+
+
+def _close_fetched(fetching: asyncio.Future[FetchedFd]) -> None:
+    if not fetching.cancelled() and fetching.exception() is None:
+        os.close(fetching.result().fd)
