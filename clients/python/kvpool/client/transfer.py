@@ -1,0 +1,213 @@
+"""Pages to and from a pagestore by bulk streams: synchronous, straight between the caller's buffers and the network.
+
+Every item is answered for itself. A stream that breaks is resumed once, on a fresh connection, with the pages that had
+not settled. Checked here: that a page's pieces follow each other and add up. Not checked: the page's own sums, which
+belong to whoever uses the bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import grpc
+
+from kvpool.client.transfer_batches import (
+    OnRead,
+    OnWritten,
+    PageToRead,
+    PageToWrite,
+    ReadBatch,
+    WriteBatch,
+)
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
+from kvpool.wire.status import error_from_rpc
+
+__all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
+
+Keyspaces = Sequence[tuple[bytes, KeyspaceSpec]]
+"""(16-byte id, spec) of every keyspace that the pages of a call belong to."""
+
+_READ_KEYS_MAX: Final = 1024
+_READ_PAGES: Final = "/kvpool.v1.PageTransferService/ReadPages"
+_WRITE_PAGES: Final = "/kvpool.v1.PageTransferService/WritePages"
+_ATTEMPTS: Final = 2
+_CHANNEL_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a fresh channel is a fresh connection
+    ("grpc.client_idle_timeout_ms", 60_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class PageTransferClient:
+    """Streams to one pagestore's bulk endpoint. Thread-safe; calls that run at once share one connection."""
+
+    def __init__(
+        self, endpoint: str, *, metadata: Sequence[tuple[str, str]] = (), frame_bytes: int = DEFAULT_FRAME_BYTES
+    ) -> None:
+        """`metadata` goes with every call: credentials. Connects when first used."""
+        self._endpoint = endpoint
+        self._metadata = tuple(metadata)
+        self._frame_bytes = frame_bytes
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._closed = False
+
+    def read_pages(
+        self,
+        keyspaces: Keyspaces,
+        items: Sequence[PageToRead],
+        on_page: OnRead,
+        *,
+        timeout_s: float,
+        expected_incarnation: int = 0,
+    ) -> None:
+        """Read pages into their destinations. Never raises a KvPoolError: what goes wrong is reported per item."""
+        ends_at_s = time.monotonic() + timeout_s
+        request = pb.ReadPagesRequest(
+            expected_incarnation=expected_incarnation,
+            frame_bytes=self._frame_bytes,
+            keyspaces=session_keyspaces_to_proto(keyspaces),
+        )
+        for start in range(0, len(items), _READ_KEYS_MAX):
+            batch = ReadBatch(items[start : start + _READ_KEYS_MAX], start, on_page)
+            error = self._attempts(batch, _ReadAttempt(request, batch, self._metadata), ends_at_s)
+            batch.fail_rest(error)
+
+    def write_pages(
+        self,
+        keyspaces: Keyspaces,
+        items: Sequence[PageToWrite],
+        on_page: OnWritten,
+        *,
+        timeout_s: float,
+        expected_incarnation: int = 0,
+    ) -> None:
+        """Write pages. Never raises a KvPoolError: what goes wrong is reported per item.
+
+        After a broken stream a page whose answer was lost is sent again, and answered with EXISTS.
+        """
+        opening = pb.WritePagesOpen(
+            expected_incarnation=expected_incarnation, keyspaces=session_keyspaces_to_proto(keyspaces)
+        )
+        batch = WriteBatch(items, opening, on_page, self._frame_bytes)
+        error = self._attempts(batch, _WriteAttempt(batch, self._metadata), time.monotonic() + timeout_s)
+        batch.fail_rest(error)
+
+    def close(self) -> None:
+        """End the connection; running calls fail. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.channel.close()
+
+    def _attempts(
+        self, batch: ReadBatch | WriteBatch, attempt: Callable[[grpc.Channel, float], None], ends_at_s: float
+    ) -> KvPoolError:
+        """Run the call until all has settled or there is no point in going on; the error for what has not."""
+        error: KvPoolError = ServiceUnavailable(f"{self._endpoint} answered nothing")
+        for _ in range(_ATTEMPTS):
+            if batch.settled:
+                break
+            remaining_s = ends_at_s - time.monotonic()
+            if remaining_s <= 0:
+                return DeadlineExceeded(f"no time was left to call {self._endpoint}")
+            try:
+                with self._connected() as channel:
+                    attempt(channel, remaining_s)
+                error = ServiceUnavailable(f"{self._endpoint} ended a stream before all pages were answered")
+            except KvPoolError as raised:
+                error = raised
+            if not isinstance(error, ServiceUnavailable):
+                break
+        return error
+
+    @contextmanager
+    def _connected(self) -> Iterator[grpc.Channel]:
+        """A channel for one call. When the call fails as if the connection were broken, the next one gets a new one."""
+        with self._lock:
+            if self._closed:
+                raise ServiceUnavailable(f"the client of {self._endpoint} is closed; open a new one")
+            if self._connection is None:
+                self._connection = _Connection(grpc.insecure_channel(self._endpoint, options=_CHANNEL_OPTIONS))
+            connection = self._connection
+            connection.call_count += 1
+        try:
+            yield connection.channel
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed under us
+            raised = error_from_rpc(error) if isinstance(error, grpc.RpcError) else ServiceUnavailable(str(error))
+            if isinstance(raised, ServiceUnavailable):
+                self._retire(connection)
+            raise raised from error
+        finally:
+            with self._lock:
+                connection.call_count -= 1
+                unused = connection is not self._connection and connection.call_count == 0
+            if unused:
+                connection.channel.close()
+
+    def _retire(self, connection: _Connection) -> None:
+        with self._lock:
+            if self._connection is connection:
+                self._connection = None
+
+
+class _Connection:
+    """A channel, and how many calls use it."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.call_count = 0
+
+
+class _ReadAttempt:
+    """One ReadPages call for what a batch has not settled."""
+
+    def __init__(self, request: pb.ReadPagesRequest, batch: ReadBatch, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._request = request
+        self._batch = batch
+        self._metadata = metadata
+
+    def __call__(self, channel: grpc.Channel, timeout_s: float) -> None:
+        del self._request.keys[:]
+        self._request.keys.extend(self._batch.begin())
+        method = channel.unary_stream(_READ_PAGES, pb.ReadPagesRequest.SerializeToString, decode_page_frame)
+        call = method(self._request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            frame: BulkFrame
+            for frame in call:
+                self._batch.take(frame)
+        finally:
+            call.cancel()  # nothing to a call that has ended
+
+
+class _WriteAttempt:
+    """One WritePages call for what a batch has not settled."""
+
+    def __init__(self, batch: WriteBatch, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._batch = batch
+        self._metadata = metadata
+
+    def __call__(self, channel: grpc.Channel, timeout_s: float) -> None:
+        method: grpc.StreamStreamMultiCallable[bytes, pb.WritePagesResponse] = channel.stream_stream(
+            _WRITE_PAGES, None, pb.WritePagesResponse.FromString
+        )
+        call = method(self._batch.begin(), timeout=timeout_s, metadata=self._metadata)
+        try:
+            for response in call:
+                self._batch.take(response)
+        finally:
+            call.cancel()
+            self._batch.end_attempt()

@@ -1,0 +1,112 @@
+"""Pages of other pagestores, over their bulk endpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvpool.client.transfer import PageToRead, PageTransferClient
+from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool_pagestore.ports import PullItem, RemoteSource
+
+_PEERS_MAX: Final = 32  # connections kept; those of peers long unused are closed first
+
+
+class GrpcPeerPages:
+    """A ports.PeerPages. One connection per peer, shared by its pulls; an idle one is closed by gRPC after a minute."""
+
+    def __init__(
+        self,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        peers_max: int = _PEERS_MAX,
+        connect: Callable[[str, Sequence[tuple[str, str]]], PageTransferClient] | None = None,
+    ) -> None:
+        """`metadata` goes with every call: this node's credentials."""
+        self._metadata = metadata
+        self._peers_max = peers_max
+        self._connect = connect if connect is not None else _connect
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by endpoint, the one used last at the end
+        self._closed = False
+
+    def pull(
+        self,
+        source: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[PullItem],
+        deadline_s: float,
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        """`deadline_s`: seconds from now. Items of another keyspace than the first one's are refused."""
+        pages = [PageToRead(key=item.key, destination=item.destination) for item in items]
+        if not pages:
+            return
+        keyspace = pages[0].key.keyspace
+        if any(page.key.keyspace != keyspace for page in pages):
+            _fail_all(len(pages), InvalidRequest("a pull is for pages of one keyspace"), on_page)
+            return
+        try:
+            with self._peer(source.bulk_endpoint) as client:
+                client.read_pages(
+                    [(keyspace, spec)],
+                    pages,
+                    on_page,
+                    timeout_s=deadline_s,
+                    expected_incarnation=source.incarnation,
+                )
+        except KvPoolError as error:  # before anything was asked for: read_pages itself raises none
+            _fail_all(len(pages), error, on_page)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.client.close()
+
+    @contextmanager
+    def _peer(self, endpoint: str) -> Iterator[PageTransferClient]:
+        with self._lock:
+            if self._closed:
+                raise ServiceUnavailable("this pagestore is shutting down")
+            peer = self._peers.get(endpoint)
+            if peer is None:
+                peer = self._peers[endpoint] = _Peer(self._connect(endpoint, self._metadata))
+            self._peers.move_to_end(endpoint)
+            peer.pull_count += 1
+        try:
+            yield peer.client
+        finally:
+            with self._lock:
+                peer.pull_count -= 1
+                surplus = self._take_surplus()
+            for unused in surplus:
+                unused.client.close()
+
+    def _take_surplus(self) -> list[_Peer]:
+        idle = [endpoint for endpoint, peer in self._peers.items() if peer.pull_count == 0]
+        count = max(0, len(self._peers) - self._peers_max)
+        return [self._peers.pop(endpoint) for endpoint in idle[:count]]
+
+
+class _Peer:
+    """A client, and how many pulls use it."""
+
+    def __init__(self, client: PageTransferClient) -> None:
+        self.client = client
+        self.pull_count = 0
+
+
+def _connect(endpoint: str, metadata: Sequence[tuple[str, str]]) -> PageTransferClient:
+    return PageTransferClient(endpoint, metadata=metadata)
+
+
+def _fail_all(count: int, error: KvPoolError, on_page: Callable[[int, KvPoolError | None, bool], None]) -> None:
+    for index in range(count):
+        on_page(index, error, False)

@@ -1,0 +1,170 @@
+"""PageTransferService: page frames between the arena and the network, on threads of the bulk server.
+
+A stream's thread is the only one that touches its slots, and it has stopped when its session is closed: whether the
+stream ended, failed or lost its client, gRPC lets go of the generators below, and their `finally` gives all back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto
+from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.frames import (
+    DEFAULT_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MIN_FRAME_BYTES,
+    BulkFrame,
+    decode_write_request,
+    encode_page_frame,
+)
+from kvpool_pagestore.bulk_writes import write_pages
+from kvpool_pagestore.ports import BulkGateway, BulkSession, ReadGrant
+
+SERVICE_NAME = "kvpool.v1.PageTransferService"
+READ_KEYS_MAX = 1024
+KEYSPACES_MAX = 64
+
+_NO_DEADLINE_S = 10 * 365 * 86400.0  # a call without a deadline has more left: gRPC gives it one after the year 2100
+
+WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkLimits:
+    """What one stream may take."""
+
+    window_pages: int = 8  # leased at a time by a reading stream
+    acquire_timeout_s: float = 30.0  # of one window, when pages have to come from disk
+    stream_cap_s: float = 600.0  # of a stream whose client has set no deadline
+
+
+class PageTransferServicer:
+    """Serves any number of streams; how many at once is the server's limit."""
+
+    def __init__(self, gateway: BulkGateway, tenant: Callable[[], str], limits: BulkLimits | None = None) -> None:
+        """`tenant` tells whose call the current thread handles."""
+        self._gateway = gateway
+        self._tenant = tenant
+        self._limits = limits if limits is not None else BulkLimits()
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Register with our own codec; what travels is what the proto says."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "ReadPages": grpc.unary_stream_rpc_method_handler(
+                self.ReadPages, pb.ReadPagesRequest.FromString, encode_page_frame
+            ),
+            "WritePages": grpc.stream_stream_rpc_method_handler(
+                self.WritePages, _decode_write_request, pb.WritePagesResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)])
+
+    def ReadPages(self, request: pb.ReadPagesRequest, context: grpc.ServicerContext) -> Iterator[BulkFrame]:
+        keys = convert_items(request.keys, page_key_from_proto, "key", most=READ_KEYS_MAX)
+        frame_bytes = _frame_bytes(request.frame_bytes)
+        with self._session(context, request.keyspaces, request.expected_incarnation) as session:
+            for start in range(0, len(keys), self._limits.window_pages):
+                window = keys[start : start + self._limits.window_pages]
+                granted = session.acquire(window, self._acquire_timeout_s(context))
+                yield from _window_frames(session, start, granted, frame_bytes)
+
+    def WritePages(
+        self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
+    ) -> Iterator[pb.WritePagesResponse]:
+        opening = next(requests, None)
+        if isinstance(opening, InvalidRequest):
+            raise opening
+        if not isinstance(opening, pb.WritePagesOpen):
+            raise InvalidRequest("the first message of WritePages must be `open`")
+        with self._session(context, opening.keyspaces, opening.expected_incarnation) as session:
+            yield from write_pages(session, _frames(requests))
+
+    @contextmanager
+    def _session(
+        self, context: grpc.ServicerContext, keyspaces: Sequence[pb.SessionKeyspace], expected_incarnation: int
+    ) -> Iterator[BulkSession]:
+        specs = convert_items(keyspaces, session_keyspace_from_proto, "keyspace", most=KEYSPACES_MAX)
+        with _capped(context, self._limits.stream_cap_s):
+            with closing(self._gateway.open_bulk(self._tenant(), specs, expected_incarnation)) as session:
+                yield session
+
+    def _acquire_timeout_s(self, context: grpc.ServicerContext) -> float:
+        return max(0.0, min(self._limits.acquire_timeout_s, context.time_remaining()))
+
+
+def _decode_write_request(message: bytes) -> WriteMessage:
+    """Malformed bytes become a value, because gRPC would answer an exception here with INTERNAL."""
+    try:
+        return decode_write_request(message)
+    except InvalidRequest as error:
+        return error
+
+
+def _frames(requests: Iterator[WriteMessage]) -> Iterator[BulkFrame]:
+    for request in requests:
+        if isinstance(request, InvalidRequest):
+            raise request
+        if not isinstance(request, BulkFrame):
+            raise InvalidRequest("`open` may come only once, as the first message of WritePages")
+        yield request
+
+
+def _frame_bytes(asked: int) -> int:
+    if asked == 0:
+        return DEFAULT_FRAME_BYTES
+    if not MIN_FRAME_BYTES <= asked <= MAX_FRAME_BYTES:
+        raise InvalidRequest(f"frame_bytes must be 0 or {MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}, got {asked}")
+    return asked
+
+
+def _window_frames(
+    session: BulkSession, start: int, granted: Sequence[ReadGrant | KvPoolError | None], frame_bytes: int
+) -> Iterator[BulkFrame]:
+    """Frames of one window. The pages are given back when the last one is sent, or when the stream ends."""
+    grants = [answer for answer in granted if isinstance(answer, ReadGrant)]
+    try:
+        for index, answer in enumerate(granted, start):
+            if isinstance(answer, ReadGrant):
+                yield from _page_frames(index, answer, frame_bytes)
+            else:
+                error = item_error_to_proto(answer) if answer is not None else None
+                yield BulkFrame(pb.PageFrame(item_index=index, outcome=pb.OUTCOME_MISS, error=error))
+    finally:
+        for grant in grants:
+            grant.page.release()  # first: the slots may be handed on as soon as they are given back
+        session.release(grants)
+
+
+def _page_frames(index: int, grant: ReadGrant, frame_bytes: int) -> Iterator[BulkFrame]:
+    page_bytes = len(grant.page)
+    head = pb.PageFrame(item_index=index, outcome=pb.OUTCOME_HIT, page_bytes=page_bytes)
+    for offset in range(0, page_bytes, frame_bytes):
+        # gRPC asks for the next frame when it has serialized this one, that is, copied it. It still refers to the
+        # frame then, so the view is released here: no view may outlive the lease.
+        with grant.page[offset : offset + frame_bytes] as piece:
+            yield BulkFrame(head, piece)
+        head = pb.PageFrame(item_index=index, offset=offset + frame_bytes)
+
+
+@contextmanager
+def _capped(context: grpc.ServicerContext, cap_s: float) -> Iterator[None]:
+    """End a call whose client has set no deadline; gRPC itself sees to the others."""
+    if context.time_remaining() < _NO_DEADLINE_S:
+        yield
+        return
+    timer = threading.Timer(cap_s, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
