@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvpool.core.cluster import ALL_SHARDS, ChainMatch, ChainQuery
+from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import StoreUnavailable
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import Operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, group_reads
 from kvpool_index.core.match import Matcher
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
@@ -20,7 +20,6 @@ from kvpool_index.ports import LocationStore
 _DEAD_QUEUE: Final = 4096  # sightings that wait to be cleaned up; further ones will be seen again
 _DEAD_BATCH: Final = 256
 _DEAD_PAUSE_S: Final = 1.0
-_EVERYTHING: Final = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
 _TIER_NAMES: Final = {1: "gpu", 2: "staging", 3: "disk"}
 
 
@@ -116,5 +115,5 @@ def _removal(query: ChainQuery, head: bytes, at: int, ordinal: int) -> ChunkOper
         keyspace=query.keyspace,
         chunk_hash=query.chunk_hashes[start : start + HASH_BYTES],
         group_head=head,
-        operation=Operation(ordinal=ordinal, full_shards=0, removed=_EVERYTHING),
+        operation=Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD),
     )

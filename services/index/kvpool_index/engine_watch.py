@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ _RETRY_S: Final = 1.0
 
 _BEHIND: Final = "this receiver fell behind"
 _NOT_KEPT: Final = "the position to resume from is no longer kept"
-_STORE_LOST: Final = "the store was out of reach"
+_LOG_GAP: Final = "the log of events has a gap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,15 @@ class WatchService:
     ) -> AsyncGenerator[IndexEvent, None]:
         position = present
         if wanted is not None:
-            if await self._is_kept(wanted, present):
-                position = wanted
-                async for happening in self._catch_up(wanted, present):
-                    if watcher.wants(happening):
-                        position, event = _step(position, happening)
-                        yield event
-                position = present
-            else:
-                yield self._resync(position, _NOT_KEPT)
+            position = wanted if len(wanted.entry_ids) == len(present.entry_ids) else present
+            async for happening in self._catch_up(wanted, present):
+                if happening is None:
+                    position = present
+                    yield self._resync(position, _NOT_KEPT)
+                elif watcher.wants(happening):
+                    position, event = _step(position, happening)
+                    yield event
+            position = present
         while True:
             if not watcher.buffer.has_news:
                 watcher.news.clear()
@@ -140,19 +141,17 @@ class WatchService:
         self._metrics.watch_resyncs.inc()
         return IndexEvent(position=str(position), event=ResyncEvent(cause=cause))
 
-    async def _is_kept(self, wanted: Position, present: Position) -> bool:
+    async def _catch_up(self, wanted: Position, present: Position) -> AsyncGenerator[_Happening | None, None]:
+        """What happened between two positions, the streams one after the other; None and the end where some is gone."""
         if len(wanted.entry_ids) != len(present.entry_ids):
-            return False  # of a log with other partitions
-        for stream, entry_id in enumerate(wanted.entry_ids):
-            if entry_id != present.entry_ids[stream] and not await self._event_log.is_kept(stream, entry_id):
-                return False
-        return True
-
-    async def _catch_up(self, wanted: Position, present: Position) -> AsyncGenerator[_Happening, None]:
-        """What happened between two positions; the streams one after the other."""
+            yield None  # of a log with other partitions
+            return
         for stream, (after, until) in enumerate(zip(wanted.entry_ids, present.entry_ids, strict=True)):
-            while entry_order(after) < entry_order(until):
+            while after != until:
                 entries = await self._event_log.read(stream, after, limit=_READ_ENTRIES, wait_s=0)
+                if not await self._event_log.is_kept(stream, after):
+                    yield None
+                    return
                 entries = [entry for entry in entries if entry_order(entry.entry_id) <= entry_order(until)]
                 if not entries:
                     break
@@ -186,34 +185,36 @@ class WatchService:
             after = self._read_up_to[stream]
             try:
                 entries = await self._event_log.read(stream, after, limit=_READ_ENTRIES, wait_s=_READ_WAIT_S)
-                if not entries:
-                    await self._notice_restart(stream, after)
+                # A log that came back empty or rolled back, or that outran this reader, has a gap after our position.
+                if not await self._event_log.is_kept(stream, after):
+                    self._read_up_to[stream] = (await self._event_log.tails())[stream]
+                    self._lose()
                     continue
-                happenings = await self._happenings(stream, entries)
+                happenings = await self._happenings(stream, entries) if entries else []
             except StoreUnavailable as error:
                 _log.warning("watching is interrupted: %s", error)
                 await asyncio.sleep(_RETRY_S)
-                await self._notice_restart_if_back(stream, after)
                 continue
-            self._read_up_to[stream] = entries[-1].entry_id
-            for watcher in self._watchers:
-                watcher.buffer.put([happening for happening in happenings if watcher.wants(happening)])
-                if watcher.buffer.has_news:
-                    watcher.news.set()
+            except (struct.error, ValueError, KeyError):
+                _log.exception(
+                    "an entry after %s of event stream %d cannot be read; watchers start afresh", after, stream
+                )
+                self._read_up_to[stream] = entries[-1].entry_id
+                self._lose()
+                continue
+            if entries:
+                self._read_up_to[stream] = entries[-1].entry_id
+                self._deliver(happenings)
 
-    async def _notice_restart_if_back(self, stream: int, after: str) -> None:
-        try:
-            await self._notice_restart(stream, after)
-        except StoreUnavailable:
-            return  # the next read finds out
-
-    async def _notice_restart(self, stream: int, after: str) -> None:
-        """A store that came back empty, or rolled back, does not know our position: everybody has to start afresh."""
-        if await self._event_log.is_kept(stream, after):
-            return
-        self._read_up_to[stream] = (await self._event_log.tails())[stream]
+    def _deliver(self, happenings: Sequence[_Happening]) -> None:
         for watcher in self._watchers:
-            watcher.lost_because = _STORE_LOST
+            watcher.buffer.put([happening for happening in happenings if watcher.wants(happening)])
+            if watcher.buffer.has_news:
+                watcher.news.set()
+
+    def _lose(self) -> None:
+        for watcher in self._watchers:
+            watcher.lost_because = _LOG_GAP
             watcher.buffer.lose()
             watcher.news.set()
 

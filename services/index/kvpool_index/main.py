@@ -116,7 +116,14 @@ def _open_store(config: IndexConfig) -> IndexStore:
         )
     from kvpool_index.adapters.redis_store import RedisIndexStore  # only a Redis store needs the driver
 
-    return RedisIndexStore.from_config(config)
+    return RedisIndexStore(
+        config.redis_url,
+        timeout_s=config.redis_timeout_ms / 1000,
+        connections=config.redis_connections,
+        key_prefix=config.redis_key_prefix,
+        chunk_stream_count=config.event_streams,
+        stream_entries=config.event_stream_entries,
+    )
 
 
 def _tenant_secrets(config: IndexConfig) -> Callable[[str], bytes]:

@@ -5,17 +5,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import ALL_SHARDS
 from kvpool.core.errors import LeaseLost
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
-from kvpool_index.core.entries import Operation, apply_operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import FIELD_BYTES, ChunkOperation, GroupRead
 from kvpool_index.ports import StreamFence
 
 _DROP_STEP_GROUPS: Final = 256
-_ALL: Final = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
 
 
 @dataclass(slots=True)
@@ -85,7 +83,7 @@ class MemoryLocationStore:
         return changed
 
     def _remove_all(self, keyspace: bytes, head: bytes, chunk: bytes, ordinal: int) -> ChunkState | None:
-        operation = Operation(ordinal=ordinal, full_shards=0, removed=_ALL)
+        operation = Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD)
         each = ChunkOperation(keyspace=keyspace, group_head=head, chunk_hash=chunk, operation=operation)
         state, changed = self._change(self._group(keyspace, head), each)
         return state if changed else None

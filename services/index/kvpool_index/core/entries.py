@@ -29,6 +29,7 @@ TierMasks = tuple[int, int, int]
 """One shard bitmap for each of TIERS."""
 
 NO_SHARDS: Final[TierMasks] = (0, 0, 0)
+EVERY_SHARD: Final[TierMasks] = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,19 @@
+"""The scripts that change what Redis holds. Each runs in constant time and touches the keys of one slot."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script and the name by which a server that has it runs it."""
+
+    source: bytes
+    sha: bytes  # 40 hex digits
+
+
+def load_script(name: str) -> Script:
+    """The script of the file `name`.lua."""
+    source = resources.files(__name__).joinpath(f"{name}.lua").read_bytes()
+    return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())

@@ -1,0 +1,47 @@
+-- Grants a lease to a node, for a new incarnation or again for the one it holds.
+--
+-- KEYS     records, infos, loads (by node id), ordinals, events: hashes and a stream in one slot
+--          A record: u64 incarnation, u32 ordinal, u64 epoch, u32 fence, u64 lease end in us, u8 alive, u8 ended
+-- ARGV     1 node id, 2 incarnation held (0: none), 3 last incarnation remembered, 4 TTL in ms, 5 info,
+--          6 candidates for an ordinal, u32 each, 7 bound of the event stream
+-- Returns  {incarnation, ordinal, epoch}; {-1, stored} if a newer incarnation is stored; {-2} if no candidate was free
+local time = redis.call("TIME")
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local held, last = tonumber(ARGV[2]), tonumber(ARGV[3])
+local stored, ordinal, epoch, fence, ended = 0, 0, 0, 0, 1
+local record = redis.call("HGET", KEYS[1], ARGV[1])
+if record then
+  local _
+  stored, ordinal, epoch, fence, _, _, ended = struct.unpack("<I8I4I8I4I8BB", record)
+end
+if held > 0 and stored > held then
+  return {-1, stored}
+end
+local granted = held
+if held == 0 then
+  granted = math.max(stored, last, now) + 1
+end
+if granted ~= stored or ended == 1 then
+  local chosen
+  for i = 1, #ARGV[6], 4 do
+    local candidate = string.sub(ARGV[6], i, i + 3)
+    if redis.call("HSETNX", KEYS[4], candidate, ARGV[1]) == 1 then
+      chosen = struct.unpack("<I4", candidate)
+      break
+    end
+  end
+  if not chosen then
+    return {-2}
+  end
+  if record and ended == 0 then
+    redis.call("HDEL", KEYS[4], struct.pack("<I4", ordinal))
+  end
+  redis.call("HDEL", KEYS[3], ARGV[1])
+  ordinal = chosen
+end
+epoch = math.max(epoch + 1, now)
+local lease_end = now + tonumber(ARGV[4]) * 1000
+redis.call("HSET", KEYS[1], ARGV[1], struct.pack("<I8I4I8I4I8BB", granted, ordinal, epoch, fence, lease_end, 1, 0))
+redis.call("HSET", KEYS[2], ARGV[1], ARGV[5])
+redis.call("XADD", KEYS[5], "MAXLEN", "~", ARGV[7], "*", "e", struct.pack("<BI8", 1, granted) .. ARGV[5])
+return {granted, ordinal, epoch}

@@ -1,0 +1,164 @@
+"""Nodes and keyspaces in Redis."""
+
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.errors import LeaseLost, StaleIncarnation, StoreUnavailable
+from kvpool_index.adapters.redis_link import RedisLink, Reply, checked, pack
+from kvpool_index.adapters.redis_lua import load_script
+from kvpool_index.core.nodes import NodeRecord, pack_info, pack_load, unpack_info, unpack_load
+from kvpool_index.ports import BoundKeyspace, NodeGrant, StreamFence
+
+_REGISTER: Final = load_script("register_node")
+_RENEW: Final = load_script("renew_lease")
+_OPEN: Final = load_script("open_stream")
+_END: Final = load_script("end_lease")
+_DECLARE: Final = load_script("declare_dead")
+_BIND: Final = load_script("bind_keyspace")
+
+_RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
+_ORDINAL: Final = struct.Struct("<I")
+_ORDINAL_CANDIDATES: Final = 8
+
+_LOST: Final = "the node's lease has ended; register again with the same incarnation"
+
+
+class RedisNodeDirectory:
+    """NodeDirectory over a few hashes in one slot. Leases run by Redis server time."""
+
+    def __init__(self, link: RedisLink, *, key_prefix: bytes, event_key: bytes, event_entries: int) -> None:
+        self._link = link
+        slot = key_prefix + b":{n}:"
+        self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
+        self._ordinals, self._events = slot + b"ordinals", event_key
+        self._event_entries = b"%d" % event_entries
+
+    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+        candidates = b"".join(_ORDINAL.pack(1 + secrets.randbelow((1 << 32) - 1)) for _ in range(_ORDINAL_CANDIDATES))
+        answer = await self._link.run(
+            _REGISTER,
+            [self._records, self._infos, self._loads, self._ordinals, self._events],
+            info.node_id,
+            b"%d" % info.incarnation,
+            b"%d" % last_incarnation,
+            b"%d" % lease_ttl_ms,
+            pack_info(info),
+            candidates,
+            self._event_entries,
+        )
+        if answer[0] == -1:
+            raise StaleIncarnation(f"incarnation {answer[1]} of this node is registered")
+        if answer[0] == -2:
+            raise StoreUnavailable("no free ordinal was found for the node; register again")
+        incarnation, ordinal, epoch = answer
+        return NodeGrant(incarnation=incarnation, ordinal=ordinal, announce_epoch=epoch)
+
+    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
+        keys = [self._records, self._loads]
+        arguments = (node_id, b"%d" % incarnation, b"%d" % lease_ttl_ms, pack_load(load))
+        _check_held(await self._link.run(_RENEW, keys, *arguments), incarnation)
+
+    async def end(self, node_id: bytes, incarnation: int) -> None:
+        keys = [self._records, self._infos, self._ordinals, self._events]
+        await self._link.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries)
+
+    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
+        answer = await self._link.run(_OPEN, [self._records], node_id, b"%d" % incarnation, b"%d" % announce_epoch)
+        if answer[0] == -2:
+            raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
+        _check_held(answer[0], incarnation)
+        return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=answer[1], number=answer[2])
+
+    async def snapshot(self) -> list[NodeRecord]:
+        time, *tables = await self._link.exchange(
+            [pack(b"TIME"), *(pack(b"HGETALL", key) for key in (self._records, self._infos, self._loads))]
+        )
+        now_us = _microseconds(checked(time))
+        records, infos, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
+        return [
+            _node_record(records[node_id], infos[node_id], loads.get(node_id), now_us)
+            for node_id in records
+            if node_id in infos
+        ]
+
+    async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
+        keys = [self._records, self._infos, self._loads, self._ordinals, self._events]
+        arguments = (node_id, b"%d" % incarnation, b"%d" % forget_after_ms, self._event_entries)
+        return bool(await self._link.run(_DECLARE, keys, *arguments))
+
+    def fence_commands(self, fence: StreamFence) -> list[bytes]:
+        """Commands whose replies `check_fence` judges; to be sent ahead of what the fence guards."""
+        return [pack(b"TIME"), pack(b"HGET", self._records, fence.node_id)]
+
+    def check_fence(self, fence: StreamFence, replies: Sequence[Reply]) -> None:
+        """Raise StaleIncarnation or LeaseLost unless the stream may change its node's entries."""
+        time, packed = replies
+        if packed is None:
+            raise LeaseLost(_LOST)
+        incarnation, _, _, number, lease_end_us, alive, _ = _RECORD.unpack(packed)
+        if incarnation > fence.incarnation:
+            raise StaleIncarnation(f"incarnation {incarnation} of this node is registered")
+        if incarnation != fence.incarnation or not alive or lease_end_us <= _microseconds(time):
+            raise LeaseLost(_LOST)
+        if number != fence.number:
+            raise LeaseLost("a later announce stream of this node has taken over")
+
+
+class RedisKeyspaceRegistry:
+    """KeyspaceRegistry over one hash of names a tenant and one by keyspace id, in one slot."""
+
+    def __init__(self, link: RedisLink, *, key_prefix: bytes) -> None:
+        self._link = link
+        self._slot = key_prefix + b":{k}:"
+        self._ids = self._slot + b"ids"
+
+    async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
+        name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
+        by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
+        created, bound = await self._link.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
+        return _bound(keyspace.tenant, name, bound), bool(created)
+
+    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
+        entry = await self._link.call(b"HGET", self._ids, keyspace_id)
+        if entry is None:
+            return None
+        tenant, name, encoding = entry.split(b"\0", 2)
+        return _bound(tenant.decode(), name, keyspace_id + encoding)
+
+    async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
+        flat = await self._link.call(b"HGETALL", self._names(tenant))
+        pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
+        return [_bound(tenant, name, meaning) for name, meaning in pairs]
+
+    def _names(self, tenant: str) -> bytes:
+        return self._slot + b"names:" + tenant.encode()
+
+
+def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
+    return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
+
+
+def _check_held(status: int, incarnation: int) -> None:
+    if status == -1:
+        raise StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
+    if status == 0:
+        raise LeaseLost(_LOST)
+
+
+def _node_record(packed: bytes, info: bytes, load: bytes | None, now_us: int) -> NodeRecord:
+    incarnation, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
+    return NodeRecord(
+        info=unpack_info(info, incarnation),
+        load=unpack_load(load),
+        ordinal=ordinal,
+        alive=bool(alive),
+        ended=bool(ended),
+        lease_remaining_ms=(lease_end_us - now_us) // 1000,
+    )
+
+
+def _microseconds(time: Reply) -> int:
+    return int(time[0]) * 1_000_000 + int(time[1])

@@ -1,0 +1,218 @@
+"""What every LocationStore promises."""
+
+import secrets
+
+import pytest
+from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool_index.core.entries import EVERY_SHARD, Operation, TierMasks, decode_value
+from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.ports import IndexStore, StreamFence
+from tests.contract.location_store.conftest import LEASE_MS, Harness
+
+GRID = (1 << 8) - 1
+KEYSPACE = bytes(range(16))
+LONG_MS = 60_000
+
+
+def staging(shards: int) -> TierMasks:
+    return (0, shards, 0)
+
+
+def change(
+    fence_ordinal: int,
+    chunk: bytes,
+    head: bytes,
+    *,
+    added: TierMasks = (0, 0, 0),
+    removed: TierMasks = (0, 0, 0),
+    grid: int = GRID,
+    keyspace: bytes = KEYSPACE,
+) -> ChunkOperation:
+    operation = Operation(ordinal=fence_ordinal, full_shards=grid, added=added, removed=removed)
+    return ChunkOperation(keyspace=keyspace, chunk_hash=chunk, group_head=head, operation=operation)
+
+
+async def open_stream(store: IndexStore, node_id: bytes | None = None, ttl_ms: int = LONG_MS) -> StreamFence:
+    info = NodeInfo(node_id=node_id or secrets.token_bytes(16), kind=NodeKind.PAGESTORE, endpoint="h:1")
+    grant = await store.nodes.register(info, last_incarnation=0, lease_ttl_ms=ttl_ms)
+    return await store.nodes.open_stream(info.node_id, grant.incarnation, grant.announce_epoch)
+
+
+async def value_of(store: IndexStore, chunk: bytes, head: bytes, keyspace: bytes = KEYSPACE) -> bytes | None:
+    (value,) = await store.locations.read(keyspace, [GroupRead(head, [chunk[:8]])])
+    return value
+
+
+async def shards_of(store: IndexStore, chunk: bytes, head: bytes) -> dict[int, TierMasks]:
+    return {entry.ordinal: entry.shards for entry in decode_value(await value_of(store, chunk, head))}
+
+
+async def test_reads_answer_in_order_across_groups(harness: Harness) -> None:
+    store = harness.store
+    fence = await open_stream(store)
+    heads = [secrets.token_bytes(16) for _ in range(3)]
+    chunks = [[secrets.token_bytes(16) for _ in range(16)] for _ in heads]
+    wanted = [(head, chunk) for head, group in zip(heads, chunks, strict=True) for chunk in group[::3]]
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(3)) for head, chunk in wanted])
+    reads = [GroupRead(head, [chunk[:8] for chunk in group]) for head, group in zip(heads, chunks, strict=True)]
+    values = await store.locations.read(KEYSPACE, reads)
+    assert [value is not None for value in values] == [number % 3 == 0 for _ in heads for number in range(16)]
+    assert len({value for value in values if value}) == 1, "equal locations are equal bytes"
+    assert await store.locations.read(secrets.token_bytes(16), reads) == [None] * 48
+
+
+async def test_shards_come_and_go_by_tier(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+
+    async def apply(added: TierMasks, removed: TierMasks) -> bytes:
+        (state,) = await store.locations.apply(
+            fence, [change(fence.ordinal, chunk, head, added=added, removed=removed)]
+        )
+        assert state.value == (await value_of(store, chunk, head) or b"")
+        return state.value
+
+    await apply(staging(0b0011), (0, 0, 0))
+    assert await shards_of(store, chunk, head) == {fence.ordinal: (0, 0b0011, 0)}
+    full = await apply((1 << 7, GRID ^ 0b0011, GRID), (0, 0, 0))
+    assert len(full) == 5 + 8, "only the partial tier has a bitmap"
+    (entry,) = decode_value(full)
+    assert (entry.shards[0], entry.shards[1] & GRID, entry.shards[2] & GRID) == (1 << 7, GRID, GRID)
+    await apply((0, 0, 0), (GRID, 0b1, 0))
+    assert (await shards_of(store, chunk, head))[fence.ordinal][:2] == (0, GRID ^ 0b1)
+    assert await apply((0, 0b1, 0), (0, GRID, GRID)) == b"", "a bit in both is removed"
+    assert await value_of(store, chunk, head) is None
+
+
+async def test_all_64_shards_are_told_apart(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+    grid, top = (1 << 64) - 1, 1 << 63
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(top | 1), grid=grid)])
+    assert await shards_of(store, chunk, head) == {fence.ordinal: (0, top | 1, 0)}
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(grid), grid=grid)])
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, removed=staging(top), grid=grid)])
+    assert await shards_of(store, chunk, head) == {fence.ordinal: (0, grid ^ top, 0)}
+
+
+async def test_an_unknown_grid_keeps_plain_bitmaps(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(GRID), grid=0)])
+    assert await shards_of(store, chunk, head) == {fence.ordinal: (0, GRID, 0)}
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, removed=staging(1), grid=0)])
+    assert await shards_of(store, chunk, head) == {fence.ordinal: (0, GRID ^ 1, 0)}
+
+
+async def test_nodes_do_not_disturb_each_other(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fences = [await open_stream(store) for _ in range(5)]
+    for number, fence in enumerate(fences):
+        await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(1 << number))])
+    expected = {fence.ordinal: staging(1 << number) for number, fence in enumerate(fences)}
+    assert await shards_of(store, chunk, head) == expected
+    assert list(await shards_of(store, chunk, head)) == sorted(expected), "entries are ordered, so that they compare"
+    gone = fences[2]
+    await store.locations.apply(gone, [change(gone.ordinal, chunk, head, removed=EVERY_SHARD)])
+    del expected[gone.ordinal]
+    assert await shards_of(store, chunk, head) == expected
+
+
+async def test_a_value_names_a_bounded_number_of_nodes(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    operations = [change(ordinal, chunk, head, added=staging(GRID)) for ordinal in range(1, 70)]
+    await store.locations.remove(operations)
+    assert len(await shards_of(store, chunk, head)) == 64
+
+
+async def test_batches_are_idempotent_and_versions_grow(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+    add = [change(fence.ordinal, chunk, head, added=staging(0b11))]
+    drop = [change(fence.ordinal, chunk, head, removed=staging(0b11))]
+    (first,) = await store.locations.apply(fence, add)
+    (again,) = await store.locations.apply(fence, add)
+    assert again == first
+    (gone,) = await store.locations.apply(fence, drop)
+    assert gone.value == b"" and gone.version > first.version
+    (back,) = await store.locations.apply(fence, add)
+    assert back.version > gone.version, "also over a time in which nobody had the chunk"
+
+
+async def test_a_later_stream_fences_an_earlier_one(harness: Harness) -> None:
+    store, chunk, other, head = harness.store, *(secrets.token_bytes(16) for _ in range(3))
+    node_id = secrets.token_bytes(16)
+    early = await open_stream(store, node_id)
+    late = await store.nodes.open_stream(node_id, early.incarnation, (1 << 52))
+    assert late.ordinal == early.ordinal and late.number > early.number
+    await store.locations.apply(late, [change(late.ordinal, chunk, head, removed=staging(GRID))])
+    with pytest.raises(LeaseLost):
+        await store.locations.apply(early, [change(early.ordinal, chunk, head, added=staging(GRID))])
+    with pytest.raises(LeaseLost):
+        await store.locations.apply(early, [change(early.ordinal, other, head, added=staging(GRID))])
+    assert await value_of(store, chunk, head) is None, "the group remembers the later stream, even when it is empty"
+    assert await value_of(store, other, head) is None
+
+
+async def test_a_newer_process_and_an_ended_lease_stop_a_stream(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    node_id = secrets.token_bytes(16)
+    old = await open_stream(store, node_id)
+    await open_stream(store, node_id, LEASE_MS)
+    with pytest.raises(StaleIncarnation):
+        await store.locations.apply(old, [change(old.ordinal, chunk, head, added=staging(1))])
+    short = await open_stream(store, secrets.token_bytes(16), LEASE_MS)
+    await harness.store.nodes.end(old.node_id, old.incarnation)
+    await store.nodes.end(short.node_id, short.incarnation)
+    with pytest.raises(LeaseLost):
+        await store.locations.apply(short, [change(short.ordinal, chunk, head, added=staging(1))])
+
+
+async def test_a_stream_outlives_no_lease(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store, ttl_ms=LEASE_MS)
+    await harness.let_leases_end()
+    with pytest.raises(LeaseLost):
+        await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(1))])
+
+
+async def test_remove_tells_what_was_there(harness: Harness) -> None:
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(0b11))])
+    stale = [
+        change(fence.ordinal, chunk, head, removed=staging(0b01)),
+        change(fence.ordinal, chunk, head, removed=staging(0b100)),
+        change(fence.ordinal ^ 1, chunk, head, removed=EVERY_SHARD),
+        change(fence.ordinal, secrets.token_bytes(16), head, removed=EVERY_SHARD),
+    ]
+    states = await store.locations.remove(stale)
+    assert [state is not None for state in states] == [True, False, False, False]
+    assert await shards_of(store, chunk, head) == {fence.ordinal: staging(0b10)}
+    (state,) = await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(0b01))])
+    assert decode_value(state.value)[0].shards == staging(0b11), "the stream itself is not fenced by a stale report"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_drop_forgets_one_keyspace(harness: Harness, whole: bool) -> None:
+    store = harness.store
+    # Bytes that mean something in a pattern of SCAN.
+    dropped, kept = b"*?[]\\^-" + secrets.token_bytes(9), b"*?[]\\^-" + secrets.token_bytes(9)
+    mine, other = await open_stream(store), await open_stream(store)
+    places = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(40)]
+    for fence in (mine, other):
+        for keyspace in (dropped, kept):
+            operations = [
+                change(fence.ordinal, chunk, head, added=(GRID, GRID, 0b1), keyspace=keyspace) for chunk, head in places
+            ]
+            await store.locations.apply(fence, operations)
+    states = [state async for step in store.locations.drop(dropped, None if whole else mine.ordinal) for state in step]
+    assert {state.group_head for state in states} == {head for _, head in places} and len(states) == len(places)
+    assert {state.chunk_hash[:8] for state in states} == {chunk[:8] for chunk, _ in places}
+    for chunk, head in places:
+        left = decode_value(await value_of(store, chunk, head, dropped))
+        assert [entry.ordinal for entry in left] == ([] if whole else [other.ordinal])
+        assert len(decode_value(await value_of(store, chunk, head, kept))) == 2
+    again = [state async for step in store.locations.drop(dropped, None if whole else mine.ordinal) for state in step]
+    assert again == []

@@ -1,0 +1,195 @@
+"""What every NodeDirectory and KeyspaceRegistry promises."""
+
+import asyncio
+import secrets
+from dataclasses import replace
+
+import pytest
+from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
+from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool_index.core.events import ORIGIN, NodeState, unpack_node
+from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.ports import BoundKeyspace, IndexStore, NodeGrant
+from tests.contract.location_store.conftest import LEASE_MS, Harness
+
+LONG_MS = 60_000
+FOREVER_MS = 10**9
+
+
+def new_node() -> NodeInfo:
+    return NodeInfo(
+        node_id=secrets.token_bytes(16),
+        kind=NodeKind.PAGESTORE,
+        host_id="host é",
+        endpoint="host:1",
+        bulk_endpoint="host:2",
+        local_socket="/s",
+        capacity_bytes=1 << 40,
+        metrics_url="http://host:3/metrics",
+        draining=True,
+    )
+
+
+async def register(store: IndexStore, info: NodeInfo, *, last_incarnation: int = 0, ttl_ms: int = LONG_MS) -> NodeGrant:
+    return await store.nodes.register(info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms)
+
+
+async def record_of(store: IndexStore, node_id: bytes) -> NodeRecord | None:
+    return next((record for record in await store.nodes.snapshot() if record.info.node_id == node_id), None)
+
+
+async def node_events(store: IndexStore, node_id: bytes) -> list[NodeState]:
+    entries = await store.events.read(store.events.stream_count - 1, ORIGIN, limit=1000, wait_s=0)
+    states = [unpack_node(entry.payload) for entry in entries]
+    return [state for state in states if state.info.node_id == node_id]
+
+
+async def test_a_registration_is_seen_whole(harness: Harness) -> None:
+    info = new_node()
+    grant = await register(harness.store, info)
+    record = await record_of(harness.peer, info.node_id)
+    assert record is not None
+    assert record.info == replace(info, incarnation=grant.incarnation)
+    assert (record.ordinal, record.alive, record.ended, record.load) == (grant.ordinal, True, False, NodeLoad())
+    assert LONG_MS - 5000 < record.lease_remaining_ms <= LONG_MS
+
+
+async def test_incarnations_grow_past_everything_known(harness: Harness) -> None:
+    info = new_node()
+    first = await register(harness.store, info)
+    assert first.incarnation > 10**15 - 1, "at least the store's time in microseconds"
+    second = await register(harness.peer, info)
+    assert second.incarnation > first.incarnation and second.ordinal != first.ordinal
+    far = second.incarnation + 10**9
+    third = await register(harness.store, info, last_incarnation=far)
+    assert third.incarnation == far + 1
+    assert (await register(harness.store, info)).incarnation == far + 2
+
+
+async def test_the_same_incarnation_keeps_its_ordinal(harness: Harness) -> None:
+    info = new_node()
+    first = await register(harness.store, info, ttl_ms=LEASE_MS)
+    await harness.let_leases_end()
+    again = await register(harness.peer, replace(info, incarnation=first.incarnation))
+    assert (again.incarnation, again.ordinal) == (first.incarnation, first.ordinal)
+    assert again.announce_epoch > first.announce_epoch
+    with pytest.raises(StaleIncarnation):
+        await register(harness.store, replace(info, incarnation=first.incarnation - 1))
+
+
+async def test_an_incarnation_unknown_to_the_store_is_granted_again(harness: Harness) -> None:
+    """The store was wiped, or rolled back to an older incarnation."""
+    info = new_node()
+    wiped = await register(harness.store, replace(info, incarnation=12345))
+    assert wiped.incarnation == 12345
+    newer = await register(harness.store, replace(info, incarnation=23456))
+    assert newer.incarnation == 23456 and newer.ordinal != wiped.ordinal
+
+
+async def test_renewal(harness: Harness) -> None:
+    info, load = new_node(), NodeLoad(arena_capacity_bytes=5, disk_used_bytes=1 << 45, page_count=7)
+    grant = await register(harness.store, info, ttl_ms=LEASE_MS)
+    await harness.peer.nodes.renew(info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
+    record = await record_of(harness.store, info.node_id)
+    assert record is not None and record.load == load and record.lease_remaining_ms > LONG_MS - 5000
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.renew(info.node_id, grant.incarnation + 1, load, lease_ttl_ms=LONG_MS)
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.renew(secrets.token_bytes(16), grant.incarnation, load, lease_ttl_ms=LONG_MS)
+    newer = await register(harness.store, info, ttl_ms=LEASE_MS)
+    with pytest.raises(StaleIncarnation):
+        await harness.store.nodes.renew(info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
+    await harness.let_leases_end()
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.renew(info.node_id, newer.incarnation, load, lease_ttl_ms=LONG_MS)
+
+
+async def test_end_is_final_and_idempotent(harness: Harness) -> None:
+    info = new_node()
+    grant = await register(harness.store, info)
+    await harness.store.nodes.end(info.node_id, grant.incarnation - 1)
+    record = await record_of(harness.store, info.node_id)
+    assert record is not None and record.alive, "another incarnation's end does not touch the lease"
+    await harness.store.nodes.end(info.node_id, grant.incarnation)
+    await harness.peer.nodes.end(info.node_id, grant.incarnation)
+    await harness.peer.nodes.end(secrets.token_bytes(16), 1)
+    record = await record_of(harness.store, info.node_id)
+    assert record is not None and not record.alive and record.ended and record.lease_remaining_ms <= 0
+    events = await node_events(harness.store, info.node_id)
+    assert [event.alive for event in events] == [True, False]
+    assert events[-1].info == replace(info, incarnation=grant.incarnation)
+    assert (await register(harness.store, info)).ordinal != grant.ordinal
+
+
+async def test_death_is_declared_once_among_replicas(harness: Harness) -> None:
+    info = new_node()
+    grant = await register(harness.store, info, ttl_ms=LEASE_MS)
+
+    def declare(store: IndexStore, forget_after_ms: int = FOREVER_MS) -> asyncio.Future[bool]:
+        call = store.nodes.declare_dead(info.node_id, grant.incarnation, forget_after_ms=forget_after_ms)
+        return asyncio.ensure_future(call)
+
+    assert not await declare(harness.store), "its lease runs"
+    await harness.let_leases_end()
+    stores = [harness.store, harness.peer] * 4
+    assert sorted(await asyncio.gather(*map(declare, stores))) == [False] * 7 + [True]
+    assert [event.alive for event in await node_events(harness.store, info.node_id)] == [True, False]
+    record = await record_of(harness.store, info.node_id)
+    assert record is not None and not record.alive and not record.ended, "this incarnation may still come back"
+    assert not await declare(harness.store, 0)
+    assert await record_of(harness.store, info.node_id) is None, "forgotten when it is gone for long"
+    assert not await declare(harness.store, 0)
+
+
+async def test_announce_streams_follow_the_epoch(harness: Harness) -> None:
+    info = new_node()
+    first = await register(harness.store, info, ttl_ms=LEASE_MS)
+    early = await harness.store.nodes.open_stream(info.node_id, first.incarnation, first.announce_epoch)
+    late = await harness.peer.nodes.open_stream(info.node_id, first.incarnation, first.announce_epoch)
+    assert late.number > early.number > 0
+    second = await register(harness.store, replace(info, incarnation=first.incarnation), ttl_ms=LEASE_MS)
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.open_stream(info.node_id, first.incarnation, first.announce_epoch)
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.open_stream(secrets.token_bytes(16), first.incarnation, first.announce_epoch)
+    await harness.let_leases_end()
+    with pytest.raises(LeaseLost):
+        await harness.store.nodes.open_stream(info.node_id, first.incarnation, second.announce_epoch)
+    await register(harness.store, info)
+    with pytest.raises(StaleIncarnation):
+        await harness.store.nodes.open_stream(info.node_id, first.incarnation, second.announce_epoch)
+
+
+def keyspace(tenant: str, name: str, content: bytes) -> BoundKeyspace:
+    return BoundKeyspace(tenant=tenant, name=name, keyspace_id=(content * 16)[:16], encoding=content + b"\0\xff")
+
+
+async def test_names_are_bound_once_per_tenant(harness: Harness) -> None:
+    registry, peer = harness.store.keyspaces, harness.peer.keyspaces
+    mine = keyspace("a", "m/1:x", b"one")
+    assert await registry.bind(mine) == (mine, True)
+    assert await peer.bind(replace(mine)) == (mine, False)
+    other = keyspace("a", "m/1:x", b"two")
+    assert await peer.bind(other) == (mine, False)
+    assert await registry.by_id(other.keyspace_id) is None, "a refused binding leaves no trace"
+    theirs = keyspace("b", "m/1:x", b"two")
+    assert await registry.bind(theirs) == (theirs, True)
+    assert await peer.by_id(mine.keyspace_id) == mine
+    assert await peer.by_id(theirs.keyspace_id) == theirs
+
+
+async def test_keyspaces_are_listed_by_name(harness: Harness) -> None:
+    names = ["z", "a", "m.2", "m-1"]
+    for number, name in enumerate(names):
+        await harness.store.keyspaces.bind(keyspace("a", name, b"k%d" % number))
+    await harness.store.keyspaces.bind(keyspace("b", "b", b"other"))
+    assert [bound.name for bound in await harness.peer.keyspaces.of_tenant("a")] == sorted(names)
+    assert [bound.name for bound in await harness.peer.keyspaces.of_tenant("b")] == ["b"]
+    assert await harness.peer.keyspaces.of_tenant("c") == []
+
+
+async def test_two_names_may_mean_the_same(harness: Harness) -> None:
+    one, two = keyspace("a", "one", b"same"), keyspace("a", "two", b"same")
+    await harness.store.keyspaces.bind(one)
+    assert await harness.store.keyspaces.bind(two) == (two, True)
+    assert await harness.store.keyspaces.by_id(one.keyspace_id) == one
