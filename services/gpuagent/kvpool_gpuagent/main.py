@@ -19,12 +19,12 @@ from kvpool.core.errors import StartupFailed
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
+from kvpool_gpuagent.adapters.pools import ConfiguredPools
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.identity import DataDirectory, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.pools import pool_factory
 from kvpool_gpuagent.servicer import GpuAgentServicer
 from kvpool_gpuagent.workers import Workers
 from kvpool_server.config import describe, load_config
@@ -69,13 +69,17 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
     directory = DataDirectory(config.data_dir)
     clock, registry = SystemClock(), new_registry()
     workers = Workers(config.copy_threads)
-    client = IndexClient(ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id))
+    client_config = ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id)
+    client = IndexClient(client_config)
+    pools = ConfiguredPools(
+        client, client_config, pagestore_socket=config.pagestore_socket, bounce_bytes=config.bounce_bytes
+    )
     engine = GpuAgentEngine(
         config,
         clock,
         CpuDevice(),
         GrpcIndex(client, config.index_timeout_ms / 1e3),
-        pool_factory(config, client),
+        pools,
         workers,
         AgentMetrics(registry),
     )
@@ -123,6 +127,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         descriptors.close()
         stop_metrics()
         await asyncio.to_thread(workers.close)
+        await asyncio.to_thread(pools.close)
         directory.close()
 
 
