@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from blake3 import blake3
-
 import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.errors import StartupFailed
@@ -15,6 +13,7 @@ from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
+from kvpool_index.core.tenants import secret_from_file_content
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
@@ -39,7 +38,6 @@ from kvpool_server.tasks import BackgroundTasks
 _log = logging.getLogger(__name__)
 
 _SERVICE_NAME = index_pb2.DESCRIPTOR.services_by_name["IndexService"].full_name
-_MIN_SECRET_BYTES = 32
 
 
 def main() -> int:
@@ -74,20 +72,9 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         secret_of=_tenant_secrets(config),
         version=kvpool.__version__,
     )
-    server = ControlServer(
-        interceptors=aio_interceptors(
-            metrics=RequestMetrics("index", registry),
-            authenticator=DefaultTenantAuthenticator(config.tenant),
-            deadlines=DeadlinePolicy(),
-        ),
-        service_names=[_SERVICE_NAME],
-    )
-    index_pb2_grpc.add_IndexServiceServicer_to_server(
-        IndexServicer(engine, lambda: current_identity().tenant), server.grpc
-    )
-    port = server.listen_tcp(listen)
+    server = _server(engine, config, RequestMetrics("index", registry))
+    endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen)))
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    endpoint = str(TcpAddress(listen.host, port))
     metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
     try:
         async with BackgroundTasks(on_fatal=stop.fail) as tasks:
@@ -104,6 +91,20 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         await engine.close()
         await store.close()
         stop_metrics()
+
+
+def _server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetrics) -> ControlServer:
+    server = ControlServer(
+        interceptors=aio_interceptors(
+            metrics=metrics,
+            authenticator=DefaultTenantAuthenticator(config.tenant),
+            deadlines=DeadlinePolicy(),
+        ),
+        service_names=[_SERVICE_NAME],
+    )
+    servicer = IndexServicer(engine, lambda: current_identity().tenant)
+    index_pb2_grpc.add_IndexServiceServicer_to_server(servicer, server.grpc)
+    return server
 
 
 def _open_store(config: IndexConfig) -> IndexStore:
@@ -137,14 +138,11 @@ def _read_secret(path: Path | None) -> bytes:
         _log.warning("no tenant_secret_file: chunk hashes are keyed with a published constant, which protects nothing")
         return PUBLISHED_TENANT_SECRET
     try:
-        content = path.read_bytes()
+        return secret_from_file_content(path.read_bytes())
     except OSError as error:
         raise StartupFailed(f"cannot read tenant_secret_file {path}: {error.strerror}") from error
-    if len(content) < _MIN_SECRET_BYTES:
-        raise StartupFailed(
-            f"tenant_secret_file {path} has {len(content)} bytes; at least {_MIN_SECRET_BYTES} are needed"
-        )
-    return content if len(content) == _MIN_SECRET_BYTES else blake3(content).digest()
+    except ValueError as error:
+        raise StartupFailed(f"tenant_secret_file {path} cannot be used: {error}") from error
 
 
 def _address(name: str, text: str) -> TcpAddress:

@@ -11,6 +11,10 @@ class IndexMetrics:
     """All metrics of one index process, in the registry that is handed in."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._add_reads(registry)
+        self._add_changes(registry)
+
+    def _add_reads(self, registry: CollectorRegistry) -> None:
         self.match_duration = Histogram(
             "kvpool_index_match_duration_seconds",
             "Time to answer one match in the engine, the store's round trip included.",
@@ -32,6 +36,11 @@ class IndexMetrics:
             registry=registry,
         )
         self.store_up = Gauge("kvpool_index_store_up", "1 if the store answered when last asked.", registry=registry)
+        # Counting is on the path of every match, so that the children are looked up once.
+        self.store_duration_read = self.store_duration.labels("read")
+        self.matched_by_tier = {tier: self.chunks_matched.labels(tier) for tier in ("staging", "disk", "gpu")}
+
+    def _add_changes(self, registry: CollectorRegistry) -> None:
         self.announce_batches = Counter(
             "kvpool_index_announce_batches", "Announce batches that the store has.", registry=registry
         )
@@ -57,9 +66,6 @@ class IndexMetrics:
         self.dead_removed = Counter(
             "kvpool_index_dead_locations_removed", "Chunks cleaned of nodes that are gone for good.", registry=registry
         )
-        # Counting is on the path of every match, so that the children are looked up once.
-        self.store_duration_read = self.store_duration.labels("read")
-        self.matched_by_tier = {tier: self.chunks_matched.labels(tier) for tier in ("staging", "disk", "gpu")}
         for event in ("registered", "ended", "died"):
             self.node_events.labels(event)
         for result in ("removed", "absent"):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
+
 from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
@@ -41,11 +42,12 @@ async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
         RedisIndexStore(server.url, key_prefix=prefix, chunk_stream_count=2, stream_entries=8) for _ in range(2)
     )
 
-    async def wait() -> None:
-        async def all_ended() -> bool:
-            return all(record.lease_remaining_ms <= 0 for record in await first.nodes.snapshot())
+    async def all_ended() -> bool:
+        return all(record.lease_remaining_ms <= 0 for record in await first.nodes.snapshot())
 
-        await eventually(all_ended, message="leases do not end")
+    async def wait() -> None:
+        ended: bool = await eventually(all_ended, message="leases do not end")
+        assert ended
 
     yield Harness(first, second, wait)
     await first.close()

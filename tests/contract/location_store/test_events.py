@@ -33,7 +33,7 @@ async def test_a_reader_waits_for_the_next_entry(harness: Harness) -> None:
     while not reading.done():
         await asyncio.sleep(0)
         await harness.peer.events.append([(1, b"new")])
-    assert [entry.payload for entry in await reading][0] == b"new"
+    assert next(entry.payload for entry in await reading) == b"new"
 
 
 async def test_waiting_outlasts_the_timeout_of_calls(harness: Harness) -> None:

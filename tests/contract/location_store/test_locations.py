@@ -3,6 +3,7 @@
 import secrets
 
 import pytest
+
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import LeaseLost, StaleIncarnation
 from kvpool_index.core.entries import EVERY_SHARD, Operation, TierMasks, decode_value

@@ -5,6 +5,7 @@ import secrets
 from dataclasses import replace
 
 import pytest
+
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import LeaseLost, StaleIncarnation
 from kvpool_index.core.events import ORIGIN, NodeState, unpack_node
