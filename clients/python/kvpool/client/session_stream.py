@@ -46,10 +46,13 @@ class SessionStream(Generic[RequestT, ResponseT]):
         config: ClientConfig,
         *,
         name: str,
+        numbers_all: bool = False,
         on_broken: Callable[[KvPoolError], None] | None = None,
     ) -> None:
+        """numbers_all: heartbeats and `close` have request ids too."""
         self._channel = channel
         self._config = config
+        self._numbers_all = numbers_all
         self._name = name
         self._stream: RequestStream[RequestT, ResponseT] = RequestStream(
             call,
@@ -113,14 +116,18 @@ class SessionStream(Generic[RequestT, ResponseT]):
         if self._stream.failure is not None:
             return
         message.request_id = self._stream.next_id()
+        self._send_or_fail(message)
+
+    def _send_or_fail(self, message: RequestT) -> None:
         try:
             self._stream.send(message)
         except KvPoolError as error:  # the queue is full: a session that loses what was given back must end
             self._stream.fail(ServiceUnavailable(f"{self._name} is stuck: {error.message}"))
 
-    def send(self, message: RequestT) -> None:
-        """Send a message that has no answer of its own. raises: what broke the session."""
-        self._stream.send(message)
+    def send_soon(self, message: RequestT) -> None:
+        """Send a message as it is that has no answer of its own; nothing happens on a broken session."""
+        if self._stream.failure is None:
+            self._send_or_fail(message)
 
     def start_heartbeats(self, message: RequestT, interval_ms: int) -> None:
         """Show that we live, and end the session when the peer does not."""
@@ -135,11 +142,18 @@ class SessionStream(Generic[RequestT, ResponseT]):
             if silent_s > _SILENT_INTERVALS * interval_s:
                 self._stream.fail(ServiceUnavailable(f"{self._name}: nothing was heard for {silent_s:.1f} s"))
             else:
-                self.give_back_soon(message)
+                self._send_numbered(message)
+
+    def _send_numbered(self, message: RequestT) -> None:
+        if self._numbers_all:
+            message.request_id = self._stream.next_id()
+        self.send_soon(message)
 
     async def finish(self, last: RequestT) -> bool:
         """Send a last message, wait for the end, close the channel; False if the peer did not confirm."""
         await self._stop_heart()
+        if self._numbers_all:
+            last.request_id = self._stream.next_id()
         ended_well = await self._stream.finish(last, self._config.call_timeout_s)
         await self._channel.close()
         return ended_well

@@ -1,0 +1,176 @@
+"""What an engine asks of its agent and what it is answered, as plain values, and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvpool.core.errors import KvPoolError
+from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, item_error_from_proto
+from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
+
+
+class EngineSource(IntEnum):
+    """Where a chunk would be loaded from. The numbers are those of the wire."""
+
+    STAGING = 1
+    DISK = 2
+    REMOTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMatchRun:
+    """Consecutive chunks with equal best source. estimated_load_ms: 0 if nothing was measured yet."""
+
+    chunk_count: int
+    source: EngineSource
+    estimated_load_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMatch:
+    """The longest prefix. matched_chunks: those the engine held included; runs: of the chunks after them."""
+
+    matched_chunks: int
+    runs: tuple[EngineMatchRun, ...] = ()
+
+    @property
+    def estimated_load_ms(self) -> float:
+        """Of all runs; 0 if nothing was measured yet."""
+        return sum(run.estimated_load_ms for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long and how eagerly pages are kept; see the proto message."""
+
+    ttl_ms: int = 0
+    priority: int = 0
+    pinned_until_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBlocks:
+    """One chunk and the engine's blocks of it. skip_tokens: a load leaves so many leading tokens untouched."""
+
+    chunk_hash: bytes
+    block_ids: BlockIds
+    skip_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSpan:
+    """Consecutive chunks of one chain."""
+
+    chunks: tuple[ChunkBlocks, ...]
+    first_chunk_index: int
+    parent_hash: bytes
+    group_head_hashes: tuple[bytes, ...]
+    chain_head_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TierTokens:
+    """Where tokens came from."""
+
+    staging: int = 0
+    disk: int = 0
+    remote: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.staging + self.disk + self.remote
+
+    def __add__(self, other: TierTokens) -> TierTokens:
+        return TierTokens(self.staging + other.staging, self.disk + other.disk, self.remote + other.remote)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """End of a load. failed: positions of chunks that are not usable; error: why the first of them is not."""
+
+    loaded_chunks: int
+    failed: tuple[int, ...] = ()
+    error: KvPoolError | None = None
+    tokens: TierTokens = TierTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOutcome:
+    """End of a store. failed: error by position."""
+
+    stored_chunks: int
+    deduplicated_chunks: int
+    failed: dict[int, KvPoolError] = field(default_factory=dict)
+
+
+def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
+    """raises: InvalidRequest for an unknown source."""
+    return EngineMatch(
+        message.matched_chunks,
+        tuple(
+            EngineMatchRun(run.chunk_count, enum_from_proto(run.source, EngineSource, "source"), run.estimated_load_ms)
+            for run in message.runs
+        ),
+    )
+
+
+def store_to_proto(span: ChunkSpan, retention: Retention | None) -> gpuagent_pb2.EngineStoreRequest:
+    """A store of consecutive chunks."""
+    kept = None
+    if retention is not None:
+        kept = common_pb2.Retention(
+            ttl_ms=retention.ttl_ms, priority=retention.priority, pinned_until_us=retention.pinned_until_us
+        )
+    return gpuagent_pb2.EngineStoreRequest(
+        chunks=[
+            gpuagent_pb2.StoreChunk(chunk_hash=chunk.chunk_hash, block_ids=block_ids_to_bytes(chunk.block_ids))
+            for chunk in span.chunks
+        ],
+        first_chunk_index=span.first_chunk_index,
+        parent_hash=span.parent_hash,
+        group_head_hashes=hashes_to_bytes(span.group_head_hashes),
+        retention=kept,
+        chain_head_hash=span.chain_head_hash,
+    )
+
+
+def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutcome:
+    """End of a store."""
+    errors: Sequence[KvPoolError] = [item_error_from_proto(error) for error in message.errors]
+    missing = len(message.failed_chunks) - len(errors)
+    errors = [*errors, *[KvPoolError("the agent did not say why")] * missing]
+    return StoreOutcome(
+        message.stored_chunks, message.deduplicated_chunks, dict(zip(message.failed_chunks, errors, strict=False))
+    )
+
+
+def load_to_proto(span: ChunkSpan, wait_ms: int) -> gpuagent_pb2.EngineLoadRequest:
+    """A load of consecutive chunks."""
+    return gpuagent_pb2.EngineLoadRequest(
+        chunks=[
+            gpuagent_pb2.LoadChunk(
+                chunk_hash=chunk.chunk_hash,
+                block_ids=block_ids_to_bytes(chunk.block_ids),
+                skip_tokens=chunk.skip_tokens,
+            )
+            for chunk in span.chunks
+        ],
+        first_chunk_index=span.first_chunk_index,
+        parent_hash=span.parent_hash,
+        group_head_hashes=hashes_to_bytes(span.group_head_hashes),
+        wait_ms=wait_ms,
+    )
+
+
+def load_outcome_from_proto(message: gpuagent_pb2.EngineLoadDone) -> LoadOutcome:
+    """End of a load."""
+    return LoadOutcome(
+        loaded_chunks=message.loaded_chunks,
+        failed=tuple(message.failed_chunks),
+        error=item_error_from_proto(message.error) if message.HasField("error") else None,
+        tokens=TierTokens(message.tokens.staging, message.tokens.disk, message.tokens.remote),
+    )

@@ -1,0 +1,79 @@
+"""How an engine rank registers with its agent."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.core.errors import KvPoolError
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout
+from kvpool.v1 import gpuagent_pb2
+from kvpool.wire.convert import item_error_from_proto
+from kvpool.wire.convert_engine import layout_to_proto
+from kvpool.wire.convert_keyspace import spec_to_proto
+
+
+class OfferFd(Protocol):
+    """kvpool.client.fds.offer_fd, or a stand-in."""
+
+    def __call__(self, path: str, token: bytes, number: int, size_bytes: int, fd: int, *, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """How an engine rank registers. regions: the memory of layout.handle_sizes, in order."""
+
+    endpoint: str  # of the agent, usually "unix:/path"
+    engine_name: str
+    keyspace_name: str
+    spec: KeyspaceSpec
+    layout: EngineLayout
+    regions: tuple[SharedMemoryRegion, ...]
+    load_only: bool = False
+    layers_per_progress: int = 0  # 0: one report per layer group of the grid
+    previous_session_id: bytes = b""
+
+
+class Registration:
+    """The two answers of `register`. Implements stream.Reply."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.registered: asyncio.Future[gpuagent_pb2.EngineRegistered] = loop.create_future()
+        self.ready: asyncio.Future[gpuagent_pb2.EngineReady] = loop.create_future()
+        for future in (self.registered, self.ready):
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def deliver(self, response: gpuagent_pb2.EngineResponse) -> bool:
+        if response.HasField("error"):
+            self.fail(item_error_from_proto(response.error))
+        elif response.HasField("registered") and not self.registered.done():
+            self.registered.set_result(response.registered)
+        elif response.HasField("ready") and not self.ready.done():
+            self.ready.set_result(response.ready)
+        return self.ready.done()
+
+    def fail(self, error: KvPoolError) -> None:
+        for future in (self.registered, self.ready):
+            if not future.done():
+                future.set_exception(error)
+
+
+def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
+    """The first message of a session."""
+    return gpuagent_pb2.EngineRegister(
+        engine_name=plan.engine_name[:128],
+        keyspace_name=plan.keyspace_name,
+        spec=spec_to_proto(plan.spec),
+        handles=[
+            gpuagent_pb2.MemoryHandle(size_bytes=region.size_bytes, shared_memory=gpuagent_pb2.SharedMemoryHandle())
+            for region in plan.regions
+        ],
+        layout=layout_to_proto(plan.layout),
+        load_only=plan.load_only,
+        layers_per_progress=plan.layers_per_progress,
+        previous_session_id=plan.previous_session_id,
+    )

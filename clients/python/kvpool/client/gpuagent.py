@@ -1,0 +1,260 @@
+"""An engine rank's session with its agent: match, store, load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvpool.client.channel import open_channel
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_items import (
+    ChunkSpan,
+    EngineMatch,
+    Retention,
+    load_to_proto,
+    match_from_proto,
+    store_to_proto,
+)
+from kvpool.client.engine_registration import EnginePlan, OfferFd, Registration, register_to_proto
+from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.fds import offer_fd
+from kvpool.client.retry import Backoff
+from kvpool.client.session_stream import SessionStream
+from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.v1 import gpuagent_pb2
+from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
+from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
+from kvpool.wire.convert_keyspace import grid_from_proto
+
+if TYPE_CHECKING:
+    from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
+
+_Request = gpuagent_pb2.EngineRequest
+_Response = gpuagent_pb2.EngineResponse
+_RELEASE_POLL_MAX_S = 0.5
+
+
+class EngineSession:
+    """One session from `register` to `close` or to its break. Belongs to one event loop.
+
+    When it breaks, every pending and later call raises at once, but blocks stay held (`released` is not set) until the
+    agent's mapping of the engine's memory is gone: the agent has let go of it, or its process has ended. A successor
+    made by `reopen` ends the holds too, because the agent answers only after all work of the old session has ended.
+    """
+
+    def __init__(self, plan: EnginePlan, config: ClientConfig, offer: OfferFd) -> None:
+        """Use `open`."""
+        self._plan = plan
+        self._config = config
+        self._offer = offer
+        self._holds: set[StoreHandle | LoadHandle] = set()
+        self._releasing: asyncio.Task[None] | None = None
+        self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
+        self._registered = gpuagent_pb2.EngineRegistered()
+        self._ready = gpuagent_pb2.EngineReady()
+        self._grid = ShardGrid.of(plan.spec)
+        channel = open_channel(plan.endpoint, config)
+        stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
+        call = stub.EngineSession(metadata=config.metadata)
+        self._stream: SessionStream[_Request, _Response] = SessionStream(
+            channel, call, config, name="engine session", numbers_all=True, on_broken=self._on_broken
+        )
+
+    @classmethod
+    async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> EngineSession:
+        """Register and lend the engine's memory. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported,
+        InvalidRequest, NotServed, ServiceUnavailable, DeadlineExceeded."""
+        sizes = tuple(region.size_bytes for region in plan.regions)
+        if sizes != plan.layout.handle_sizes:
+            raise InvalidRequest(f"regions have {sizes} bytes, the layout's handles {plan.layout.handle_sizes}")
+        session = cls(plan, config, offer)
+        try:
+            async with asyncio.timeout(config.connect_timeout_s):
+                await session._register()
+        except BaseException as error:
+            await session._stream.abort("the engine was not registered")
+            await session._stop_watching()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    f"agent {plan.endpoint} did not register this engine within {config.connect_timeout_s:g} s"
+                ) from None
+            raise
+        return session
+
+    async def _register(self) -> None:
+        registration = Registration()
+        await self._stream.submit(_Request(register=register_to_proto(self._plan)), registration)
+        registered = self._registered = await registration.registered
+        check_id(registered.session_id, "session_id")
+        check_length(registered.hash_key, 32, "hash_key")
+        self._grid = grid_from_proto(registered.grid, self._plan.spec)
+        heartbeat = _Request(heartbeat=gpuagent_pb2.EngineHeartbeat())
+        self._stream.start_heartbeats(heartbeat, registered.heartbeat_interval_ms)
+        for number, region in enumerate(self._plan.regions):
+            await asyncio.to_thread(self._lend, region, number)
+        self._ready = await registration.ready
+
+    def _lend(self, region: SharedMemoryRegion, number: int) -> None:
+        registered = self._registered
+        fd = region.lent_descriptor()
+        try:
+            self._offer(
+                registered.descriptor_socket,
+                registered.descriptor_token,
+                number,
+                region.size_bytes,
+                fd,
+                timeout_s=self._config.connect_timeout_s,
+            )
+        finally:
+            os.close(fd)
+
+    @property
+    def session_id(self) -> bytes:
+        """16 bytes."""
+        return self._registered.session_id
+
+    @property
+    def keyspace(self) -> bytes:
+        """16-byte keyspace id."""
+        return self._registered.keyspace_id
+
+    @property
+    def hash_key(self) -> bytes:
+        """32-byte key of the chunk hash."""
+        return self._registered.hash_key
+
+    @property
+    def spec(self) -> KeyspaceSpec:
+        """What the keyspace means."""
+        return self._plan.spec
+
+    @property
+    def grid(self) -> ShardGrid:
+        """The keyspace's grid."""
+        return self._grid
+
+    @property
+    def shards(self) -> int:
+        """Bitmap of the shards this rank owns."""
+        return self._registered.shards
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._ready.device
+
+    @property
+    def max_request_chunks(self) -> int:
+        """Chunks of one match, store or load at most; 0 means no limit was named."""
+        return self._ready.max_request_chunks
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Engine blocks of one chunk."""
+        return self._plan.spec.chunk_tokens // self._plan.layout.block_tokens
+
+    @property
+    def broken(self) -> asyncio.Event:
+        """Set when the session has ended, for whatever reason."""
+        return self._stream.broken
+
+    @property
+    def failure(self) -> KvPoolError | None:
+        """What ended the session."""
+        return self._stream.failure
+
+    async def match(
+        self, chunk_hashes: Sequence[bytes], held_chunks: int = 0, *, timeout_s: float | None = None
+    ) -> EngineMatch:
+        """How much of a chain, from chunk 0 on, can be had. raises: StoreUnavailable, DeadlineExceeded, ..."""
+        request = gpuagent_pb2.EngineMatchRequest(chunk_hashes=hashes_to_bytes(chunk_hashes), held_chunks=held_chunks)
+        limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
+        response = await self._stream.ask(_Request(match=request), limit_s)
+        return match_from_proto(response.match)
+
+    async def store(
+        self,
+        span: ChunkSpan,
+        *,
+        retention: Retention | None = None,
+        kept: Callable[[int], bool] | None = None,
+    ) -> StoreHandle:
+        """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreHandle."""
+        handle = StoreHandle(self._stream.send_soon, len(span.chunks), kept)
+        await self._begin(_Request(store=store_to_proto(span, retention)), handle)
+        return handle
+
+    async def load(
+        self,
+        span: ChunkSpan,
+        *,
+        wait_s: float,
+        on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+    ) -> LoadHandle:
+        """Begin a load; its blocks are held until the handle says otherwise."""
+        handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
+        await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)))), handle)
+        return handle
+
+    async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle) -> None:
+        # Nothing is awaited between sending and returning, so a cancelled caller has no request it does not know of.
+        handle.request_id = await self._stream.submit(message, handle)
+        self._holds = {known for known in self._holds if not known.hold_ended}
+        self._holds.add(handle)
+
+    async def close(self) -> bool:
+        """End the session: running requests are cancelled. False if the agent did not confirm.
+
+        `released` says whether the holds have ended; it may not be set when the agent neither confirms nor lets go.
+        """
+        ended_well = await self._stream.finish(_Request(close=gpuagent_pb2.EngineClose()))
+        if ended_well:
+            self._release()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.call_timeout_s):
+                await self.released.wait()
+        await self._stop_watching()
+        return ended_well
+
+    async def reopen(self) -> EngineSession:
+        """End this session and register the same engine again; may be repeated after a failure. raises: as `open`."""
+        await self._stream.abort("the session is reopened")
+        plan = replace(self._plan, previous_session_id=self.session_id)
+        successor = await EngineSession.open(plan, self._config, offer=self._offer)
+        self._release()
+        return successor
+
+    def _on_broken(self, error: KvPoolError) -> None:
+        if self._releasing is None and not self.released.is_set():
+            self._releasing = asyncio.create_task(self._watch_release(), name="engine session release")
+
+    async def _stop_watching(self) -> None:
+        if self._releasing is not None:
+            self._releasing.cancel()
+            await asyncio.gather(self._releasing, return_exceptions=True)
+
+    async def _watch_release(self) -> None:
+        backoff = Backoff(0.005, _RELEASE_POLL_MAX_S)
+        while True:
+            # The kernel tells nobody when a lock is dropped, so it is asked for.
+            if not any(region.is_lent() for region in self._plan.regions):
+                break
+            await asyncio.sleep(backoff.next_s())
+        self._release()
+
+    def _release(self) -> None:
+        self.released.set()
+        if self._releasing is not None and self._releasing is not asyncio.current_task():
+            self._releasing.cancel()
+        for handle in self._holds:
+            handle.fail(ServiceUnavailable("the session ended"))
+            handle.end_hold()
+        self._holds.clear()

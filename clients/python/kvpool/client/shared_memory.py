@@ -1,0 +1,87 @@
+"""Engine memory that an agent can map, and how the engine knows that no agent maps it any more."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import Self
+
+from kvpool.core.errors import InvalidRequest, StartupFailed
+
+_F_ADD_SEALS = 1033
+_F_SEAL_SHRINK = 2
+
+
+class SharedMemoryRegion:
+    """Anonymous shared memory of a fixed size, zeroed, made of a memfd.
+
+    `buffer` is what engine tensors are made over (`torch.frombuffer(region.buffer, ...)`). Each descriptor that goes to
+    an agent is an open file description of its own, with a shared lock on it. The kernel keeps that lock for as long as
+    anything refers to the description: the descriptor itself, a copy of it in any process, or a mapping made of it. So
+    once an exclusive lock can be had, the agent has unmapped the memory, or its process has gone.
+    """
+
+    def __init__(self, size_bytes: int, name: str = "kvpool-engine") -> None:
+        """raises: InvalidRequest for a size that is not > 0; StartupFailed when there is not so much memory."""
+        if size_bytes <= 0:
+            raise InvalidRequest(f"size_bytes must be > 0, got {size_bytes}")
+        self.size_bytes = size_bytes
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, size_bytes)
+            # An agent that maps it must never find the memory gone behind its mapping.
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+            self._memory = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(self._fd)
+            raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes, writable."""
+        return memoryview(self._memory)
+
+    def lent_descriptor(self) -> int:
+        """A new locked descriptor to hand to an agent; the caller closes its copy at once."""
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_lent(self) -> bool:
+        """Whether some process still has a lent descriptor or a mapping made of one."""
+        if self._fd < 0:
+            return False  # it was closed: there is nothing left to protect
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(fd)
+
+    def close(self) -> bool:
+        """Unmap. Idempotent; False if views still live: then the memory goes with the last of them."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        try:
+            self._memory.close()
+        except BufferError:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
