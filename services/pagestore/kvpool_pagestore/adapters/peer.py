@@ -19,17 +19,10 @@ _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are close
 class GrpcPeerPages:
     """A ports.PeerPages. One connection per peer, shared by its pulls; an idle one is closed by gRPC after a minute."""
 
-    def __init__(
-        self,
-        *,
-        metadata: Sequence[tuple[str, str]] = (),
-        peers_max: int = _PEERS_MAX,
-        connect: Callable[[str, Sequence[tuple[str, str]]], PageTransferClient] | None = None,
-    ) -> None:
+    def __init__(self, *, metadata: Sequence[tuple[str, str]] = (), peers_max: int = _PEERS_MAX) -> None:
         """`metadata` goes with every call: this node's credentials."""
         self._metadata = metadata
         self._peers_max = peers_max
-        self._connect = connect if connect is not None else _connect
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by endpoint, the one used last at the end
         self._closed = False
@@ -77,7 +70,7 @@ class GrpcPeerPages:
                 raise ServiceUnavailable("this pagestore is shutting down")
             peer = self._peers.get(endpoint)
             if peer is None:
-                peer = self._peers[endpoint] = _Peer(self._connect(endpoint, self._metadata))
+                peer = self._peers[endpoint] = _Peer(PageTransferClient(endpoint, metadata=self._metadata))
             self._peers.move_to_end(endpoint)
             peer.pull_count += 1
         try:
@@ -101,10 +94,6 @@ class _Peer:
     def __init__(self, client: PageTransferClient) -> None:
         self.client = client
         self.pull_count = 0
-
-
-def _connect(endpoint: str, metadata: Sequence[tuple[str, str]]) -> PageTransferClient:
-    return PageTransferClient(endpoint, metadata=metadata)
 
 
 def _fail_all(count: int, error: KvPoolError, on_page: Callable[[int, KvPoolError | None, bool], None]) -> None:

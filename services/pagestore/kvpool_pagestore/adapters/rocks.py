@@ -127,4 +127,4 @@ class RocksPageStore:
         try:
             self._pages.reclaim()
         except KvPoolError as error:
-            _log.error("the space of dead pages could not be given back: %s", error)
+            _log.error("the space of dead pages could not be given back: %s", error.message)

@@ -164,8 +164,12 @@ def store_faults(action: str) -> Iterator[None]:
         raise
     except Exception as error:  # the binding raises nothing narrower
         text = " ".join(str(error).split())
-        kind = PageCorrupt if text.startswith("Corruption") else StoreFault
-        raise kind(f"{action} failed: {text}") from error
+        raise (PageCorrupt if _is_damage(text) else StoreFault)(f"{action} failed: {text}") from error
+
+
+def _is_damage(text: str) -> bool:
+    """Stored bytes are wrong, or a table file is gone: the disk as such still works."""
+    return text.startswith("Corruption") or ("No such file" in text and "for random read" in text)
 
 
 def rows(

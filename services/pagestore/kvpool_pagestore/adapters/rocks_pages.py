@@ -232,7 +232,7 @@ class RocksPages:
         try:
             return [member_page(member) for member, _ in rows(self._database, MEMBERS, first, end)]
         except PageCorrupt as damage:
-            _log.error("the members of volumes are damaged and made anew from the records: %s", damage)
+            _log.error("the members of volumes are damaged and made anew from the records: %s", damage.message)
             with self._lock:
                 rebuild_members(self._database)
             return [member_page(member) for member, _ in rows(self._database, MEMBERS, first, end)]
@@ -242,7 +242,7 @@ class RocksPages:
         try:
             payload = self._payload(key, record)
         except PageCorrupt as error:
-            _log.warning("dropping a page that cannot be moved: %s", error)
+            _log.warning("dropping a page that cannot be moved: %s", error.message)
             payload = None
         if payload is None:
             self.forget([key])

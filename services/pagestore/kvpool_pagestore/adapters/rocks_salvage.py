@@ -29,7 +29,7 @@ def salvage_records(database: RocksDatabase) -> None:
             PageRecord.decode(encoded)
     except PageCorrupt as damage:
         survivors = _survivors(database)
-        _log.error("the records of the disk tier are damaged, %d pages survive: %s", len(survivors), damage)
+        _log.error("the records of the disk tier are damaged, %d pages survive: %s", len(survivors), damage.message)
         _replace(database, RECORDS, survivors.items())
         rebuild_members(database)
 
@@ -55,7 +55,7 @@ def _survivors(database: RocksDatabase) -> dict[bytes, bytes]:
             except PageCorrupt:
                 continue  # lost; the caller reports how many are left
     except PageCorrupt as damage:
-        _log.error("the members of volumes are damaged too: %s", damage)
+        _log.error("the members of volumes are damaged too: %s", damage.message)
     return survivors
 
 
