@@ -23,7 +23,7 @@ class _Transfer(Generic[OutcomeT]):
 
     def __init__(self, send: Callable[[gpuagent_pb2.EngineRequest], None], chunk_count: int) -> None:
         self._send = send
-        self._chunk_count = chunk_count
+        self.chunk_count = chunk_count
         self._outcome: asyncio.Future[OutcomeT] = asyncio.get_running_loop().create_future()
         self._outcome.add_done_callback(_mark_retrieved)  # a caller may have left
         self._changed = asyncio.Event()
@@ -101,11 +101,11 @@ class StoreHandle(_Transfer[StoreOutcome]):
 
         Returns how many may be. After a break it returns what was gathered till then; the rest is under `wait_hold`.
         """
-        wanted = self._chunk_count if chunk_count is None else chunk_count
+        wanted = self.chunk_count if chunk_count is None else chunk_count
         while self.gathered_chunks < wanted and not self._outcome.done() and not self.hold_ended:
             self._changed.clear()
             await self._changed.wait()
-        return self._chunk_count if self.hold_ended else self.gathered_chunks
+        return self.chunk_count if self.hold_ended else self.gathered_chunks
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("gathered"):
@@ -114,7 +114,7 @@ class StoreHandle(_Transfer[StoreOutcome]):
             answer = gpuagent_pb2.EngineKept(kept=kept, chunk_count=count)
             self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
             self.gathered_chunks = max(self.gathered_chunks, count)
-            if count >= self._chunk_count:
+            if count >= self.chunk_count:
                 self.end_hold()
             self._changed.set()
             return False

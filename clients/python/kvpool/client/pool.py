@@ -1,0 +1,250 @@
+"""match -> load -> store for connectors. Trouble of the cache comes back as values that say what to recompute."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_items import ChunkBlocks, ChunkSpan, LoadOutcome, Retention, TierTokens
+from kvpool.client.engine_registration import EnginePlan, OfferFd
+from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.fds import offer_fd
+from kvpool.client.gpuagent import EngineSession
+from kvpool.client.hashing import Chain
+from kvpool.client.pool_values import BlockHold, LoadReport, PrefixMatch, StoreTicket
+from kvpool.client.request_stats import RequestStats
+from kvpool.client.retry import Backoff
+from kvpool.core.chunks import Extra, Tokens
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.wire.convert_engine import BlockIds
+
+_log = logging.getLogger(__name__)
+
+_LOAD_GRACE_S = 1.0  # the agent keeps to the deadline itself; this is for its answer to arrive
+
+
+class KvPool:
+    """The cache as one engine rank sees it. Belongs to one event loop; see sync.SyncKvPool for engines without one.
+
+    After `open` no method raises for trouble of the cache, only for misuse (InvalidRequest for arguments that do not
+    fit each other). When the agent goes away, the pool reconnects in the background and answers "nothing" meanwhile.
+
+    `block_table` arguments name the engine's blocks of the whole prompt from token 0 on, in order.
+    """
+
+    def __init__(self, session: EngineSession, config: ClientConfig) -> None:
+        """Use `open`."""
+        self._session = session
+        self._config = config
+        self._closed = False
+        self._reconnecting = asyncio.create_task(self._keep_connected(), name="kvpool reconnect")
+        self.totals = RequestStats()  # of all requests counted with `count`
+
+    @classmethod
+    async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> KvPool:
+        """Register with the agent. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported, InvalidRequest,
+        NotServed (configuration that must be changed); ServiceUnavailable, DeadlineExceeded (try again later)."""
+        return cls(await EngineSession.open(plan, config, offer=offer), config)
+
+    @property
+    def session(self) -> EngineSession:
+        """The session now in use, perhaps a broken one."""
+        return self._session
+
+    @property
+    def connected(self) -> bool:
+        """Whether the agent can be asked now."""
+        return self._session.failure is None and not self._closed
+
+    def chain(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
+        """Hash a prompt. raises: InvalidRequest for tokens that are no token ids."""
+        return Chain.of(self._session.hash_key, tokens, self._session.spec.chunk_tokens, extras)
+
+    def extend(self, chain: Chain, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
+        """Hash a longer prompt that begins with the one of `chain`. extras: of the new full chunks."""
+        return chain.extended(self._session.hash_key, tokens, extras)
+
+    async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        """The longest prefix to be had; chunks that the engine holds are not looked up."""
+        held = min(held_chunks, chain.chunk_count)
+        if held == chain.chunk_count:
+            return PrefixMatch(held, chain.usable_tokens(held))
+        asked = chain.hashes[: self._session.max_request_chunks or None]
+        try:
+            found = await self._session.match(asked, min(held, len(asked)), timeout_s=timeout_s)
+        except KvPoolError as error:
+            return PrefixMatch(held, chain.usable_tokens(held), error=self._explain(error))
+        matched = max(held, min(found.matched_chunks, chain.chunk_count))
+        return PrefixMatch(matched, chain.usable_tokens(matched), found.runs)
+
+    async def load(
+        self,
+        chain: Chain,
+        block_table: BlockIds,
+        *,
+        first_chunk: int,
+        end_chunk: int,
+        skip_tokens: int = 0,
+        timeout_s: float | None = None,
+        on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+    ) -> LoadReport:
+        """Load chunks [first_chunk, end_chunk) into the engine's blocks.
+
+        skip_tokens: of the first chunk, to leave untouched. on_progress: called with layers that are in and failed
+        chunks (indexes in the chain), for loads that fit into one request. raises: InvalidRequest for a range outside
+        of the chain.
+        """
+        limit_s = self._config.load_timeout_s if timeout_s is None else timeout_s
+        ends_at_s = asyncio.get_running_loop().time() + limit_s
+        windows = self._windows(chain, block_table, first_chunk, end_chunk, skip_tokens)
+        single = len(windows) == 1
+        loaded, tokens, handles = 0, TierTokens(), list[LoadHandle]()
+        error: KvPoolError | None = None
+        for span in windows:
+            shift = span.first_chunk_index
+
+            def report(layers: int, failed: tuple[int, ...], shift: int = shift) -> None:
+                if on_progress is not None and single:
+                    on_progress(layers, tuple(shift + position for position in failed))
+
+            outcome = await self._load_span(span, ends_at_s, report, handles)
+            loaded += outcome.loaded_chunks
+            tokens += outcome.tokens
+            error = outcome.error
+            if outcome.loaded_chunks < len(span.chunks):
+                break
+        failed = tuple(range(first_chunk + loaded, end_chunk))
+        return LoadReport(first_chunk, loaded, failed, tokens, error if failed else None, BlockHold(handles))
+
+    async def _load_span(
+        self,
+        span: ChunkSpan,
+        ends_at_s: float,
+        on_progress: Callable[[int, tuple[int, ...]], None],
+        handles: list[LoadHandle],
+    ) -> LoadOutcome:
+        loop = asyncio.get_running_loop()
+        handle: LoadHandle | None = None
+        try:
+            wait_s = max(0.001, ends_at_s - loop.time())
+            async with asyncio.timeout(wait_s):
+                handle = await self._session.load(span, wait_s=wait_s, on_progress=on_progress)
+            handles.append(handle)
+            return await handle.done(max(0.0, ends_at_s - loop.time()) + _LOAD_GRACE_S)
+        except TimeoutError:
+            return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))
+        except KvPoolError as error:
+            if handle is not None:
+                handle.cancel()
+            return LoadOutcome(0, error=self._explain(error))
+        except asyncio.CancelledError:
+            if handle is not None:
+                handle.cancel()  # the hold goes on; the session keeps it
+            raise
+
+    async def store(
+        self,
+        chain: Chain,
+        block_table: BlockIds,
+        *,
+        first_chunk: int,
+        end_chunk: int,
+        retention: Retention | None = None,
+        kept: Callable[[], bool] | None = None,
+    ) -> StoreTicket:
+        """Begin to store chunks [first_chunk, end_chunk); their blocks are held until the ticket says otherwise.
+
+        kept: asked each time blocks were copied out, whether all blocks of this store held their bytes until now; None
+        means the engine keeps to the rule. raises: InvalidRequest for a range outside of the chain.
+        """
+        handles: list[tuple[int, StoreHandle]] = []
+        error: KvPoolError | None = None
+        asked = (lambda _: kept()) if kept is not None else None
+        for span in self._windows(chain, block_table, first_chunk, end_chunk, 0):
+            try:
+                async with asyncio.timeout(self._config.call_timeout_s):
+                    handle = await self._session.store(span, retention=retention, kept=asked)
+                handles.append((span.first_chunk_index - first_chunk, handle))
+            except TimeoutError:
+                error = DeadlineExceeded("the agent takes no more stores now")
+            except KvPoolError as refused:
+                error = self._explain(refused)
+            if error is not None:
+                break
+        return StoreTicket(range(first_chunk, end_chunk), handles, error)
+
+    def count(self, chain: Chain, *, own_tokens: int, load: LoadReport | None = None) -> RequestStats:
+        """Where one prompt's tokens came from; also added to `totals`."""
+        stats = RequestStats.of(chain, own_tokens=own_tokens, loaded=load.tokens if load else TierTokens())
+        self.totals += stats
+        return stats
+
+    async def close(self) -> bool:
+        """End the session. False if the agent did not confirm; then see `session.released`. Idempotent."""
+        if self._closed:
+            return True
+        self._closed = True
+        self._reconnecting.cancel()
+        await asyncio.gather(self._reconnecting, return_exceptions=True)
+        return await self._session.close()
+
+    def _windows(
+        self, chain: Chain, block_table: BlockIds, first_chunk: int, end_chunk: int, skip_tokens: int
+    ) -> list[ChunkSpan]:
+        """Requests of at most max_request_chunks."""
+        blocks = self._session.blocks_per_chunk
+        if not 0 <= first_chunk <= end_chunk <= chain.chunk_count:
+            raise InvalidRequest(
+                f"chunks [{first_chunk}, {end_chunk}) are not within the {chain.chunk_count} of the chain"
+            )
+        if len(block_table) < end_chunk * blocks:
+            raise InvalidRequest(
+                f"block_table has {len(block_table)} blocks, {end_chunk} chunks need {end_chunk * blocks}"
+            )
+        if not 0 <= skip_tokens < chain.chunk_tokens:
+            raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
+        step = self._session.max_request_chunks or max(1, end_chunk - first_chunk)
+        spans: list[ChunkSpan] = []
+        for start in range(first_chunk, end_chunk, step):
+            end = min(start + step, end_chunk)
+            chunks = tuple(
+                ChunkBlocks(
+                    chain.hashes[index],
+                    block_table[index * blocks : (index + 1) * blocks],
+                    skip_tokens if index == first_chunk else 0,
+                )
+                for index in range(start, end)
+            )
+            spans.append(
+                ChunkSpan(
+                    chunks=chunks,
+                    first_chunk_index=start,
+                    parent_hash=chain.parent_hash(start),
+                    group_head_hashes=chain.group_head_hashes(start, end - start),
+                    chain_head_hash=chain.head_hash,
+                )
+            )
+        return spans
+
+    def _explain(self, error: KvPoolError) -> KvPoolError:
+        if self._closed:
+            return ServiceUnavailable("the pool was closed")
+        return error
+
+    async def _keep_connected(self) -> None:
+        """Open a successor whenever the session breaks; what fails is tried again, ever more slowly."""
+        backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
+        while True:
+            await self._session.broken.wait()
+            _log.warning("the agent's session broke, reconnecting: %s", self._session.failure)
+            while self._session.failure is not None:
+                await asyncio.sleep(backoff.next_s())
+                try:
+                    self._session = await self._session.reopen()
+                except KvPoolError as error:
+                    _log.info("the agent cannot be reached yet: %s", error)
+                except Exception:
+                    _log.exception("reconnecting to the agent failed and is tried again")
+            backoff.reset()
