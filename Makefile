@@ -1,7 +1,7 @@
 # All targets share one virtual environment, made on first use. Variables:
 #   PYTHON           the interpreter it is made from: Python 3.11 to 3.13
 #   VENV             where it is
-#   TORCH_INDEX_URL  package index for torch alone, e.g. https://download.pytorch.org/whl/cpu where CUDA is not wanted
+#   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
 #   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
 ifndef PYTHON
 # The first supported one on the PATH; if there is none, python3 itself says what is wrong.
