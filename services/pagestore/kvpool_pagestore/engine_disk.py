@@ -13,7 +13,7 @@ from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageStore, PageWrite, StoredPage, Workers
 
@@ -146,13 +146,11 @@ class DiskTier:
             self.fault = str(error)
             self.on_change()
         if self._probe_task is None:
-            self._probe_task = asyncio.get_running_loop().create_task(self._probe(), name="probe-disk")
+            self._probe_task = background(self._probe(), "probe-disk")
 
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
-        if self._probe_task is not None:
-            self._probe_task.cancel()
-            await asyncio.wait([self._probe_task])
+        await cancelled(self._probe_task)
         await self._writers.run(self._store.close)
 
     async def load_value(self, name: str) -> bytes | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from kvpool.core.cluster import ALL_SHARDS, LocationChange
+from kvpool.core.cluster import LocationChange
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.slots import PageRecord
@@ -56,15 +57,38 @@ class Announcer:
             asyncio.get_running_loop().call_soon(self.flush)
 
 
-def all_locations(ledger: Ledger, disk_map: DiskMap, keyspace: bytes | None = None) -> list[LocationChange]:
-    """Everything this node holds (of one keyspace, or of all), as additions."""
-    buffer = LocationBuffer()
-    for record in ledger.ready_pages():
-        if keyspace in (None, record.key.keyspace):
-            buffer.note(record.key, record.metadata.group_head_hash, Tier.STAGING, True)
-    for chunk in disk_map.chunks():
-        if keyspace in (None, chunk.keyspace):
-            shards = chunk.shards & ALL_SHARDS
-            head = chunk.metadata.group_head_hash
-            buffer.note_shards(chunk.keyspace, chunk.chunk_hash, head, Tier.DISK, shards, True)
-    return buffer.take()
+def snapshot(ledger: Ledger, disk_map: DiskMap | None, keyspaces: KeyspaceBook) -> Iterator[LocationChange]:
+    """Everything this node holds, chunk by chunk, each as it is when it is taken: the node may change in between."""
+    chunks = {(record.key.keyspace, record.key.chunk_hash): None for record in ledger.ready_pages()}
+    if disk_map is not None:
+        chunks.update(((chunk.keyspace, chunk.chunk_hash), None) for chunk in disk_map.chunks())
+    for keyspace_id, chunk_hash in chunks:
+        yield from chunk_locations(ledger, disk_map, keyspaces, keyspace_id, chunk_hash)
+
+
+def chunk_locations(
+    ledger: Ledger, disk_map: DiskMap | None, keyspaces: KeyspaceBook, keyspace_id: bytes, chunk_hash: bytes
+) -> Iterator[LocationChange]:
+    """What this node holds of one chunk now; shards that it lacks are named as removed."""
+    keyspace = keyspaces.find(keyspace_id)
+    assert keyspace is not None
+    staged, staged_head = 0, b""
+    for shard in range(keyspace.grid.shard_count):
+        slot = ledger.find(PageKey(keyspace_id, chunk_hash, shard))
+        if slot is not None:
+            staged |= 1 << shard
+            staged_head = slot.page.metadata.group_head_hash
+    stored = disk_map.chunk(keyspace_id, chunk_hash) if disk_map is not None else None
+    held = [(Tier.STAGING, staged, staged_head)]
+    if stored is not None:
+        held.append((Tier.DISK, stored.shards, stored.metadata.group_head_hash))
+    for tier, shards, head in held:
+        if shards:
+            yield LocationChange(
+                keyspace=keyspace_id,
+                chunk_hash=chunk_hash,
+                group_head_hash=head,
+                tier=tier,
+                added_shards=shards,
+                removed_shards=keyspace.grid.all_shards & ~shards,
+            )

@@ -11,6 +11,20 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task that its owner cancels some day; if it fails before, that is logged."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task, if there is one, and wait for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+
+
 class EngineTasks:
     """Tasks that run to their end even when the call that started them is cancelled. Use from one event loop."""
 

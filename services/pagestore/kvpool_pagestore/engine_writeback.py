@@ -48,6 +48,11 @@ class WriteBack:
         """Age of the page that has waited longest; 0 if none does."""
         return self._queue.oldest_s(self._clock.monotonic_s())
 
+    @property
+    def dirty_count(self) -> int:
+        """Pages that are to become durable."""
+        return sum(1 for page in self._queue.pending if page.wanted)
+
     def add(self, slot: Slot) -> None:
         """A page was committed."""
         self._queue.add(slot, self._clock.monotonic_s())

@@ -209,6 +209,10 @@ class IndexLink(Protocol):
         """Queue a report that `source` did not hold a page that it was said to hold. Never blocks."""
         ...
 
+    async def close(self) -> None:
+        """Leave the index: this node's locations are gone from every match. Idempotent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadGrant:

@@ -5,6 +5,7 @@ The files have names, not only descriptors, because an owner that restarts must 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -138,6 +139,10 @@ class TmpfsArena:
             os.close(fd)
         self._old.clear()
         if self._lock_fd >= 0:
+            if remove:
+                (self._directory / _LOCK_NAME).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # session files of peers that are still there
+                    self._directory.rmdir()
             os.close(self._lock_fd)
             self._lock_fd = -1
 

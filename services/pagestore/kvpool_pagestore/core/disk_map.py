@@ -74,6 +74,11 @@ class DiskMap:
             return None
         return _unpack(chunk.metadata)
 
+    def chunk(self, keyspace: bytes, chunk_hash: bytes) -> DiskChunk | None:
+        """All that is on disk of one chunk."""
+        chunk = self._chunks.get(keyspace + chunk_hash)
+        return None if chunk is None else DiskChunk(keyspace, chunk_hash, chunk.shards, _unpack(chunk.metadata))
+
     def touch(self, key: PageKey) -> None:
         """The page was used."""
         at = key.keyspace + key.chunk_hash

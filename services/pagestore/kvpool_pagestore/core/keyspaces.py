@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, TenantDenied
+from kvpool.core.errors import InvalidRequest, TenantDenied
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec, decode_keyspace, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes
@@ -66,12 +66,8 @@ class KeyspaceBook:
     def of_tenant(self, tenant: str) -> list[Keyspace]:
         return [one for one in self._by_id.values() if one.tenant == tenant]
 
-    def owned(self, tenant: str, keyspace: bytes) -> Keyspace:
-        """The tenant's keyspace of that id. Another tenant's is as unknown as one that does not exist."""
-        found = self._by_id.get(keyspace)
-        if found is None or found.tenant != tenant:
-            raise KeyspaceUnknown(f"keyspace {keyspace.hex()} has no pages of this tenant here")
-        return found
+    def all(self) -> list[Keyspace]:
+        return list(self._by_id.values())
 
 
 def check_page(keyspace: Keyspace, key: PageKey, size_bytes: int) -> None:

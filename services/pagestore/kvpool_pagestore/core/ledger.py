@@ -90,7 +90,7 @@ class Ledger:
         slot_bytes = slot_bytes_for(record.page_bytes)
         if self.writer_bytes + slot_bytes > self._limits.writer_bytes:
             return ArenaFull(f"{self.writer_bytes} bytes are being written or not yet durable, the cap")
-        slot = self.space.allocate(_tenant(session), slot_bytes)
+        slot = self.space.allocate(session.tenant, slot_bytes)
         if isinstance(slot, SpaceNeed):
             return slot
         self._take(slot, SlotState.RESERVED, record)
@@ -298,8 +298,3 @@ class Ledger:
         for lease_id in list(session.reads):
             self.release(session, lease_id)
         session.writes.clear()
-
-
-def _tenant(session: Session) -> str:
-    assert session.tenant is not None  # only live sessions reserve
-    return session.tenant

@@ -20,11 +20,11 @@ class SessionState(Enum):
 class Session:
     """One peer's right to arena slots. Changed only by the core.
 
-    tenant is None for sessions of an earlier process of this node, of which only the id is known.
+    tenant is empty for sessions of an earlier process of this node, of which only the id is known.
     """
 
     session_id: bytes  # 16 bytes
-    tenant: str | None
+    tenant: str
     peer_name: str
     max_leases: int  # of each kind: the window
     heard_s: float  # when the peer last spoke
@@ -70,7 +70,7 @@ class SessionTable:
 
     def add_old(self, session_id: bytes) -> None:
         """A session of an earlier process of this node whose file was found."""
-        session = Session(session_id, None, "", 0, 0.0, state=SessionState.ENDED)
+        session = Session(session_id, "", "", 0, 0.0, state=SessionState.ENDED)
         self._ended[session_id] = session
 
     def end(self, session: Session) -> None:
@@ -91,7 +91,7 @@ class SessionTable:
     def find_ended(self, session_id: bytes, tenant: str) -> Session | None:
         """The ended session of that id, unless it is another tenant's."""
         session = self._ended.get(session_id)
-        return session if session is not None and session.tenant in (tenant, None) else None
+        return session if session is not None and session.tenant in (tenant, "") else None
 
     def find_live(self, session_id: bytes, tenant: str) -> Session | None:
         session = self._live.get(session_id)

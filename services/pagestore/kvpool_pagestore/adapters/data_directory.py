@@ -1,0 +1,56 @@
+"""The node's data directory: its lock and its node id."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from pathlib import Path
+
+from kvpool.core.errors import StartupFailed
+
+
+class DataDirectory:
+    """Locked for as long as the process runs, so that two pagestores never share a node id or a disk tier."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StartupFailed naming the path and the cure."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupFailed(
+                f"data_dir {path} cannot be used ({error.strerror}); make it writable or configure another"
+            ) from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_fd)
+            raise StartupFailed(f"data_dir {path} is in use by another pagestore; configure another") from None
+        self.node_id = _node_id(path / "node-id")
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        os.close(self._lock_fd)
+
+
+def _node_id(path: Path) -> bytes:
+    try:
+        if not path.exists():
+            scratch = path.with_suffix(".tmp")
+            with scratch.open("w", encoding="ascii") as file:
+                file.write(f"{uuid.uuid4()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        return uuid.UUID(path.read_text(encoding="ascii").strip()).bytes
+    except OSError as error:
+        raise StartupFailed(f"{path} cannot be read or written ({error.strerror}); repair the directory") from error
+    except ValueError as error:
+        raise StartupFailed(f"{path} holds no UUID; remove it to get a new node id") from error
+
+
+def host_identity(configured: str) -> str:
+    """The configured host id, or the kernel's boot id: equal for all processes of this machine."""
+    return configured or Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

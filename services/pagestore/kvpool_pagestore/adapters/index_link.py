@@ -1,0 +1,116 @@
+"""The index, by way of the client library's node link; or no index at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.node_link import NodeLink
+from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
+from kvpool.core.page import PageKey
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registrant:
+    """What registers: the node, and what the link asks of its owner. See kvpool.client.node_link.NodeLink."""
+
+    node: NodeInfo
+    last_incarnation: int
+    load: Callable[[], NodeLoad]
+    snapshot: Callable[[], Iterator[LocationChange]]
+    on_superseded: Callable[[BaseException], None]
+    on_late: Callable[[int], Awaitable[None]]  # gets the incarnation when it is granted after `register` gave up
+
+
+class NodeIndexLink:
+    """Implements ports.IndexLink. What is announced before the node is registered waits in the link's bounded queue."""
+
+    def __init__(self, endpoints: tuple[str, ...], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._client = IndexClient(ClientConfig(index_endpoints=endpoints, call_timeout_s=timeout_s))
+        self._link: NodeLink | None = None
+        self._registering: asyncio.Task[None] | None = None
+
+    async def register(self, registrant: Registrant, wait_s: float) -> int:
+        """The granted incarnation, or 0 if the index did not answer in time; it is asked further in the background.
+
+        Raises what the index answers, InvalidRequest for example.
+        """
+        link = self._link = NodeLink(
+            self._client,
+            registrant.node,
+            last_incarnation=registrant.last_incarnation,
+            load=registrant.load,
+            snapshot=registrant.snapshot,
+            on_superseded=registrant.on_superseded,
+        )
+        try:
+            return (await link.start(wait_s)).incarnation
+        except DeadlineExceeded as error:
+            _log.warning("serving without the index for now: %s", error)
+        self._registering = asyncio.get_running_loop().create_task(self._register_late(link, registrant))
+        return 0
+
+    def announce(self, changes: Sequence[LocationChange]) -> None:
+        if self._link is not None:
+            self._link.announce(changes)
+
+    async def wait_announced(self) -> None:
+        await self._registered().wait_announced(self._timeout_s)
+
+    async def drop_keyspace(self, keyspace: bytes) -> None:
+        try:
+            await self._registered().drop_keyspace(keyspace)
+        except KvPoolError as error:
+            # Stale entries cost one miss each, and are corrected then.
+            _log.warning("the index still names pages of a cleared keyspace: %s", error)
+
+    def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
+        if self._link is not None:
+            self._link.report_stale(key, group_head_hash, source)
+
+    async def close(self) -> None:
+        """End the lease: the node's locations leave every match."""
+        if self._registering is not None:
+            self._registering.cancel()
+            await asyncio.wait([self._registering])
+        if self._link is not None:
+            await self._link.close()
+        await self._client.close()
+
+    def _registered(self) -> NodeLink:
+        if self._link is None or not self._link.incarnation:
+            raise StoreUnavailable("this node is not registered with the index")
+        return self._link
+
+    async def _register_late(self, link: NodeLink, registrant: Registrant) -> None:
+        try:
+            await registrant.on_late((await link.start(None)).incarnation)
+        except KvPoolError as error:
+            _log.error("the index refuses this node, which stays unknown to others: %s", error)
+
+
+class NoIndex:
+    """Implements ports.IndexLink for a node that stands alone."""
+
+    def announce(self, changes: Sequence[LocationChange]) -> None:
+        pass
+
+    async def wait_announced(self) -> None:
+        pass
+
+    async def drop_keyspace(self, keyspace: bytes) -> None:
+        pass
+
+    def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

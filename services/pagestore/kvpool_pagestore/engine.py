@@ -1,0 +1,236 @@
+"""The pagestore's engine: everything that sessions, control calls and bulk streams may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from kvpool.core.cluster import LocationChange, NodeLoad
+from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_locations import Announcer, snapshot
+from kvpool_pagestore.engine_pages import PageCalls
+from kvpool_pagestore.engine_parts import (
+    EngineParts,
+    disk_tier,
+    ledger_limits,
+    make_flights,
+    session_times,
+    write_back_limits,
+)
+from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
+
+_log = logging.getLogger(__name__)
+
+_INCARNATION = "incarnation"
+_GAUGES_TIMEOUT_S = 5.0
+_LAST_LOOK_MS = 500  # beyond the grace period, at shutdown
+
+
+class PageStoreEngine:
+    """One node's pages. Create it and call it on one event loop."""
+
+    def __init__(self, config: PageStoreConfig, parts: EngineParts, metrics: PageStoreMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._clock = parts.clock
+        self._tasks = EngineTasks()
+        self._keyspaces = KeyspaceBook()
+        self._announcer = Announcer(parts.index)
+        self._draining = False
+        self.incarnation = 0
+        clock, tasks, workers = parts.clock, self._tasks, parts.workers
+        self._ledger = Ledger(ledger_limits(config, parts.first_segment_id), self._announcer.staging)
+        self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
+        self._disk: DiskTier | None = None
+        self._write_back: WriteBack | None = None
+        if parts.store is not None:
+            self._disk = disk_tier(parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
+            self._write_back = WriteBack(
+                write_back_limits(config), self._ledger, self._space, self._disk, tasks, metrics, clock
+            )
+        poll_s = config.quarantine_poll_ms / 1e3
+        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
+        self.sessions = PeerSessions(
+            session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
+        )
+        flights = make_flights(config, parts, self._ledger, self._space, self._disk, tasks, metrics)
+        self.pages = PageCalls(
+            self._ledger,
+            self._space,
+            self._disk,
+            self._write_back,
+            flights,
+            self._keyspaces,
+            workers.verify,
+            tasks,
+            metrics,
+        )
+
+    # Life
+
+    async def load(self, old_sessions: Sequence[bytes], old_bytes: int) -> int:
+        """Take over what an earlier process left; its incarnation, 0 if unknown. Raises StoreFault."""
+        self._quarantine.adopt_old(old_sessions, old_bytes)
+        if self._disk is None:
+            return 0
+        await self._disk.load()
+        value = await self._disk.load_value(_INCARNATION)
+        return int.from_bytes(value, "little") if value is not None else 0
+
+    async def adopt_incarnation(self, incarnation: int) -> None:
+        """Serve under an incarnation from now on; it is durable before anybody is told. Raises StoreFault."""
+        if self._disk is not None:
+            await self._disk.save_value(_INCARNATION, incarnation.to_bytes(8, "little"))
+        self.incarnation = incarnation
+
+    async def stop(self, drain_s: float) -> bool:
+        """Take no new work, make dirty pages durable, end sessions. True if no peer can map the arena any more."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(drain_s):
+                if self._write_back is not None:
+                    await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
+        except TimeoutError:
+            _log.error("%d pages are not durable: no time left", self.dirty_page_count)
+        except KvPoolError as error:
+            _log.error("%d pages are not durable: %s", self.dirty_page_count, error)
+        await self.sessions.stop()
+        return await self._end_quarantine()
+
+    async def close(self) -> None:
+        """Wait for what runs and close the disk tier. Call after `stop`, with peers closed and no callers left."""
+        await self._tasks.drain()
+        if self._disk is not None:
+            await self._disk.close()
+
+    # Calls
+
+    def check_incarnation(self, expected: int) -> None:
+        """0 means any. Raises StaleIncarnation, Draining."""
+        if self._draining:
+            raise Draining("the pagestore is shutting down")
+        if expected not in (0, self.incarnation):
+            raise StaleIncarnation(f"incarnation {self.incarnation} is running, {expected} was expected")
+
+    async def open_session(self, request: SessionRequest, expected_incarnation: int) -> PeerSession:
+        """Raises StaleIncarnation, Draining, TenantDenied, InvalidRequest, Overloaded."""
+        self.check_incarnation(expected_incarnation)
+        return await self.sessions.open(request)
+
+    async def flush(self, tenant: str, keyspace: bytes) -> tuple[int, int]:
+        """Wait until what is dirty now is durable, and the index knows: pages that became durable, pages that failed.
+
+        keyspace: empty means all of the tenant's. Raises StoreFault.
+        """
+        chosen = set(self._chosen(tenant, keyspace))
+        counts = await self._write_back.flush(chosen) if self._write_back is not None else (0, 0)
+        try:
+            await self._announcer.wait_announced()
+        except StoreUnavailable as error:
+            _log.warning("flushed, but the index does not know yet: %s", error)
+        return counts
+
+    async def clear(self, tenant: str, keyspace: bytes) -> int:
+        """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
+        return await self._tasks.finish(self._clear(self._chosen(tenant, keyspace)), "clear")
+
+    def gauges(self) -> StoreGauges:
+        """What is true now."""
+        ledger, space, disk = self._ledger, self._ledger.space, self._disk
+        return StoreGauges(
+            arena_capacity_bytes=space.capacity_bytes,
+            arena_segment_bytes=space.segment_total_bytes,
+            arena_used_bytes=space.used_bytes,
+            arena_quarantined_bytes=space.quarantined_bytes,
+            arena_dirty_bytes=ledger.dirty_bytes,
+            staging_pages=ledger.ready_count,
+            disk_capacity_bytes=self._config.disk_bytes if disk is not None else 0,
+            disk_used_bytes=disk.used_bytes if disk is not None else 0,
+            disk_pages=disk.map.page_count if disk is not None else 0,
+            disk_faulty=int(bool(self.disk_fault)),
+            sessions=ledger.sessions.live_count,
+            quarantined_sessions=len(ledger.sessions.ended),
+            leases=sum(one.lease_count for one in ledger.sessions.live),
+            write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
+        )
+
+    @property
+    def dirty_page_count(self) -> int:
+        return self._write_back.dirty_count if self._write_back is not None else 0
+
+    @property
+    def disk_fault(self) -> str:
+        """Why the disk tier is out of service; empty if it works or there is none."""
+        return self._disk.fault if self._disk is not None else ""
+
+    def load_figures(self) -> NodeLoad:
+        """What a lease renewal reports."""
+        gauges = self.gauges()
+        return NodeLoad(
+            arena_capacity_bytes=gauges.arena_capacity_bytes,
+            arena_used_bytes=gauges.arena_used_bytes,
+            disk_capacity_bytes=gauges.disk_capacity_bytes,
+            disk_used_bytes=gauges.disk_used_bytes,
+            page_count=gauges.staging_pages + gauges.disk_pages,
+        )
+
+    def snapshot(self) -> Iterator[LocationChange]:
+        """Everything this node holds, each item as it is when it is taken."""
+        return snapshot(self._ledger, self._disk.map if self._disk is not None else None, self._keyspaces)
+
+    def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
+        """`gauges` for another thread; `loop` is the engine's."""
+
+        async def read() -> StoreGauges:
+            return self.gauges()
+
+        return asyncio.run_coroutine_threadsafe(read(), loop).result(_GAUGES_TIMEOUT_S)
+
+    # Inside
+
+    def _chosen(self, tenant: str, keyspace: bytes) -> list[bytes]:
+        """The tenant's keyspaces, or the one named; none if it has no pages here or is another tenant's."""
+        return [one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)]
+
+    async def _clear(self, keyspaces: Sequence[bytes]) -> int:
+        count = 0
+        for keyspace in keyspaces:
+            count += await self._clear_one(keyspace)
+        return count
+
+    async def _clear_one(self, keyspace: bytes) -> int:
+        disk, write_back = self._disk, self._write_back
+        keys = set(self._ledger.keys_of(keyspace))
+        for key in keys:
+            self._ledger.drop(key)
+        if disk is not None and write_back is not None:
+            # What is being written must be on disk before it is deleted there.
+            await write_back.hold(keyspace)
+            try:
+                keys |= set(await disk.delete_keyspace(keyspace))
+            finally:
+                write_back.unhold(keyspace)
+        # What was stored while this ran is told again.
+        remaining = (one for one in self.snapshot() if one.keyspace == keyspace)
+        await self._announcer.drop_keyspace(keyspace, remaining)
+        return len(keys)
+
+    async def _end_quarantine(self) -> bool:
+        """Give peers that are gone, or just going, the time that the rules take. True if none is left."""
+        ends_s = self._clock.monotonic_s() + (self._config.quarantine_grace_ms + _LAST_LOOK_MS) / 1e3
+        while self._quarantine.anything_mapped and self._clock.monotonic_s() < ends_s:
+            await self._quarantine.settle()
+            if self._quarantine.anything_mapped:
+                await asyncio.sleep(self._config.quarantine_poll_ms / 1e3)
+        await self._quarantine.stop()
+        return not self._quarantine.anything_mapped

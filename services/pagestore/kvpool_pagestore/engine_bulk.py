@@ -1,0 +1,111 @@
+"""The engine for bulk streams, which run on threads of their own: each call hops onto the event loop and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvpool.core.errors import KvPoolError
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.outcome import Admission
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
+from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.ports import PageMetadata, ReadGrant, WriteGrant
+
+T = TypeVar("T")
+
+
+class EngineBulkGateway:
+    """A ports.BulkGateway. `loop` is the engine's; calls come from any other thread."""
+
+    def __init__(self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+
+    def open_bulk(
+        self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int
+    ) -> EngineBulkSession:
+        async def open_peer() -> PeerSession:
+            self._engine.check_incarnation(expected_incarnation)
+            return self._engine.sessions.open_internal(tenant, keyspaces)
+
+        return EngineBulkSession(self._engine, self._loop, _on_loop(self._loop, open_peer()))
+
+
+class EngineBulkSession:
+    """A ports.BulkSession: one stream's leases."""
+
+    def __init__(self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop, peer: PeerSession) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._peer = peer
+
+    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
+        return _on_loop(self._loop, self._acquire(keys, timeout_s))
+
+    def release(self, grants: Sequence[ReadGrant]) -> None:
+        lease_ids = [grant.lease_id for grant in grants]
+
+        async def release() -> None:
+            self._engine.pages.release(self._peer, lease_ids)
+
+        _on_loop(self._loop, release())
+
+    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
+        async def reserve() -> WriteGrant | int | KvPoolError:
+            item = ReserveItem(key=key, page_bytes=page_bytes, metadata=metadata)
+            (answer,) = await self._engine.pages.reserve(self._peer, [item])
+            if isinstance(answer, Grant):
+                return WriteGrant(lease_id=answer.lease_id, page=self._engine.pages.view(answer))
+            return int(answer) if isinstance(answer, Admission) else answer
+
+        return _on_loop(self._loop, reserve())
+
+    def commit(self, grant: WriteGrant) -> KvPoolError | None:
+        async def commit() -> KvPoolError | None:
+            (error,) = await self._engine.pages.commit(self._peer, [grant.lease_id])
+            return error
+
+        return _on_loop(self._loop, commit())
+
+    def abort(self, grants: Sequence[WriteGrant]) -> None:
+        lease_ids = [grant.lease_id for grant in grants]
+
+        async def abort() -> None:
+            self._engine.pages.abort(self._peer, lease_ids)
+
+        _on_loop(self._loop, abort())
+
+    def close(self) -> None:
+        async def close() -> None:
+            self._engine.sessions.close(self._peer)
+
+        _on_loop(self._loop, close())
+
+    async def _acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
+        answers: list[ReadGrant | KvPoolError | None] = [None] * len(keys)
+        settled = asyncio.get_running_loop().create_future()
+
+        def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
+            for one in acquired:
+                answers[one.item_index] = self._read_grant(one.grant) if one.grant is not None else one.error
+            if final:
+                settled.set_result(None)
+
+        wanted = [WantedPage(key=key) for key in keys]
+        self._engine.pages.acquire(self._peer, wanted, wait_s=timeout_s, on_acquired=on_acquired)
+        await settled
+        return answers
+
+    def _read_grant(self, grant: Grant) -> ReadGrant:
+        page = self._engine.pages.view(grant)
+        return ReadGrant(lease_id=grant.lease_id, page=page, metadata=grant.slot.page.metadata)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, loop).result()

@@ -1,0 +1,193 @@
+"""What sessions do with pages: reserve, commit, abort, acquire, release."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt
+from kvpool.core.outcome import Admission
+from kvpool.core.page import PageKey, verify
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
+from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
+from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import RemoteSource, Workers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveItem:
+    """One page that a peer wants to write."""
+
+    key: PageKey
+    page_bytes: int
+    metadata: PageMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedPage:
+    """One page that a peer wants to read. metadata: needed if there are sources."""
+
+    key: PageKey
+    metadata: PageMetadata | None = None
+    sources: tuple[RemoteSource, ...] = ()
+
+
+ReserveAnswer = Grant | Admission | KvPoolError
+"""A lease, EXISTS or PENDING, or why the page is not admitted."""
+
+
+class PageCalls:
+    """Calls of sessions on pages. Each ledger change is one step on the loop; bytes are touched on threads."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        space: ArenaSpace,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        flights: Flights,
+        keyspaces: KeyspaceBook,
+        verifiers: Workers,
+        tasks: EngineTasks,
+        metrics: PageStoreMetrics,
+    ) -> None:
+        self._ledger = ledger
+        self._space = space
+        self._disk = disk
+        self._write_back = write_back
+        self._flights = flights
+        self._keyspaces = keyspaces
+        self._verifiers = verifiers
+        self._tasks = tasks
+        self._metrics = metrics
+
+    def view(self, grant: Grant) -> memoryview:
+        """The page's bytes in its slot."""
+        return self._space.view(grant.slot)
+
+    async def reserve(self, peer: PeerSession, items: Sequence[ReserveItem]) -> list[ReserveAnswer]:
+        """Per item, in order. Raises SessionUnknown if the session ends meanwhile."""
+        answers: list[ReserveAnswer] = []
+        for index, item in enumerate(items):
+            answer = await self._reserve_one(peer, index, item)
+            label = answer.name if isinstance(answer, Admission) else "RESERVED" if isinstance(answer, Grant) else None
+            self._metrics.reserved_pages.labels(label or "REJECTED").inc()
+            answers.append(answer)
+        return answers
+
+    async def commit(self, peer: PeerSession, lease_ids: Sequence[int]) -> list[KvPoolError | None]:
+        """Verify written pages and make them visible; per lease None or why not. It ends even if the caller leaves."""
+        peer.check_live()
+        begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
+        slots = [one for one in begun if isinstance(one, Slot)]
+        faults = iter(await self._tasks.finish(self._finish_commits(slots), "commit")) if slots else iter(())
+        return [next(faults) if isinstance(one, Slot) else one for one in begun]
+
+    def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
+        """Give slots back unwritten; unknown leases are ignored."""
+        for lease_id in lease_ids:
+            self._ledger.abort(peer.session, lease_id)
+
+    def acquire(
+        self, peer: PeerSession, wanted: Sequence[WantedPage], *, wait_s: float, on_acquired: OnAcquired
+    ) -> None:
+        """Lease pages as they become ready; `on_acquired` gets every item once. Raises SessionUnknown."""
+        peer.check_live()
+
+        def settled(acquired: Sequence[Acquired], final: bool) -> None:
+            if final:
+                peer.acquisitions.discard(acquisition)
+            on_acquired(acquired, final)
+
+        items = [
+            AcquireItem(
+                key=one.key, keyspace=peer.keyspace(one.key.keyspace), metadata=one.metadata, sources=one.sources
+            )
+            for one in wanted
+        ]
+        acquisition = Acquisition(peer.session, items, self._ledger, self._flights, self._metrics, settled)
+        peer.acquisitions.add(acquisition)
+        acquisition.start(wait_s)
+
+    def release(self, peer: PeerSession, lease_ids: Sequence[int], corrupt_ids: Sequence[int] = ()) -> None:
+        """End read leases; pages that a reader found corrupt are dropped, from disk too if they fail there."""
+        for lease_id in corrupt_ids:
+            slot = peer.session.reads.get(lease_id)
+            if slot is not None and not slot.doomed:
+                self._drop_corrupt(slot, peer)
+        for lease_id in (*lease_ids, *corrupt_ids):
+            self._ledger.release(peer.session, lease_id)
+
+    # Inside
+
+    async def _reserve_one(self, peer: PeerSession, index: int, item: ReserveItem) -> ReserveAnswer:
+        keyspace = peer.keyspace(item.key.keyspace)
+        if keyspace is None:
+            return KeyspaceUnknown(f"item {index}: the session has not named keyspace {item.key.keyspace.hex()}")
+        try:
+            check_page(keyspace, item.key, item.page_bytes)
+        except InvalidRequest as error:
+            return InvalidRequest(str(error), item_index=index)
+        if self._disk is not None and item.key in self._disk:
+            self._disk.map.touch(item.key)
+            return Admission.EXISTS
+        record = PageRecord(item.key, item.page_bytes, item.metadata)
+
+        def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:
+            peer.check_live()
+            return self._ledger.reserve(peer.session, record)
+
+        return await self._space.find(keyspace.tenant, item.page_bytes, attempt)
+
+    async def _finish_commits(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+        errors: list[KvPoolError | None]
+        try:
+            errors = list(await self._verifiers.run(self._verify_all, slots))
+        except KvPoolError as refused:  # no room in the queue, or shutting down: the pages are simply not stored
+            errors = [refused] * len(slots)
+        for slot, error in zip(slots, errors, strict=True):
+            record = slot.page
+            if isinstance(error, PageCorrupt):
+                self._metrics.verification_failures.labels("commit").inc()
+                _log.error("page %s fails verification at its commit and is not stored", record.key)
+            dirty = self._write_back is not None
+            if self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
+                self._metrics.committed_pages.inc()
+                self._metrics.committed_bytes.inc(record.page_bytes)
+                if self._write_back is not None:
+                    self._write_back.add(slot)
+        return errors
+
+    def _verify_all(self, slots: Sequence[Slot]) -> list[PageCorrupt | None]:
+        return [self._verify(slot) for slot in slots]
+
+    def _verify(self, slot: Slot) -> PageCorrupt | None:
+        key = slot.page.key
+        keyspace = self._keyspace(key)
+        fault = verify(self._space.view(slot), key, keyspace.spec.codec, keyspace.payload_bytes(key.shard))
+        return None if fault is None else PageCorrupt(f"page {key}: {fault}")
+
+    def _keyspace(self, key: PageKey) -> Keyspace:
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # a page got here through a session that named it
+        return keyspace
+
+    def _drop_corrupt(self, slot: Slot, peer: PeerSession) -> None:
+        key = slot.page.key
+        self._metrics.verification_failures.labels("reader").inc()
+        _log.error("page %s fails verification at %s and is dropped", key, peer.session.peer_name)
+        self._ledger.drop(key)
+        if self._disk is not None and key in self._disk:
+            self._tasks.start(self._disk.recheck(key, self._keyspace(key)), "recheck-disk")

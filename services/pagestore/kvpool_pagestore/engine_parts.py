@@ -1,0 +1,100 @@
+"""What the engine is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.core.clock import Clock
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.writeback import WriteBackLimits
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_sessions import SessionTimes
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
+
+SILENT_HEARTBEATS = 4  # after so many intervals without a word a session is over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorkers:
+    """Threads for blocking calls, apart so that none of them waits for another kind."""
+
+    verify: Workers
+    read: Workers
+    write: Workers
+    pull: Workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What the engine works with. store: None means no disk tier; an opened one otherwise."""
+
+    arena: Arena
+    store: PageStore | None
+    disk_live_bytes: int  # page bytes that may be live on disk within the configured capacity
+    peers: PeerPages
+    index: IndexLink
+    workers: EngineWorkers
+    clock: Clock
+    first_segment_id: int
+
+
+def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimits:
+    return LedgerLimits(
+        arena_bytes=config.arena_bytes,
+        segment_bytes=config.segment_bytes,
+        first_segment_id=first_segment_id,
+        writer_bytes=config.writer_bytes,
+        silence_limit_s=SILENT_HEARTBEATS * config.heartbeat_interval_ms / 1e3,
+        grace_s=config.quarantine_grace_ms / 1e3,
+    )
+
+
+def write_back_limits(config: PageStoreConfig) -> WriteBackLimits:
+    return WriteBackLimits(
+        batch_pages=config.batch_pages,
+        batch_bytes=config.batch_bytes,
+        linger_s=config.linger_ms / 1e3,
+        max_batches=config.write_threads,
+        retry_first_s=config.write_retry_ms / 1e3,
+        retry_last_s=config.write_retry_max_ms / 1e3,
+    )
+
+
+def session_times(config: PageStoreConfig) -> SessionTimes:
+    return SessionTimes(
+        max_sessions=config.max_sessions,
+        max_leases=config.max_leases,
+        heartbeat_s=config.heartbeat_interval_ms / 1e3,
+    )
+
+
+def disk_tier(
+    parts: EngineParts,
+    store: PageStore,
+    keyspaces: KeyspaceBook,
+    announcer: Announcer,
+    tasks: EngineTasks,
+    metrics: PageStoreMetrics,
+) -> DiskTier:
+    workers = parts.workers
+    return DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
+
+
+def make_flights(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    ledger: Ledger,
+    space: ArenaSpace,
+    disk: DiskTier | None,
+    tasks: EngineTasks,
+    metrics: PageStoreMetrics,
+) -> Flights:
+    timeout_s = config.pull_timeout_ms / 1e3
+    return Flights(ledger, space, disk, parts.peers, parts.index, parts.workers.pull, tasks, metrics, timeout_s)

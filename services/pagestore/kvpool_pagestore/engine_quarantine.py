@@ -1,0 +1,120 @@
+"""What vanished peers may still touch, and when it comes back: on `drained`, or when the kernel says they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from kvpool.core.clock import Clock
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.sessions import Session, SessionState
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import background, cancelled
+from kvpool_pagestore.ports import Arena, Workers
+
+_log = logging.getLogger(__name__)
+
+_DEPARTING_POLLS = 10  # nothing is held back for a session that was closed, so it is looked at this much more rarely
+
+
+class Quarantine:
+    """Watches ended sessions, and segments of an earlier process. Runs only while there is something to watch."""
+
+    def __init__(
+        self, ledger: Ledger, space: ArenaSpace, arena: Arena, workers: Workers, clock: Clock, poll_s: float
+    ) -> None:
+        self._ledger = ledger
+        self._space = space
+        self._arena = arena
+        self._workers = workers
+        self._clock = clock
+        self._poll_s = poll_s
+        self._old_sessions: set[bytes] = set()  # of an earlier process, not yet resolved
+        self._old_bytes = 0
+        self._departing: set[bytes] = set()  # closed properly, but their peers may not have unmapped yet
+        self._task: asyncio.Task[None] | None = None
+        self._poke = asyncio.Event()
+
+    def adopt_old(self, session_ids: Sequence[bytes], old_bytes: int) -> None:
+        """Hold what an earlier process left: its segments go when none of its peers can touch them."""
+        self._old_sessions = set(session_ids)
+        self._old_bytes = old_bytes
+        self._ledger.space.hold_old_bytes(old_bytes)
+        for session_id in session_ids:
+            self._ledger.sessions.add_old(session_id)
+        if session_ids or old_bytes:
+            self.watch()
+
+    def watch(self) -> None:
+        """A session has ended abnormally."""
+        self._poke.set()
+        if self._task is None:
+            self._task = background(self._watch(), "quarantine")
+
+    def departed(self, session_id: bytes) -> None:
+        """A session was closed; its slots are free, but its segments may stay mapped for a while."""
+        self._departing.add(session_id)
+        self.watch()
+
+    async def drained(self, session: Session) -> None:
+        """The peer of an ended session says that all its work and mappings have ended."""
+        await self._resolve(session)
+        await self._destroy_old()
+
+    @property
+    def anything_mapped(self) -> bool:
+        """Whether some peer may still map segments."""
+        return bool(self._ledger.sessions.ended or self._departing or self._old_bytes)
+
+    async def settle(self) -> None:
+        """Look once whether peers are gone, and give back what may be."""
+        sessions = self._ledger.sessions
+        waiting = [one.session_id for one in sessions.ended if one.gone_s is None]
+        if waiting or self._departing:
+            gone = await self._workers.run(self._arena.gone_sessions, [*waiting, *self._departing])
+            sessions.note_gone(list(gone), self._clock.monotonic_s())
+            await self._let_go(self._departing.intersection(gone))
+        for session in sessions.resolvable(self._clock.monotonic_s()):
+            await self._resolve(session)
+        await self._destroy_old()
+        if self._ledger.space.reapable():
+            await self._space.reap()
+
+    async def stop(self) -> None:
+        await cancelled(self._task)
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                self._poke.clear()
+                await self.settle()
+                urgent = self._ledger.sessions.ended or self._old_bytes
+                if not urgent and not self._departing:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._poll_s * (1 if urgent else _DEPARTING_POLLS)):
+                        await self._poke.wait()
+        finally:
+            self._task = None
+
+    async def _resolve(self, session: Session) -> None:
+        if session.state is SessionState.ENDED:
+            self._ledger.resolve_session(session)
+        self._old_sessions.discard(session.session_id)
+        await self._workers.run(self._arena.forget_sessions, [session.session_id])
+
+    async def _let_go(self, session_ids: set[bytes]) -> None:
+        self._departing -= session_ids
+        for session_id in session_ids:
+            self._ledger.space.forget_mapper(session_id)
+        if session_ids:
+            await self._workers.run(self._arena.forget_sessions, sorted(session_ids))
+
+    async def _destroy_old(self) -> None:
+        if self._old_bytes and not self._old_sessions:
+            old_bytes, self._old_bytes = self._old_bytes, 0
+            await self._workers.run(self._arena.destroy_old_segments)
+            self._ledger.space.hold_old_bytes(-old_bytes)
+            _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)

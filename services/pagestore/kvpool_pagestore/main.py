@@ -1,0 +1,288 @@
+"""The pagestore process: `python -m kvpool_pagestore.main --data-dir DIR --index-endpoints HOST:PORT ...`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+from contextlib import AsyncExitStack
+
+import kvpool
+from kvpool.core.clock import SystemClock
+from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.errors import StartupFailed, StoreFault
+from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
+from kvpool_pagestore.adapters.arena import TmpfsArena
+from kvpool_pagestore.adapters.data_directory import DataDirectory, host_identity
+from kvpool_pagestore.adapters.disk_tier import live_page_bytes, open_disk_tier
+from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
+from kvpool_pagestore.adapters.peer import GrpcPeerPages
+from kvpool_pagestore.bulk_servicer import PageTransferServicer
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_bulk import EngineBulkGateway
+from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import IndexLink, PageStore
+from kvpool_pagestore.servicer.control import PageStoreServicer
+from kvpool_pagestore.servicer.session import SessionLimits
+from kvpool_server import flock
+from kvpool_server.bulk import BulkServer
+from kvpool_server.config import describe, load_config
+from kvpool_server.executor import BoundedExecutor
+from kvpool_server.fds import FdGrant, FdServer, PeerCredentials
+from kvpool_server.interceptors import (
+    DeadlinePolicy,
+    DefaultTenantAuthenticator,
+    RequestMetrics,
+    aio_interceptors,
+    current_identity,
+    sync_interceptors,
+)
+from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.listen import TcpAddress
+from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
+from kvpool_server.metrics import new_registry, start_metrics_server
+from kvpool_server.process import die_with_parent, tune_process
+from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.server import ControlServer
+
+_log = logging.getLogger(__name__)
+
+_SERVICES = pagestore_pb2.DESCRIPTOR.services_by_name
+_FLUSH = f"/{_SERVICES['PageStoreService'].full_name}/Flush"
+_GRACE_S = 1.0  # for running calls, once sessions have ended
+
+
+def main() -> int:
+    """Run the service; returns the exit code of kvpool_server.lifecycle."""
+
+    async def serve(stop: Stop) -> None:
+        async with AsyncExitStack() as stack:
+            await _serve(stop, _load(), stack)
+
+    return run_service(serve, service="pagestore", grace_s=60.0)
+
+
+def _load() -> PageStoreConfig:
+    config = load_config(
+        PageStoreConfig, prog="kvpool-pagestore", env_prefix="KVPOOL_PAGESTORE", argv=sys.argv[1:], env=os.environ
+    )
+    configure_logs(service="pagestore", level=LogLevel(config.log_level), log_format=LogFormat(config.log_format))
+    if config.parent_pid:
+        die_with_parent(config.parent_pid)
+    return config
+
+
+async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> None:
+    """What is opened is closed by `stack`, the last first, however the start or the run ends."""
+    tune_process()
+    clear_ready_file(config.ready_file)
+    _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
+    registry = new_registry()
+    directory = DataDirectory(config.data_dir)
+    stack.callback(directory.close)
+    arena = _Arena(config, directory.node_id)
+    stack.callback(arena.close)
+    parts = EngineParts(
+        arena=arena.segments,
+        store=await _open_store(config),
+        disk_live_bytes=live_page_bytes(config.disk_bytes),
+        peers=GrpcPeerPages(),
+        index=_index(config),
+        workers=_workers(config, stack),
+        clock=SystemClock(),
+        first_segment_id=(secrets.randbits(40) << 16) + 1,  # never an id that an earlier process gave to a peer
+    )
+    metrics = PageStoreMetrics(registry)
+    engine = PageStoreEngine(config, parts, metrics)
+    stack.push_async_callback(engine.close)
+    stack.callback(parts.peers.close)
+    last_incarnation = await _load_engine(engine, arena.segments)
+    servers = _Servers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
+    metrics_listen = _address("metrics_listen", config.metrics_listen)
+    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
+    stack.callback(stop_metrics)
+    node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
+    await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
+    loop = asyncio.get_running_loop()
+    metrics.watch(lambda: engine.read_gauges(loop))
+    await servers.start()
+    _publish(config, node, engine.incarnation)
+    try:
+        await stop.wait()
+    finally:
+        await servers.control.set_serving(False)
+        arena.unused = await engine.stop(config.drain_ms / 1e3)
+        await parts.index.close()
+        await asyncio.to_thread(parts.peers.close)
+        await servers.stop()
+
+
+class _Arena:
+    """The arena and whether its segments may be removed in the end."""
+
+    def __init__(self, config: PageStoreConfig, node_id: bytes) -> None:
+        self.unused = False
+        self.segments = TmpfsArena(config.shm_dir / f"kvpool-{node_id.hex()}", flock)
+        self.segments.open(config.arena_bytes)
+
+    def close(self) -> None:
+        self.segments.close(remove=self.unused)
+
+
+class _Servers:
+    """Everything that listens."""
+
+    def __init__(
+        self, config: PageStoreConfig, engine: PageStoreEngine, node_id: bytes, requests: RequestMetrics
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._node_id = node_id
+        self._socket = (config.socket or config.data_dir / "pagestore.sock").absolute()
+        descriptor_socket = (config.descriptor_socket or self._socket.with_name("fds.sock")).absolute()
+        authenticator = DefaultTenantAuthenticator(config.tenant)
+        # A flush takes as long as the disk takes; its client says how long it will wait.
+        deadlines = DeadlinePolicy(caps_s={_FLUSH: 600.0})
+        self.control = ControlServer(
+            interceptors=aio_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
+            service_names=[service.full_name for service in _SERVICES.values()],
+        )
+        limits = SessionLimits(
+            node_id=node_id,
+            descriptor_socket=descriptor_socket,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            max_leases=config.max_leases,
+            max_requests_in_flight=config.max_requests_in_flight,
+        )
+        servicer = PageStoreServicer(engine, _tenant, limits)
+        pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server(servicer, self.control.grpc)
+        self.bulk = BulkServer(
+            threads=config.bulk_threads,
+            interceptors=sync_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
+        )
+        gateway = EngineBulkGateway(engine, asyncio.get_running_loop())
+        PageTransferServicer(gateway, _tenant).add_to(self.bulk.grpc)
+        self._descriptors = FdServer(descriptor_socket, on_fetch=self._fetch)
+
+    def listen(self, metrics_url: str) -> NodeInfo:
+        """Bind everything: the node as others reach it. Raises StartupFailed."""
+        config = self._config
+        control_port = self.control.listen_tcp(_address("listen", config.listen))
+        bulk_port = self.bulk.listen_tcp(_address("bulk_listen", config.bulk_listen))
+        self.control.listen_unix(self._socket)
+        return NodeInfo(
+            node_id=self._node_id,
+            kind=NodeKind.PAGESTORE,
+            host_id=host_identity(config.host_id),
+            endpoint=str(TcpAddress(config.advertise_host, control_port)),
+            bulk_endpoint=str(TcpAddress(config.advertise_host, bulk_port)),
+            local_socket=str(self._socket),
+            capacity_bytes=config.disk_bytes or config.arena_bytes,
+            metrics_url=metrics_url,
+        )
+
+    async def start(self) -> None:
+        self._descriptors.start()
+        self.bulk.start()
+        await self.control.start()
+        await self.control.set_serving(True)
+
+    async def stop(self) -> None:
+        self._descriptors.close()
+        await self.control.stop(_GRACE_S)
+        await asyncio.to_thread(self.bulk.stop, _GRACE_S)
+
+    def _fetch(self, peer: PeerCredentials, token: bytes, number: int) -> FdGrant:
+        found = self._engine.sessions.descriptor(token, number)
+        return FdGrant(found.fd, found.size_bytes, 0, close_after=found.give_up)
+
+
+async def _open_store(config: PageStoreConfig) -> PageStore | None:
+    if not config.disk_bytes:
+        _log.warning("disk_bytes is 0: no disk tier, pages end with this process")
+        return None
+    return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
+
+
+def _index(config: PageStoreConfig) -> IndexLink:
+    if not config.index_endpoints:
+        return NoIndex()
+    return NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3)
+
+
+def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
+    def executor(name: str, threads: int) -> BoundedExecutor:
+        made = BoundedExecutor(name, threads=threads, queue_limit=config.queue_limit)
+        stack.push_async_callback(made.close)
+        return made
+
+    return EngineWorkers(
+        verify=executor("verify", config.verify_threads),
+        read=executor("read", config.read_threads),
+        write=executor("write", config.write_threads),
+        pull=executor("pull", config.pull_threads),
+    )
+
+
+async def _load_engine(engine: PageStoreEngine, arena: TmpfsArena) -> int:
+    try:
+        return await engine.load(arena.old_sessions(), arena.old_bytes)
+    except StoreFault as error:
+        raise StartupFailed(f"the disk tier cannot be read: {error}") from error
+
+
+async def _adopt_incarnation(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    engine: PageStoreEngine,
+    node: NodeInfo,
+    last_incarnation: int,
+    stop: Stop,
+) -> None:
+    """Register, and serve under what the index grants; without its word, under what is higher than all before."""
+    incarnation = 0
+    if isinstance(parts.index, NodeIndexLink):
+        registrant = Registrant(
+            node=node,
+            last_incarnation=last_incarnation,
+            load=engine.load_figures,
+            snapshot=engine.snapshot,
+            on_superseded=stop.fail,
+            on_late=engine.adopt_incarnation,
+        )
+        incarnation = await parts.index.register(registrant, config.index_start_wait_ms / 1e3)
+    # Readers elsewhere learn incarnations from the index alone, so a local one that the index never saw fences nothing
+    # it should not; it is on disk before anybody hears of it, and what the index grants later is higher.
+    await engine.adopt_incarnation(incarnation or max(last_incarnation, parts.clock.wall_us()) + 1)
+
+
+def _publish(config: PageStoreConfig, node: NodeInfo, incarnation: int) -> None:
+    shown: dict[str, str | int] = {
+        "endpoint": node.endpoint,
+        "socket": node.local_socket,
+        "bulk_endpoint": node.bulk_endpoint,
+        "metrics_url": node.metrics_url,
+        "node_id": node.node_id.hex(),
+        "incarnation": incarnation,
+    }
+    _log.info("serving", extra=fields(**shown))
+    write_ready_file(config.ready_file, **shown)
+
+
+def _tenant() -> str:
+    return current_identity().tenant
+
+
+def _address(name: str, text: str) -> TcpAddress:
+    try:
+        return TcpAddress.parse(text)
+    except ValueError as error:
+        raise StartupFailed(f"bad configuration: {name}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Translates between gRPC and the engine."""

@@ -1,0 +1,87 @@
+"""The control service: sessions, flush, clear, status."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvpool.core.errors import InvalidRequest, NotServed
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
+from kvpool.wire.convert import check_optional_id
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.servicer.messages import session_request_from_proto
+from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
+    """`tenant` tells whose call is being handled."""
+
+    def __init__(self, engine: PageStoreEngine, tenant: Callable[[], str], limits: SessionLimits) -> None:
+        self._engine = engine
+        self._tenant = tenant
+        self._limits = limits
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "open":
+            raise InvalidRequest("the first message of a session must be `open`")
+        request = session_request_from_proto(first.open, self._tenant())
+        peer = await self._engine.open_session(request, first.open.expected_incarnation)
+        stream = SessionStream(self._engine, self._limits, peer)
+        async with aclosing(stream.answers(first.request_id, request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def Flush(self, request: pb.FlushRequest, context: _Context) -> pb.FlushResponse:
+        keyspace = check_optional_id(request.keyspace_id, "keyspace_id")
+        page_count, failed_count = await self._engine.flush(self._tenant(), keyspace)
+        return pb.FlushResponse(page_count=page_count, failed_count=failed_count)
+
+    async def Clear(self, request: pb.ClearRequest, context: _Context) -> pb.ClearResponse:
+        keyspace = check_optional_id(request.keyspace_id, "keyspace_id")
+        return pb.ClearResponse(page_count=await self._engine.clear(self._tenant(), keyspace))
+
+    async def GetPageStoreStatus(
+        self, request: pb.GetPageStoreStatusRequest, context: _Context
+    ) -> pb.GetPageStoreStatusResponse:
+        gauges = self._engine.gauges()
+        return pb.GetPageStoreStatusResponse(
+            node_id=self._limits.node_id,
+            incarnation=self._engine.incarnation,
+            arena_capacity_bytes=gauges.arena_capacity_bytes,
+            arena_segment_bytes=gauges.arena_segment_bytes,
+            arena_used_bytes=gauges.arena_used_bytes,
+            arena_quarantined_bytes=gauges.arena_quarantined_bytes,
+            staging_page_count=gauges.staging_pages,
+            dirty_page_count=self._engine.dirty_page_count,
+            disk_capacity_bytes=gauges.disk_capacity_bytes,
+            disk_used_bytes=gauges.disk_used_bytes,
+            disk_page_count=gauges.disk_pages,
+            session_count=gauges.sessions,
+            lease_count=gauges.leases,
+            disk_fault=self._engine.disk_fault,
+        )
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: _Context) -> pb.PrefetchResponse:
+        raise NotServed("Prefetch is not served yet: acquire pages instead, which promotes them")
+
+    async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
+        raise NotServed("Pin is not served yet: eviction does not honour pins")
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> AsyncIterator[pb.DrainResponse]:
+        for answer in _refused(NotServed("Drain is not served yet: pages are not moved to other nodes")):
+            yield answer
+
+
+def _refused(error: NotServed) -> Iterator[Any]:
+    """A stream that ends with the error before its first message."""
+    raise error

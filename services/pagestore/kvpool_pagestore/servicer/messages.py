@@ -1,0 +1,133 @@
+"""Messages of the control service <-> values of the engine. Malformed input raises InvalidRequest naming the item."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.outcome import Admission
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.wire.convert import (
+    check_count,
+    check_id,
+    check_optional_id,
+    convert_items,
+    item_error_to_proto,
+    page_key_from_proto,
+    page_metadata_from_proto,
+)
+from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
+from kvpool_pagestore.engine_sessions import SessionRequest
+from kvpool_pagestore.ports import RemoteSource
+
+_MAX_PEER_NAME_CHARS = 128
+_MAX_SOURCES = 16
+_MAX_WAIT_MS = 600_000
+DEFAULT_WAIT_MS = 30_000
+
+_SOURCES = {Source.STAGING: pb.SOURCE_STAGING, Source.DISK: pb.SOURCE_DISK, Source.REMOTE: pb.SOURCE_REMOTE}
+_ADMISSIONS = {Admission.EXISTS: pb.ADMISSION_EXISTS, Admission.PENDING: pb.ADMISSION_PENDING}
+
+
+def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionRequest:
+    if len(message.peer_name) > _MAX_PEER_NAME_CHARS:
+        raise InvalidRequest(f"peer_name must be at most {_MAX_PEER_NAME_CHARS} characters")
+    return SessionRequest(
+        tenant=tenant,
+        keyspaces=convert_items(message.keyspaces, session_keyspace_from_proto, "keyspace"),
+        peer_name=message.peer_name,
+        previous_session_id=check_optional_id(message.previous_session_id, "previous_session_id"),
+        previous_drained=message.previous_drained,
+        wants_arena=message.wants_arena,
+    )
+
+
+def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[ReserveItem]:
+    return convert_items(message.items, _reserve_item, most=most)
+
+
+def wanted_pages_from_proto(message: pb.AcquireRequest, most: int) -> list[WantedPage]:
+    if message.local_only:
+        return convert_items(message.items, _wanted_here, most=most)
+    return convert_items(message.items, _wanted_page, most=most)
+
+
+def wait_s_from_proto(message: pb.AcquireRequest) -> float:
+    return (check_count(message.wait_ms, "wait_ms", most=_MAX_WAIT_MS) or DEFAULT_WAIT_MS) / 1e3
+
+
+def reserve_results_to_proto(answers: Sequence[ReserveAnswer]) -> pb.ReserveResponse:
+    return pb.ReserveResponse(results=[_reserve_result(answer) for answer in answers])
+
+
+def lease_results_to_proto(errors: Sequence[KvPoolError | None]) -> pb.CommitResponse:
+    return pb.CommitResponse(
+        results=[pb.LeaseResult(error=None if error is None else item_error_to_proto(error)) for error in errors]
+    )
+
+
+def acquired_to_proto(acquired: Sequence[Acquired], final: bool) -> pb.AcquireResponse:
+    return pb.AcquireResponse(results=[_acquire_result(one) for one in acquired], final=final)
+
+
+def _reserve_item(message: pb.ReserveItem) -> ReserveItem:
+    return ReserveItem(
+        key=page_key_from_proto(message.key),
+        page_bytes=check_count(message.page_bytes, "page_bytes", least=1),
+        metadata=page_metadata_from_proto(message.metadata),
+    )
+
+
+def _wanted_here(message: pb.AcquireItem) -> WantedPage:
+    return WantedPage(key=page_key_from_proto(message.key))
+
+
+def _wanted_page(message: pb.AcquireItem) -> WantedPage:
+    if not message.sources:
+        return _wanted_here(message)
+    return WantedPage(
+        key=page_key_from_proto(message.key),
+        metadata=page_metadata_from_proto(message.metadata),
+        sources=tuple(convert_items(message.sources, _source, "source", most=_MAX_SOURCES)),
+    )
+
+
+def _source(message: pb.RemoteSource) -> RemoteSource:
+    if not message.bulk_endpoint:
+        raise InvalidRequest("bulk_endpoint must not be empty")
+    return RemoteSource(
+        node_id=check_id(message.node_id, "node_id"),
+        incarnation=message.incarnation,
+        bulk_endpoint=message.bulk_endpoint,
+    )
+
+
+def _reserve_result(answer: ReserveAnswer) -> pb.ReserveResult:
+    if isinstance(answer, Grant):
+        return pb.ReserveResult(admission=pb.ADMISSION_RESERVED, slot=_slot(answer))
+    if isinstance(answer, Admission):
+        return pb.ReserveResult(admission=_ADMISSIONS[answer])
+    return pb.ReserveResult(admission=pb.ADMISSION_REJECTED, error=item_error_to_proto(answer))
+
+
+def _acquire_result(one: Acquired) -> pb.AcquireResult:
+    if one.grant is not None and one.source is not None:
+        return pb.AcquireResult(
+            item_index=one.item_index, outcome=pb.OUTCOME_HIT, slot=_slot(one.grant), source=_SOURCES[one.source]
+        )
+    error = None if one.error is None else item_error_to_proto(one.error)
+    return pb.AcquireResult(item_index=one.item_index, outcome=pb.OUTCOME_MISS, error=error)
+
+
+def _slot(grant: Grant) -> pb.Slot:
+    slot = grant.slot
+    return pb.Slot(
+        lease_id=grant.lease_id,
+        segment_id=slot.segment.segment_id,
+        offset=slot.offset,
+        page_bytes=slot.page.page_bytes,
+    )
