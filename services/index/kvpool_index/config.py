@@ -25,7 +25,7 @@ class IndexConfig:
     redis_url: Annotated[str, "redis:// or rediss:// URL of the store; empty: this process's memory", SECRET] = ""
     redis_key_prefix: Annotated[str, "what all keys in Redis begin with"] = "kvpool"
     redis_timeout_ms: Annotated[int, "a store call that takes longer fails as STORE_UNAVAILABLE"] = 500
-    redis_connections: Annotated[int, "connections to Redis at most; further calls wait for one"] = 32
+    redis_max_in_flight: Annotated[int, "calls that wait for Redis at once; further ones are refused"] = 1024
 
     tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
     tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
@@ -43,7 +43,7 @@ class IndexConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("redis_timeout_ms", 10, 60_000),
-            ("redis_connections", 1, 1024),
+            ("redis_max_in_flight", 1, 1 << 20),
             ("lease_ttl_ms", 100, 600_000),
             ("node_forget_ms", 0, 1 << 40),
             ("max_match_chunks", 1, 1 << 15),

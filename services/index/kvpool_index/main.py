@@ -120,7 +120,7 @@ def _open_store(config: IndexConfig) -> IndexStore:
     return RedisIndexStore(
         config.redis_url,
         timeout_s=config.redis_timeout_ms / 1000,
-        connections=config.redis_connections,
+        max_in_flight=config.redis_max_in_flight,
         key_prefix=config.redis_key_prefix,
         chunk_stream_count=config.event_streams,
         stream_entries=config.event_stream_entries,

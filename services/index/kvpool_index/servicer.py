@@ -12,7 +12,7 @@ from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
 from kvpool.wire import convert, convert_cluster, convert_keyspace
 from kvpool_index.engine import IndexEngine
-from kvpool_index.engine_concurrent import answer_concurrently
+from kvpool_index.engine_concurrent import serve_concurrently
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -120,11 +120,11 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         query = convert_cluster.chain_query_from_proto(request, chunks_max=self._max_chunks)
         return convert_cluster.chain_match_to_proto(await self._engine.match(self._tenant(), query))
 
-    async def MatchStream(
+    async def MatchStream(  # type: ignore[override]  # gRPC also takes a coroutine that writes, which costs less here
         self,
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
         context: Context[pb.MatchStreamRequest, pb.MatchStreamResponse],
-    ) -> AsyncIterator[pb.MatchStreamResponse]:
+    ) -> None:
         tenant = self._tenant()
 
         async def answer(request: pb.MatchStreamRequest) -> pb.MatchStreamResponse:
@@ -138,9 +138,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
 
         limit = self._engine.config.max_matches_in_flight
         async with self._engine.streams.track():
-            async with aclosing(answer_concurrently(request_iterator, answer, limit=limit)) as responses:
-                async for response in responses:
-                    yield response
+            await serve_concurrently(request_iterator, answer, context.write, limit=limit)
 
     async def Place(
         self, request: pb.PlaceRequest, context: Context[pb.PlaceRequest, pb.PlaceResponse]

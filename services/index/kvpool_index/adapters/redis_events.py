@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from redis.exceptions import ResponseError
-
-from kvpool_index.adapters.redis_link import RedisLink, checked, pack
+from kvpool_index.adapters.redis_link import RedisLink, checked, is_error, pack
 from kvpool_index.core.events import ORIGIN, LogEntry
 
 _FIELD: Final = b"e"
@@ -15,9 +13,15 @@ class RedisEventLog:
     """EventLog over one Redis Stream a partition, each in a slot of its own; the nodes' stream lies with the nodes."""
 
     def __init__(
-        self, link: RedisLink, waiting: RedisLink, *, key_prefix: bytes, chunk_stream_count: int, max_entries: int
+        self,
+        link: RedisLink,
+        waiting: Sequence[RedisLink],
+        *,
+        key_prefix: bytes,
+        chunk_stream_count: int,
+        max_entries: int,
     ) -> None:
-        """waiting: the connections on which readers wait for the next entry."""
+        """waiting: for each stream a connection on which its one reader waits for the next entry."""
         self._link = link
         self._waiting = waiting
         self.node_key = key_prefix + b":{n}:events"
@@ -45,7 +49,7 @@ class RedisEventLog:
         if wait_s > 0:
             words += [b"BLOCK", b"%d" % max(1, int(wait_s * 1000))]
         words += [b"STREAMS", self._keys[stream], after.encode()]
-        link = self._waiting if wait_s > 0 else self._link
+        link = self._waiting[stream] if wait_s > 0 else self._link
         found = await link.call(*words, wait_s=wait_s)
         entries = found[0][1] if found else []
         return [LogEntry(entry_id.decode(), pairs[1]) for entry_id, pairs in entries]
@@ -60,7 +64,7 @@ class RedisEventLog:
             return True
         if entry_id != ORIGIN:
             return False
-        if isinstance(state, ResponseError):
+        if is_error(state):
             return True  # there is no such stream yet
         facts = dict(zip(state[::2], state[1::2], strict=True))
         return bool(facts.get(b"entries-added") == facts[b"length"])

@@ -1,58 +1,26 @@
-"""Raw commands to one Redis: packed by us, pipelined, answered in bytes. Connecting and logging in is redis-py's.
+"""Raw commands to one Redis over one pipelined connection: packed by us, parsed by hiredis, answered in bytes.
 
-redis-py's own pipeline costs three to five times the processor time of what is done here, and a match is mostly that.
+A match is mostly its round trip to Redis, and redis-py's pool and pipeline cost several times the processor time of
+what is done here. redis-py still reads the URL.
 """
 
 import asyncio
+import ssl
+from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
-from redis.asyncio.connection import (
-    BlockingConnectionPool,
-    Connection,
-    SSLConnection,
-    UnixDomainSocketConnection,
-    parse_url,
-)
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+import hiredis
+from redis.asyncio.connection import parse_url
 
-from kvpool.core.errors import StoreUnavailable
+from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
 
 Reply = Any
-"""bytes, int, None, or a list of replies."""
+"""bytes, int, None, a list of replies, or (only from `exchange`) a hiredis.ReplyError."""
 
-
-class _ExchangeMixin:
-    """A connection that reads many replies without redis-py's wrapping of each."""
-
-    _parser: Any
-
-    async def read_replies(self, count: int) -> list[Reply]:
-        read = self._parser.read_response
-        return [await read(disable_decoding=True) for _ in range(count)]
-
-
-class _TcpConnection(_ExchangeMixin, Connection):
-    pass
-
-
-class _TlsConnection(_ExchangeMixin, SSLConnection):
-    pass
-
-
-class _UnixConnection(_ExchangeMixin, UnixDomainSocketConnection):
-    pass
-
-
-_CONNECTIONS: Final[dict[type, type]] = {
-    Connection: _TcpConnection,
-    SSLConnection: _TlsConnection,
-    UnixDomainSocketConnection: _UnixConnection,
-}
+_TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
+_PLAIN_OPTIONS: Final = frozenset({"host", "port", "db", "username", "password", "path", "connection_class"})
 
 
 def pack(*words: bytes) -> bytes:
@@ -65,46 +33,110 @@ def pack_script(script: Script, keys: Sequence[bytes], *arguments: bytes) -> byt
     return pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *arguments)
 
 
-class RedisLink:
-    """A bounded pool of connections. Every failure is StoreUnavailable, within the timeout, and nothing is retried."""
+class _Connection(asyncio.Protocol):
+    """One connection. Replies come in the order of the commands, so a queue tells whose they are."""
 
-    def __init__(self, url: str, *, timeout_s: float, connections: int) -> None:
-        """Connects on first use. Raises ValueError for a URL that is none."""
-        options: dict[str, Any] = dict(parse_url(url))
-        kind = _CONNECTIONS[options.pop("connection_class", Connection)]
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader()
+        self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]]]] = deque()
+        self._transport: asyncio.Transport | None = None
+        self.is_open = True
+
+    @property
+    def waiting_count(self) -> int:
+        """Exchanges whose replies have not all come."""
+        return len(self._waiting)
+
+    def send(self, packed: bytes, reply_count: int) -> "asyncio.Future[list[Reply]]":
+        """Write commands; the future gets their replies, or ConnectionError. Cancelling it forgets the replies only."""
+        answered: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        if self._transport is None or not self.is_open:
+            answered.set_exception(ConnectionError("the connection is closed"))
+        else:
+            self._waiting.append((reply_count, [], answered))
+            self._transport.write(packed)
+        return answered
+
+    def abort(self, cause: str) -> None:
+        """Close at once; everybody who waits gets ConnectionError."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail_all(cause)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while self._waiting:
+            reply_count, replies, answered = self._waiting[0]
+            while len(replies) < reply_count:
+                try:
+                    reply = self._reader.gets()
+                except hiredis.ProtocolError as error:
+                    return self.abort(f"what came is no reply: {error}")
+                if reply is False:  # not all of it is here yet
+                    return None
+                replies.append(reply)
+            self._waiting.popleft()
+            if not answered.done():
+                answered.set_result(replies)
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
+
+    def _fail_all(self, cause: str) -> None:
+        while self._waiting:
+            _, _, answered = self._waiting.popleft()
+            if not answered.done():
+                answered.set_exception(ConnectionError(cause))
+
+
+class RedisLink:
+    """A connection that is made when it is needed and made again after a failure.
+
+    Every failure is StoreUnavailable, within the timeout, and nothing is retried. Use from one event loop only.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, max_in_flight: int) -> None:
+        """Connects on first use. Raises ValueError for a URL that is none, or with options that are not served."""
+        self._options: dict[str, Any] = dict(parse_url(url))
+        refused = self._options.keys() - _PLAIN_OPTIONS - _TLS_OPTIONS
+        if refused:
+            raise ValueError(f"options {', '.join(sorted(refused))} are not supported")
+        self._tls = _tls_context(self._options) if url.startswith("rediss:") else None
         self._timeout_s = timeout_s
-        self._pool: Any = BlockingConnectionPool(
-            max_connections=connections,
-            timeout=timeout_s,
-            connection_class=kind,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            decode_responses=False,
-            **options,
-        )
+        self._max_in_flight = max_in_flight
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[_Connection] | None = None
 
     async def exchange(self, commands: Sequence[bytes], *, wait_s: float = 0.0) -> list[Reply]:
         """Send packed commands together and return their replies in order; an error reply is returned as a value.
 
-        wait_s: what the commands themselves may wait beyond the timeout.
+        wait_s: what the commands themselves may wait beyond the timeout; nobody else may use this link meanwhile.
         """
+        connection = self._connection
         try:
+            if connection is None or not connection.is_open:
+                connection = await self._connect()
+            if connection.waiting_count >= self._max_in_flight:
+                raise Overloaded(f"{self._max_in_flight} calls wait for Redis already")
             async with asyncio.timeout(self._timeout_s + wait_s):
-                connection = await self._pool.get_connection()
-                try:
-                    await connection.send_packed_command([b"".join(commands)], check_health=False)
-                    replies: list[Reply] = await connection.read_replies(len(commands))
-                    return replies
-                except BaseException:
-                    # Replies that are still to come must not be taken for those of the next caller.
-                    await connection.disconnect(nowait=True)
-                    raise
-                finally:
-                    await self._pool.release(connection)
-        except (RedisError, OSError, TimeoutError) as error:
-            raise StoreUnavailable(f"Redis does not answer: {_first_line(error)}") from error
+                return await connection.send(b"".join(commands), len(commands))
+        except TimeoutError as error:
+            if connection is not None:
+                connection.abort("another call was not answered in time")
+            raise StoreUnavailable(f"Redis did not answer within {self._timeout_s + wait_s:g} s") from error
+        except OSError as error:
+            raise StoreUnavailable(f"Redis cannot be reached: {error}") from error
+        except asyncio.CancelledError:
+            if wait_s and connection is not None:
+                connection.abort("the call that waited was cancelled")  # it would hold up whoever comes next
+            raise
 
     async def call(self, *words: bytes, wait_s: float = 0.0) -> Reply:
         """One command and its reply. Raises StoreUnavailable for an error reply too (loading, full, read-only)."""
@@ -117,7 +149,7 @@ class RedisLink:
         Only what did not run for want of a script is sent again. Raises StoreUnavailable for any error reply.
         """
         replies = await self.exchange(commands)
-        missing = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        missing = [at for at, reply in enumerate(replies) if _lacks_script(reply)]
         if missing:
             await self.exchange([pack(b"SCRIPT", b"LOAD", script.source) for script in scripts])
             again = await self.exchange([commands[at] for at in missing])
@@ -133,17 +165,72 @@ class RedisLink:
         return reply
 
     async def close(self) -> None:
-        """Close all connections; idempotent."""
-        with suppress(RedisError, OSError):
-            await self._pool.disconnect()
+        """Close the connection; idempotent."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.abort("the index is closing")
+            self._connection = None
+
+    async def _connect(self) -> _Connection:
+        """A fresh connection, logged in. All who need one at the same time share one attempt, and its failure."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._open(), name="redis-connect")
+            self._connecting.add_done_callback(self._connect_ended)
+        return await asyncio.shield(self._connecting)
+
+    def _connect_ended(self, attempt: "asyncio.Task[_Connection]") -> None:
+        self._connecting = None
+        if not attempt.cancelled() and attempt.exception() is None:
+            self._connection = attempt.result()
+
+    async def _open(self) -> _Connection:
+        options, loop = self._options, asyncio.get_running_loop()
+        async with asyncio.timeout(self._timeout_s):
+            connection: _Connection
+            if "path" in options:
+                _, connection = await loop.create_unix_connection(_Connection, options["path"])
+            else:
+                host, port = options.get("host", "localhost"), options.get("port", 6379)
+                _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
+            login = _login_commands(options)
+            for reply in await connection.send(b"".join(login), len(login)):
+                if isinstance(reply, hiredis.ReplyError):
+                    connection.abort("login was refused")
+                    raise ConnectionError(f"login was refused: {reply}")
+            return connection
 
 
 def checked(reply: Reply) -> Reply:
     """The reply, unless it is an error."""
-    if isinstance(reply, ResponseError):
-        raise StoreUnavailable(f"Redis refuses: {_first_line(reply)}") from reply
+    if isinstance(reply, hiredis.ReplyError):
+        raise StoreUnavailable(f"Redis refuses: {reply}")
     return reply
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def is_error(reply: Reply) -> bool:
+    """Whether Redis refused the command."""
+    return isinstance(reply, hiredis.ReplyError)
+
+
+def _lacks_script(reply: Reply) -> bool:
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
+
+
+def _login_commands(options: dict[str, Any]) -> list[bytes]:
+    """What a connection says first. PING last, so that Redis has answered once before the connection is used."""
+    commands: list[bytes] = []
+    if options.get("password"):
+        names = [options["username"].encode()] if options.get("username") else []
+        commands.append(pack(b"AUTH", *names, options["password"].encode()))
+    if options.get("db"):
+        commands.append(pack(b"SELECT", b"%d" % options["db"]))
+    return [*commands, pack(b"PING")]
+
+
+def _tls_context(options: dict[str, Any]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+    if options.get("ssl_certfile"):
+        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+    return context

@@ -23,8 +23,17 @@ _GLOB: Final = frozenset(b"*?[]\\^-")
 class RedisLocationStore:
     """LocationStore over Redis. A read is one pipeline of HMGETs; a change is one single-key script a chunk."""
 
-    def __init__(self, link: RedisLink, nodes: RedisNodeDirectory, *, key_prefix: bytes, tombstone_ms: int) -> None:
-        self._link = link
+    def __init__(
+        self,
+        reads: RedisLink,
+        changes: RedisLink,
+        nodes: RedisNodeDirectory,
+        *,
+        key_prefix: bytes,
+        tombstone_ms: int,
+    ) -> None:
+        self._reads = reads
+        self._changes = changes
         self._nodes = nodes
         self._prefix = key_prefix + b":c:"
         self._tombstone_ms = b"%d" % tombstone_ms
@@ -39,14 +48,14 @@ class RedisLocationStore:
             for group in groups
         ]
         values: list[bytes | None] = []
-        for reply in await self._link.exchange(commands):
+        for reply in await self._reads.exchange(commands):
             values += checked(reply)
         return values
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         checks = self._nodes.fence_commands(fence)
         commands = [*checks, *(self._command(each, fence.number) for each in operations)]
-        replies = await self._link.exchange_scripts(commands, [_APPLY])
+        replies = await self._changes.exchange_scripts(commands, [_APPLY])
         self._nodes.check_fence(fence, replies[: len(checks)])
         answers = replies[len(checks) :]
         if any(status == _FENCED for status, _, _ in answers):
@@ -54,7 +63,7 @@ class RedisLocationStore:
         return [_state(each, answer) for each, answer in zip(operations, answers, strict=True)]
 
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
-        replies = await self._link.exchange_scripts([self._command(each, 0) for each in operations], [_APPLY])
+        replies = await self._changes.exchange_scripts([self._command(each, 0) for each in operations], [_APPLY])
         return [
             _state(each, reply) if reply[0] == _CHANGED else None
             for each, reply in zip(operations, replies, strict=True)
@@ -64,14 +73,14 @@ class RedisLocationStore:
         pattern = _escaped(self._prefix + keyspace) + b"*"
         cursor = b"0"
         while True:
-            cursor, keys = await self._link.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+            cursor, keys = await self._changes.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
             if keys:
                 yield await self._drop_groups(keyspace, keys, ordinal)
             if cursor == b"0":
                 return
 
     async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:
-        contents = await self._link.exchange([pack(b"HGETALL", key) for key in keys])
+        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys])
         removals: list[ChunkOperation] = []
         for key, content in zip(keys, contents, strict=True):
             pairs = checked(content)

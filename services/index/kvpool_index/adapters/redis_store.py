@@ -1,4 +1,8 @@
-"""The index's store over Redis: one connection pool for calls and one for readers that wait."""
+"""The index's store over Redis, on a few pipelined connections.
+
+Matches have one for themselves, so that they do not queue behind batches of changes, and every reader that waits for
+events has one, because nothing else gets through meanwhile.
+"""
 
 import time
 from typing import Final
@@ -22,7 +26,7 @@ class RedisIndexStore:
         url: str,
         *,
         timeout_s: float = 0.5,
-        connections: int = 32,
+        max_in_flight: int = 1024,
         key_prefix: str = "kvpool",
         chunk_stream_count: int = 4,
         stream_entries: int = 512,
@@ -30,29 +34,26 @@ class RedisIndexStore:
         """Raises StartupFailed for a URL that is none; the URL itself, which may hold a password, is not shown."""
         prefix = key_prefix.encode()
         try:
-            self._link = RedisLink(url, timeout_s=timeout_s, connections=connections)
-            # Readers that wait hold their connections: a pool of their own keeps them from starving the calls.
-            self._waiting = RedisLink(url, timeout_s=timeout_s, connections=2 * (chunk_stream_count + 1))
-        except (ValueError, KeyError) as error:
-            raise StartupFailed("redis_url must be redis://, rediss:// or unix:// with a valid address") from error
+            reads, changes, *waiting = (
+                RedisLink(url, timeout_s=timeout_s, max_in_flight=max_in_flight) for _ in range(chunk_stream_count + 3)
+            )
+        except (ValueError, OSError) as error:
+            raise StartupFailed(f"redis_url cannot be used: {error}") from error
+        self._links = (reads, changes, *waiting)
         self.events = RedisEventLog(
-            self._link,
-            self._waiting,
-            key_prefix=prefix,
-            chunk_stream_count=chunk_stream_count,
-            max_entries=stream_entries,
+            changes, waiting, key_prefix=prefix, chunk_stream_count=chunk_stream_count, max_entries=stream_entries
         )
         self.nodes = RedisNodeDirectory(
-            self._link, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
+            changes, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
         )
-        self.keyspaces = RedisKeyspaceRegistry(self._link, key_prefix=prefix)
-        self.locations = RedisLocationStore(self._link, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
+        self.keyspaces = RedisKeyspaceRegistry(changes, key_prefix=prefix)
+        self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
 
     async def ping(self) -> float:
         started_at_s = time.perf_counter()
-        await self._link.call(b"PING")
+        await self._links[0].call(b"PING")
         return time.perf_counter() - started_at_s
 
     async def close(self) -> None:
-        await self._waiting.close()
-        await self._link.close()
+        for link in self._links:
+            await link.close()

@@ -1,7 +1,9 @@
 """Cutting a chain into the groups its chunks are stored in, and announcements into operations."""
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
@@ -40,8 +42,8 @@ def group_reads(query: ChainQuery) -> list[GroupRead]:
         raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
     if start < 0:
         raise InvalidRequest(f"first_chunk_index must be >= 0, got {start}")
-    step, size = HASH_BYTES, len(hashes)
-    fields = [hashes[at : at + FIELD_BYTES] for at in range(0, size, step)]
+    step = HASH_BYTES
+    fields = _fields_format(len(hashes) // step).unpack(hashes)
     within = start % CHAIN_GROUP_CHUNKS
     reads: list[GroupRead] = []
     at = 0
@@ -62,6 +64,12 @@ def group_reads(query: ChainQuery) -> list[GroupRead]:
         head = hashes[first * step : first * step + step]
         reads.append(GroupRead(head, fields[first : first + CHAIN_GROUP_CHUNKS]))
     return reads
+
+
+@lru_cache(maxsize=1024)
+def _fields_format(count: int) -> struct.Struct:
+    """Takes the fields out of `count` hashes, several times as fast as slices would."""
+    return struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count)
 
 
 def operations_of(

@@ -11,6 +11,8 @@ from kvpool_index.core.entries import TIERS, decode_value
 # Readers try locations in this order: bytes in memory, bytes on disk, and then hints that may need an engine's consent.
 _TIER_RANK: Final = {Tier.STAGING: 0, Tier.DISK: 1, Tier.GPU: 2}
 
+_BLOCK: Final = 64  # values that are compared at once
+
 LiveNodeOf = Callable[[int], NodeInfo | None]
 """The live node behind an ordinal, or None."""
 
@@ -39,30 +41,25 @@ class Matcher:
     def match(self, values: Sequence[bytes | None]) -> ChainMatch:
         """values: of consecutive chunks; None for a chunk that nobody has."""
         runs: list[MatchRun] = []
-        last: bytes | None = None
-        count = matched = 0
+        count = at = 0
         locations: tuple[Location, ...] = ()
-        for value in values:
-            if value == last and value is not None:
-                count += 1
-                continue
-            if not value:
+        while at < len(values):
+            value = values[at]
+            judged = (self._judged.get(value) or self._judge(value)) if value else None
+            if judged is None or not judged.covered:
                 break
-            judged = self._judged.get(value) or self._judge(value)
-            if not judged.covered:
-                break
+            same = _equal_run(values, at)
             if count and judged.locations != locations:
                 runs.append(MatchRun(chunk_count=count, locations=locations))
-                matched += count
                 count = 0
-            last, locations = value, judged.locations
-            count += 1
+            locations = judged.locations
+            count += same
+            at += same
         if count:
             runs.append(MatchRun(chunk_count=count, locations=locations))
-            matched += count
         named = {location.node_id for run in runs for location in run.locations}
         return ChainMatch(
-            matched_chunks=matched,
+            matched_chunks=at,
             runs=tuple(runs),
             nodes={node_id: node for node_id, node in self._nodes.items() if node_id in named},
         )
@@ -87,6 +84,16 @@ class Matcher:
         judged = _Judged(tuple(location for _, location in ranked), union & self._wanted == self._wanted)
         self._judged[value] = judged
         return judged
+
+
+def _equal_run(values: Sequence[bytes | None], start: int) -> int:
+    """How many values from `start` on are equal; by blocks, because most chains lie at one place."""
+    value, at = values[start], start
+    while (block := values[at : at + _BLOCK]) and block.count(value) == len(block):
+        at += len(block)
+    while at < len(values) and values[at] == value:
+        at += 1
+    return at - start
 
 
 def locations_of(value: bytes | None, *, grid: int, live_node: LiveNodeOf) -> tuple[Location, ...]:
