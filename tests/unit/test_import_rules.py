@@ -65,7 +65,7 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs")),
     "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
     "{X}.adapters.*": Rule(
-        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", "numpy", "xxhash"),
+        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", "numpy", "xxhash", "hiredis"),
         one_of=("redis", "rocksdict", "torch", "kvpool.client"),
     ),
     "{X}.kernels.*": Rule(may_import=("torch", "triton")),
@@ -131,6 +131,8 @@ def imports_of(tree: ast.AST, modules: frozenset[str], *, inside_function: bool 
     """Every import statement below the node. `from a import b` names a.b if that is a module of ours, else a."""
     for node in ast.iter_child_nodes(tree):
         inside = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        # What stands under `if TYPE_CHECKING:` is never run, like a function that nobody calls.
+        inside |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -264,6 +266,10 @@ def test_a_planted_violation_is_caught(module: str, source: str, expected: str) 
     [
         ("kvpool.core.clock", "import time"),
         ("kvpool.core.keys", "import struct, numpy, blake3\nfrom kvpool.core.errors import KvPoolError"),
+        (
+            "kvpool.connectors.transformers",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from transformers import Cache",
+        ),
         ("kvpool.cli.main", "from kvpool import __version__"),
         (
             "kvpool_index.servicer_watch",

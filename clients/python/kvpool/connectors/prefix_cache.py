@@ -1,0 +1,218 @@
+"""An engine's own chunks and the pool behind them: find a prefix, load what is missing, keep and store what is new.
+
+Whatever the pool does, an engine only loses time that is bounded by the pool's deadlines: every failure means that
+tokens are computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.client.engine_items import EngineMatchRun
+from kvpool.connectors.chunk_ledger import ChunkLedger, HeldChunk
+from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, StoredChunks
+from kvpool.core.chunks import Tokens, chunk_hashes
+from kvpool.core.errors import KvPoolError
+
+_log = logging.getLogger(__name__)
+# The engine's own chunks are found without the pool, also before it was ever reached.
+_OWN_KEY = b"chunks in the engine's own cache"
+_PREFILL_WEIGHT = 0.3  # of the newest measurement of the prefill speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPrefix:
+    """Leading chunks of a prompt that are in the engine's blocks, pinned until `PrefixCache.release`."""
+
+    blocks: tuple[int, ...] = ()
+    own_chunks: int = 0
+    loaded: LoadedChunks = field(default_factory=LoadedChunks)
+    match_ms: float = 0.0
+    load_ms: float = 0.0
+    failure: str = ""  # why the pool could not help, or not to the end
+
+
+class PrefixCache:
+    """Blocks of one chunk each, of which the ledger here decides. One request at a time; callbacks on any thread."""
+
+    def __init__(self, pool: PrefixPool | None, *, block_count: int, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._pool = pool
+        self._ledger = ChunkLedger(block_count)
+        self._lock = threading.Lock()
+        self._stores_changed = threading.Condition(self._lock)
+        self._stores_running = 0
+        self._prefill_ms_per_token = 0.0  # 0: not known yet
+
+    def find(self, tokens: Tokens) -> FoundPrefix:
+        """The longest prefix of whole chunks that can be had, own or loaded, that leaves at least one token."""
+        usable = tokens[: max(0, len(tokens) - 1)]
+        own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
+        with self._lock:
+            held = self._ledger.find(own_hashes)
+            blocks = [chunk.block for chunk in held]
+            self._ledger.pin(blocks)
+        found = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
+        if len(held) == len(own_hashes) or self._pool is None:
+            return found
+        hash_key = self._pool.hash_key()
+        if hash_key is None:
+            return FoundPrefix(blocks=found.blocks, own_chunks=found.own_chunks, failure="the pool cannot be reached")
+        try:
+            return self._load(self._pool, chunk_hashes(hash_key, usable, self.chunk_tokens), own_hashes, found)
+        except BaseException:
+            self.release(found)
+            raise
+
+    def release(self, found: FoundPrefix) -> None:
+        """The blocks of a found prefix have been read."""
+        with self._lock:
+            self._ledger.unpin(found.blocks)
+
+    def keep(self, tokens: Tokens, copy_in: Callable[[int, int], None]) -> None:
+        """Keep all full chunks of `tokens`, whose KV the engine has now, and begin to store those the pool may lack.
+
+        copy_in(chunk index, block) fills a block. Chunks for which no block is free are not kept.
+        """
+        own_hashes = chunk_hashes(_OWN_KEY, tokens, self.chunk_tokens)
+        with self._lock:
+            held = self._ledger.find(own_hashes)
+            kept_blocks = [chunk.block for chunk in held]
+            self._ledger.pin(kept_blocks)  # making room must not take the chunks that the new ones continue
+            taken = self._ledger.take(len(own_hashes) - len(held))
+        try:
+            for index, block in enumerate(taken, start=len(held)):
+                copy_in(index, block)
+        except BaseException:
+            with self._lock:
+                self._ledger.give_back(taken)
+                self._ledger.unpin(kept_blocks)
+            raise
+        with self._lock:
+            for own_hash, block in zip(own_hashes[len(held) :], taken, strict=False):
+                self._ledger.bind(own_hash, block, pooled=False)
+            self._ledger.unpin(kept_blocks)
+            held = self._ledger.find(own_hashes)
+        self._store(tokens, held)
+
+    def note_prefill(self, token_count: int, duration_ms: float) -> None:
+        """Tell how long computing tokens took, so that loads slower than that are left alone."""
+        if token_count >= self.chunk_tokens:
+            measured = duration_ms / token_count
+            known = self._prefill_ms_per_token or measured
+            self._prefill_ms_per_token = known + _PREFILL_WEIGHT * (measured - known)
+
+    def flush_stores(self, timeout_s: float) -> bool:
+        """Wait until all stores that were begun have ended; False if they have not in time."""
+        with self._stores_changed:
+            return self._stores_changed.wait_for(lambda: not self._stores_running, timeout_s)
+
+    def _load(
+        self, pool: PrefixPool, chain: Sequence[bytes], own_hashes: Sequence[bytes], found: FoundPrefix
+    ) -> FoundPrefix:
+        started_s = matched_s = time.perf_counter()
+        loaded, failure = LoadedChunks(), ""
+        blocks: list[int] = []
+        try:
+            runs = pool.match(chain, found.own_chunks)
+            matched_s = time.perf_counter()
+            blocks = self._take(worthwhile_chunks(runs, self._prefill_ms_per_token * self.chunk_tokens))
+            if blocks:
+                span = ChunkSpan(tuple(chain[: found.own_chunks + len(blocks)]), tuple(blocks))
+                loaded = pool.load(span, lambda: self._unpin(blocks))
+                failure = loaded.failure
+        except KvPoolError as error:
+            failure = str(error)
+        finally:  # also of a load that was interrupted: its blocks are reused once they are released
+            ended_s = time.perf_counter()
+            usable = self._bind(own_hashes[found.own_chunks :], blocks, loaded.chunk_count)
+        if failure:
+            _log.warning("kvpool: computing instead of loading: %s", failure)
+        return FoundPrefix(
+            blocks=(*found.blocks, *usable),
+            own_chunks=found.own_chunks,
+            loaded=loaded,
+            match_ms=(matched_s - started_s) * 1e3,
+            load_ms=(ended_s - matched_s) * 1e3 if blocks else 0.0,
+            failure=failure,
+        )
+
+    def _take(self, count: int) -> list[int]:
+        """Up to `count` blocks to load into, pinned until the pool lets go of them."""
+        with self._lock:
+            blocks = self._ledger.take(count)
+            self._ledger.pin(blocks)
+        return blocks
+
+    def _bind(self, own_hashes: Sequence[bytes], blocks: Sequence[int], loaded_count: int) -> list[int]:
+        """Take in the loaded ones of `blocks` and give back the others; returns where the chunks are, pinned."""
+        with self._lock:
+            self._ledger.give_back(blocks[loaded_count:])
+            usable = [
+                self._ledger.bind(own_hash, block, pooled=True).block
+                for own_hash, block in zip(own_hashes, blocks[:loaded_count], strict=False)
+            ]
+            self._ledger.pin(usable)
+        return usable
+
+    def _store(self, tokens: Tokens, held: Sequence[HeldChunk]) -> None:
+        """Store from the first to the last chunk of the chain that is not known to be pooled."""
+        hash_key = self._pool.hash_key() if self._pool is not None else None
+        unknown = [index for index, chunk in enumerate(held) if not chunk.pooled]
+        if self._pool is None or hash_key is None or not unknown:
+            return
+        chain = chunk_hashes(hash_key, tokens, self.chunk_tokens)[: unknown[-1] + 1]
+        chunks = held[unknown[0] : unknown[-1] + 1]
+        span = ChunkSpan(tuple(chain), tuple(chunk.block for chunk in chunks))
+        with self._lock:
+            self._ledger.pin(span.blocks)
+            self._stores_running += 1
+            for chunk in chunks:
+                chunk.pooled = True  # taken back if the store fails: until then nobody stores it again
+        store = _Store(self, span, chunks)
+        self._pool.store(span, store.on_released, store.on_done)
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        with self._lock:
+            self._ledger.unpin(blocks)
+
+    def _end_store(self, failed: Sequence[HeldChunk]) -> None:
+        with self._stores_changed:
+            for chunk in failed:
+                chunk.pooled = False
+            self._stores_running -= 1
+            self._stores_changed.notify_all()
+
+
+class _Store:
+    """Callbacks of one running store."""
+
+    def __init__(self, cache: PrefixCache, span: ChunkSpan, chunks: Sequence[HeldChunk]) -> None:
+        self._cache, self._span, self._chunks = cache, span, chunks
+
+    def on_released(self) -> None:
+        self._cache._unpin(self._span.blocks)
+
+    def on_done(self, stored: StoredChunks) -> None:
+        if stored.failure:
+            _log.warning("kvpool: %d chunks were not stored: %s", len(stored.failed), stored.failure)
+        self._cache._end_store([self._chunks[position] for position in stored.failed])
+
+
+def worthwhile_chunks(runs: Sequence[EngineMatchRun], compute_chunk_ms: float) -> int:
+    """How many leading chunks to load so that the time gained over computing them is greatest.
+
+    compute_chunk_ms: 0 if not known; then, as for runs without an estimate, loading is taken to be worth it.
+    """
+    best_chunks = chunks = 0
+    best_gain_ms = gain_ms = 0.0
+    for run in runs:
+        chunks += run.chunk_count
+        gain_ms += run.chunk_count * compute_chunk_ms - run.estimated_load_ms
+        if not compute_chunk_ms or gain_ms >= best_gain_ms:
+            best_chunks, best_gain_ms = chunks, gain_ms
+    return best_chunks

@@ -1,0 +1,72 @@
+"""What a connector needs of the pool, as blocking calls. `AgentPool` serves it through a gpuagent; tests script it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvpool.client.engine_items import EngineMatchRun, TierTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """Consecutive chunks of one chain, and the engine blocks they lie in or go to.
+
+    chain:  hashes of all chunks of the chain up to the last one of the span.
+    blocks: one block of the engine for each chunk of the span, which are the last of the chain.
+    """
+
+    chain: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def first_index(self) -> int:
+        """Index of the first chunk in its chain."""
+        return len(self.chain) - len(self.blocks)
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """Hashes of the span's chunks."""
+        return self.chain[self.first_index :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedChunks:
+    """Outcome of a load: the leading chunks that are in, and where their tokens came from."""
+
+    chunk_count: int = 0
+    tokens: TierTokens = field(default_factory=TierTokens)
+    failure: str = ""  # why the next chunk is not in; empty if all are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunks:
+    """Outcome of a store: positions in the span of the chunks that are not in the pool now, and why."""
+
+    failed: tuple[int, ...] = ()
+    failure: str = ""
+
+
+class PrefixPool(Protocol):
+    """A pool of chunks that other engines fill too.
+
+    Callbacks run on any thread, and must neither block nor raise. on_released is called at most once, as soon as
+    nothing touches the blocks of the request any more. That may be long after the request has ended; until then they
+    must not be reused.
+    """
+
+    def hash_key(self) -> bytes | None:
+        """The 32-byte key of chunk hashes; None while the pool has never been reached."""
+
+    def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
+        """What the pool has of a chain after its first `held_chunks`. Raises KvPoolError."""
+
+    def load(self, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
+        """Load chunks into the engine's blocks. Raises KvPoolError if none can be used."""
+
+    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
+        """Begin to store chunks from the engine's blocks and return. on_done is called once, at the end."""
+
+    def close(self) -> None:
+        """End what runs and let go of the pool. Idempotent."""

@@ -1,0 +1,218 @@
+"""Shared prefixes for a Hugging Face causal LM:
+
+    with SharedPrefixGenerator.connect(model, "unix:/path/of/agent.sock") as generator:
+        result = generator.generate(input_ids, max_new_tokens=32)
+        print(result.sequences, result.stats)
+
+The tokens are those that `model.generate` gives without it. Whatever fails in kvpool only means that more is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.request_stats import RequestStats
+from kvpool.connectors.agent_pool import AgentPool
+from kvpool.connectors.prefix_cache import FoundPrefix, PrefixCache
+from kvpool.connectors.prefix_pool import PrefixPool
+from kvpool.connectors.transformers_arguments import check_arguments
+from kvpool.connectors.transformers_blocks import KvBlocks, block_bytes, block_layout
+from kvpool.connectors.transformers_model import keyspace_spec, model_name, weights_digest
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, KeyspaceSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+DEFAULT_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats:
+    """Where a prompt's KV came from, and how long it took."""
+
+    prompt_tokens: RequestStats  # by source
+    ttft_ms: float  # from the call to the first generated token
+    match_ms: float
+    load_ms: float
+    failure: str  # why kvpool could not help, or not to the end; empty if nothing went wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """sequences: [1, prompt + generated] token ids. output: what `model.generate` returned."""
+
+    sequences: torch.Tensor
+    output: Any
+    stats: GenerationStats
+
+
+class SharedPrefixGenerator:
+    """Generates with one model, one request at a time; callers on several threads take turns."""
+
+    def __init__(self, model: PreTrainedModel, blocks: KvBlocks, cache: PrefixCache, pool: PrefixPool | None) -> None:
+        self._model, self._blocks, self._cache, self._pool = model, blocks, cache, pool
+        self._turn = threading.Lock()
+
+    @classmethod
+    def connect(
+        cls,
+        model: PreTrainedModel,
+        agent: str,
+        *,
+        model_id: str | None = None,
+        model_revision: str | None = None,
+        keyspace_name: str | None = None,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        engine_name: str = "transformers",
+        salt: bytes = b"",
+        load_timeout_s: float = 30.0,
+    ) -> SharedPrefixGenerator:
+        """A generator that shares prefixes through the gpuagent at `agent` ("unix:/path" or "host:port").
+
+        model_revision: what the weights are; by default a digest over all of them, which reads them once.
+        keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
+        cache_bytes: shared memory for the engine's own chunks, which the agent copies from and to.
+        An agent that cannot be reached now is tried again later; until then everything is computed.
+        raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
+        InvalidRequest.
+        """
+        spec = keyspace_spec(
+            model,
+            model_id=model_id or model_name(model),
+            model_revision=model_revision or weights_digest(model),
+            chunk_tokens=chunk_tokens,
+            salt=salt,
+        )
+        block_count = cache_bytes // block_bytes(spec)
+        if block_count < 1:
+            raise InvalidRequest(
+                f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
+            )
+        pool = AgentPool(
+            spec,
+            block_layout(spec, block_count),
+            keyspace_name or default_keyspace_name(spec),
+            engine_name,
+            ClientConfig(agent_endpoint=agent, load_timeout_s=load_timeout_s),
+        )
+        try:
+            blocks = KvBlocks(spec, block_count, pool.memory)
+            pool.open()
+        except BaseException:
+            pool.close()
+            raise
+        return cls(model, blocks, PrefixCache(pool, block_count=block_count, chunk_tokens=chunk_tokens), pool)
+
+    def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
+        """`model.generate(input_ids, **arguments)`, computing only the part of the prompt that cannot be had.
+
+        raises: InvalidRequest for what is not served: more than one sequence, padding, beam search, assisted
+        generation, caches of the caller's, inputs beside token ids.
+        """
+        streamer = arguments.pop("streamer", None)
+        check_arguments(self._model, input_ids, arguments)
+        with self._turn:
+            return self._generate(input_ids, _FirstToken(streamer), arguments)
+
+    def flush_stores(self, timeout_s: float = 60.0) -> bool:
+        """Wait until everything generated so far is in the pool (or failed to get there); False if time ran out."""
+        return self._cache.flush_stores(timeout_s)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Wait for running stores and let go of the pool. Idempotent."""
+        with self._turn:
+            self._cache.flush_stores(timeout_s)
+            if self._pool is not None:
+                self._blocks.close()
+                self._pool.close()
+
+    def __enter__(self) -> SharedPrefixGenerator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self, input_ids: torch.Tensor, first_token: _FirstToken, arguments: dict[str, Any]
+    ) -> GenerationResult:
+        import torch
+
+        started_s = time.perf_counter()
+        prompt = input_ids[0].tolist()
+        found = self._cache.find(prompt)
+        try:
+            kv_cache = self._blocks.to_cache(found.blocks, self._model)
+        finally:
+            self._cache.release(found)
+        prefill_started_s = time.perf_counter()
+        output = self._model.generate(
+            input_ids,
+            **{
+                **arguments,
+                # Every token counts: transformers would else take the padding token, where it occurs, for padding.
+                "attention_mask": torch.ones_like(input_ids),
+                "past_key_values": kv_cache,
+                "streamer": first_token,
+            },
+        )
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        first_token_s = first_token.at_s or time.perf_counter()
+        stats = self._stats(len(prompt), found, (first_token_s - started_s) * 1e3)
+        self._cache.note_prefill(stats.prompt_tokens.recomputed, (first_token_s - prefill_started_s) * 1e3)
+        computed = sequences[0, : kv_cache.get_seq_length()].tolist()
+        self._cache.keep(computed, lambda index, block: self._blocks.from_cache(kv_cache, index, block))
+        return GenerationResult(sequences=sequences, output=output, stats=stats)
+
+    def _stats(self, prompt_count: int, found: FoundPrefix, ttft_ms: float) -> GenerationStats:
+        own, loaded = found.own_chunks * self._cache.chunk_tokens, found.loaded.tokens
+        return GenerationStats(
+            prompt_tokens=RequestStats(
+                own=own,
+                staging=loaded.staging,
+                disk=loaded.disk,
+                remote=loaded.remote,
+                recomputed=prompt_count - own - loaded.total,
+            ),
+            ttft_ms=ttft_ms,
+            match_ms=found.match_ms,
+            load_ms=found.load_ms,
+            failure=found.failure,
+        )
+
+
+class _FirstToken:
+    """A streamer that takes the time of the first token and hands everything on."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._prompt_seen = False
+        self.at_s: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """transformers hands over the prompt first, then token by token."""
+        if self._prompt_seen and self.at_s is None:
+            self.at_s = time.perf_counter()
+        self._prompt_seen = True
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Generation has ended."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def default_keyspace_name(spec: KeyspaceSpec) -> str:
+    """A name that differs whenever the keyspace does, as far as a reader can tell."""
+    salted = f"-salt-{spec.salt.hex()[:16]}" if spec.salt else ""
+    return f"{spec.model_id}@{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"

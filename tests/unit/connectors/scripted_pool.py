@@ -1,0 +1,92 @@
+"""A pool in this process that does what a test tells it, over the blocks of any engine that registers a buffer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, TierTokens
+from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, StoredChunks
+from kvpool.core.errors import KvPoolError
+
+HASH_KEY = b"hash key of the scripted pool..."
+
+
+@dataclass
+class ScriptedPool:
+    """Chunks by hash, shared by all engines whose pools have the same `chunks`.
+
+    memory:         the engine's blocks, of block_bytes each.
+    match_error, load_error, store_failure: what goes wrong.
+    load_limit:     so many chunks of a load arrive, the rest fails (after garbage was written to their blocks).
+    hold:           releases are kept back until `let_go`.
+    """
+
+    chunks: dict[bytes, bytes] = field(default_factory=dict)
+    memory: memoryview = field(default_factory=lambda: memoryview(bytearray()))
+    block_bytes: int = 0
+    chunk_tokens: int = 16
+    reachable: bool = True
+    match_error: KvPoolError | None = None
+    load_error: KvPoolError | None = None
+    load_limit: int | None = None
+    store_failure: str = ""
+    estimated_load_ms: float = 0.0
+    hold: bool = False
+    held: list[Callable[[], None]] = field(default_factory=list)
+    matches: list[tuple[int, int]] = field(default_factory=list)  # (chain length, held chunks)
+    loads: list[ChunkSpan] = field(default_factory=list)
+    stores: list[ChunkSpan] = field(default_factory=list)
+    closed: bool = False
+
+    def hash_key(self) -> bytes | None:
+        return HASH_KEY if self.reachable else None
+
+    def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
+        self.matches.append((len(chain), held_chunks))
+        if self.match_error is not None:
+            raise self.match_error
+        count = 0
+        for chunk_hash in chain[held_chunks:]:
+            if chunk_hash not in self.chunks:
+                break
+            count += 1
+        return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
+
+    def load(self, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
+        self.loads.append(span)
+        limit = len(span.blocks) if self.load_limit is None else self.load_limit
+        for position, (chunk_hash, block) in enumerate(zip(span.hashes, span.blocks, strict=True)):
+            content = self.chunks[chunk_hash] if position < limit else b"\x7f" * self.block_bytes
+            self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
+        self._release(on_released)
+        if self.load_error is not None:
+            raise self.load_error
+        loaded = min(limit, len(span.blocks))
+        tokens = TierTokens(remote=loaded * self.chunk_tokens)
+        failure = "" if loaded == len(span.blocks) else "a page was damaged"
+        return LoadedChunks(chunk_count=loaded, tokens=tokens, failure=failure)
+
+    def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
+        self.stores.append(span)
+        if self.store_failure:
+            self._release(on_released)
+            on_done(StoredChunks(failed=tuple(range(len(span.blocks))), failure=self.store_failure))
+            return
+        for chunk_hash, block in zip(span.hashes, span.blocks, strict=True):
+            self.chunks[chunk_hash] = bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
+        self._release(on_released)
+        on_done(StoredChunks())
+
+    def close(self) -> None:
+        self.closed = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release what was held."""
+        while self.held:
+            self.held.pop()()
+
+    def _release(self, release: Callable[[], None]) -> None:
+        if self.hold:
+            self.held.append(release)
+        else:
+            release()

@@ -1,0 +1,214 @@
+"""Own chunks before the pool's, and every failure of the pool ends in computing."""
+
+import pytest
+
+from kvpool.client.engine_items import EngineMatchRun, EngineSource
+from kvpool.connectors.prefix_cache import FoundPrefix, PrefixCache, worthwhile_chunks
+from kvpool.core.chunks import chunk_hashes
+from kvpool.core.errors import ServiceUnavailable
+from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedPool
+
+CHUNK = 16
+
+
+class Engine:
+    """An engine whose KV of a chunk is 16 bytes: its token ids."""
+
+    def __init__(self, pool: ScriptedPool | None = None, *, block_count: int = 8) -> None:
+        self.memory = bytearray(block_count * CHUNK)
+        self.pool = pool
+        if pool is not None:
+            pool.memory, pool.block_bytes, pool.chunk_tokens = memoryview(self.memory), CHUNK, CHUNK
+        self.cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK)
+
+    def run(self, tokens: bytes, *, generated: int = 4) -> FoundPrefix:
+        """One request: find, check that what was found is right, compute the rest, keep all."""
+        found = self.cache.find(list(tokens))
+        for index, block in enumerate(found.blocks):
+            assert self.memory[block * CHUNK : (block + 1) * CHUNK] == tokens[index * CHUNK : (index + 1) * CHUNK]
+        self.cache.release(found)
+        whole = tokens + bytes(generated)
+        self.cache.keep(list(whole), lambda index, block: self.fill(whole, index, block))
+        return found
+
+    def fill(self, tokens: bytes, index: int, block: int) -> None:
+        self.memory[block * CHUNK : (block + 1) * CHUNK] = tokens[index * CHUNK : (index + 1) * CHUNK]
+
+
+PROMPT = bytes(range(1, 60))  # 3 chunks and 11 tokens
+
+
+def shared_chunks() -> dict[bytes, bytes]:
+    """What a first engine leaves in the pool."""
+    pool = ScriptedPool()
+    Engine(pool).run(PROMPT)
+    return pool.chunks
+
+
+def test_without_a_pool_an_engine_reuses_its_own_chunks() -> None:
+    engine = Engine()
+    assert engine.run(PROMPT).own_chunks == 0
+    found = engine.run(PROMPT)
+    assert (found.own_chunks, found.loaded.chunk_count, found.failure) == (3, 0, "")
+
+
+def test_the_last_token_is_always_computed() -> None:
+    engine = Engine()
+    engine.run(PROMPT[:32])
+    assert engine.run(PROMPT[:32]).own_chunks == 1
+    assert engine.run(PROMPT[:33]).own_chunks == 2
+
+
+def test_another_engine_loads_what_the_first_one_stored() -> None:
+    pool = ScriptedPool(chunks=shared_chunks())
+    engine = Engine(pool)
+    found = engine.run(PROMPT)
+    assert (found.own_chunks, found.loaded.chunk_count, len(found.blocks)) == (0, 3, 3)
+    assert engine.run(PROMPT).own_chunks == 3
+    assert pool.stores == [], "loaded chunks are in the pool already"
+
+
+def test_own_chunks_are_not_asked_for() -> None:
+    pool = ScriptedPool(chunks=shared_chunks())
+    engine = Engine(pool)
+    engine.run(PROMPT[:20], generated=0)
+    found = engine.run(PROMPT)
+    assert (found.own_chunks, found.loaded.chunk_count) == (1, 2)
+    assert pool.matches[-1] == (3, 1)
+    span = pool.loads[-1]
+    chain = chunk_hashes(HASH_KEY, list(PROMPT), CHUNK)
+    assert span.hashes == tuple(chain[1:3])
+    assert (span.first_index, span.chain) == (1, tuple(chain))
+
+
+def test_generated_tokens_are_stored_too() -> None:
+    pool = ScriptedPool()
+    engine = Engine(pool)
+    engine.run(PROMPT, generated=5)
+    (span,) = pool.stores
+    assert span.hashes == tuple(chunk_hashes(HASH_KEY, list(PROMPT + bytes(5)), CHUNK))
+    assert (len(span.blocks), span.first_index) == (4, 0)
+    engine.run(PROMPT + bytes(5) + PROMPT)
+    assert pool.stores[-1].first_index == 4, "what is stored is not stored again"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_only_the_leading_good_chunks_are_used(limit: int) -> None:
+    pool = ScriptedPool(chunks=shared_chunks(), load_limit=limit)
+    engine = Engine(pool)
+    found = engine.run(PROMPT)
+    assert (len(found.blocks), found.loaded.chunk_count, found.failure) == (limit, limit, "a page was damaged")
+    assert pool.stores[-1].first_index == limit, "what was computed instead is stored"
+    pool.load_limit = None
+    assert engine.run(PROMPT).own_chunks == 3
+
+
+def test_a_failed_match_or_load_means_computing() -> None:
+    error = ServiceUnavailable("the agent is gone")
+    for pool in (ScriptedPool(match_error=error), ScriptedPool(chunks=shared_chunks(), load_error=error)):
+        found = Engine(pool).run(PROMPT)
+        assert found.blocks == ()
+        assert "the agent is gone" in found.failure
+
+
+def test_a_pool_that_was_never_reached_is_not_asked() -> None:
+    pool = ScriptedPool(reachable=False)
+    engine = Engine(pool)
+    assert engine.run(PROMPT).failure == "the pool cannot be reached"
+    assert (pool.matches, pool.stores) == ([], [])
+    pool.reachable = True
+    assert engine.run(PROMPT).own_chunks == 3, "own chunks do not depend on the pool"
+    assert len(pool.stores[0].blocks) == 3, "and are stored once it is there"
+
+
+def test_failed_stores_are_tried_again_with_the_next_request() -> None:
+    pool = ScriptedPool(store_failure="the arena is full")
+    engine = Engine(pool)
+    engine.run(PROMPT)
+    pool.store_failure = ""
+    engine.run(PROMPT)
+    engine.run(PROMPT)
+    assert [len(span.blocks) for span in pool.stores] == [3, 3]
+
+
+def test_blocks_of_a_load_are_not_reused_before_they_are_released() -> None:
+    pool = ScriptedPool(chunks=shared_chunks(), load_error=ServiceUnavailable("too late"), hold=True)
+    engine = Engine(pool, block_count=3)
+    engine.run(PROMPT)
+    (span,) = pool.loads
+    assert len(span.blocks) == 3
+    pool.load_error, pool.hold = None, False
+    assert engine.run(PROMPT).own_chunks == 0, "no block was free to keep anything in"
+    pool.let_go()
+    engine.run(PROMPT)
+    assert engine.run(PROMPT).own_chunks == 3
+
+
+def test_blocks_of_a_store_are_not_reused_before_they_are_gathered() -> None:
+    pool = ScriptedPool(hold=True)
+    engine = Engine(pool, block_count=4)
+    engine.run(PROMPT)
+    other = bytes(reversed(PROMPT))
+    engine.run(other)
+    assert engine.cache.find(list(other)).own_chunks == 1, "only the fourth block was free"
+    pool.let_go()
+    engine.run(other)
+    assert engine.run(other).own_chunks == 3
+
+
+def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
+    engine = Engine(block_count=2)
+    engine.run(PROMPT)
+    assert engine.run(PROMPT).own_chunks == 2
+    assert engine.run(PROMPT).own_chunks == 2
+
+
+def test_flush_waits_for_the_end_of_stores() -> None:
+    engine = Engine(ScriptedPool())
+    engine.run(PROMPT)
+    assert engine.cache.flush_stores(0.0)
+
+
+def test_a_broken_copy_leaves_no_block_behind() -> None:
+    engine = Engine(block_count=3)
+
+    def fail(index: int, block: int) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        engine.cache.keep(list(PROMPT), fail)
+    engine.run(PROMPT)
+    assert engine.run(PROMPT).own_chunks == 3
+
+
+def run(chunk_count: int, estimated_load_ms: float) -> EngineMatchRun:
+    return EngineMatchRun(chunk_count, EngineSource.DISK, estimated_load_ms)
+
+
+@pytest.mark.parametrize(
+    ("runs", "compute_chunk_ms", "expected"),
+    [
+        ([], 10.0, 0),
+        ([run(4, 0.0)], 0.0, 4),
+        ([run(4, 1e9)], 0.0, 4),  # nothing is known of computing
+        ([run(4, 39.0)], 10.0, 4),
+        ([run(4, 41.0)], 10.0, 0),
+        ([run(4, 5.0), run(4, 100.0)], 10.0, 4),  # the remote part is slower than computing
+        ([run(1, 30.0), run(8, 8.0)], 10.0, 9),  # a slow run is worth what follows
+        ([run(2, 100.0), run(2, 0.0)], 10.0, 0),
+    ],
+)
+def test_loading_must_beat_computing(runs: list[EngineMatchRun], compute_chunk_ms: float, expected: int) -> None:
+    assert worthwhile_chunks(runs, compute_chunk_ms) == expected
+
+
+def test_slow_loads_are_left_alone_once_the_prefill_speed_is_known() -> None:
+    pool = ScriptedPool(chunks=shared_chunks(), estimated_load_ms=1000.0)
+    engine = Engine(pool)
+    engine.cache.note_prefill(1600, 160.0)
+    assert engine.run(PROMPT).blocks == ()
+    engine.cache.note_prefill(16, 16000.0)
+    pool.chunks = shared_chunks()
+    engine = Engine(pool)
+    engine.cache.note_prefill(16, 16000.0)
+    assert engine.run(PROMPT).loaded.chunk_count == 3
