@@ -117,14 +117,17 @@ class AnnounceQueue:
         self._resend.clear()
 
     def next_batch(self) -> AnnounceBatch | None:
-        """The next batch to send, first those to be sent again; None if there is none or too many are in flight."""
+        """The next batch, first those to be sent again.
+
+        None if there is nothing to send, while keyspaces are dirty, and when too many batches are in flight.
+        """
         if self._resend:
             return self._resend.popleft()
-        if len(self._unacknowledged) >= self._in_flight_max:
+        if self.dirty or len(self._unacknowledged) >= self._in_flight_max:
             return None
         changes = self._from_snapshot()
         changes += self._from_pending(self._batch_max - len(changes))
-        if self._snapshot is None and not self.dirty:
+        if self._snapshot is None:
             head = next(iter(self._pending.values()), None)
             self._covered = self.offered if head is None else head.first_offer - 1
         if not changes:

@@ -111,7 +111,7 @@ class Announcer:
                 if self._queue.dirty and not self._queue.in_flight:
                     await self._repair()
                 self._work.clear()
-                batch = None if self._queue.dirty else self._next_batch()
+                batch = self._next_batch()
                 if batch is None:
                     await self._notify()
                     await self._work.wait()

@@ -30,7 +30,7 @@ _started: weakref.WeakSet[BackgroundLoop] = weakref.WeakSet()
 
 
 class BackgroundLoop:
-    """An event loop on a daemon thread. Thread-safe. Stop it when done; at exit of the interpreter it is stopped anyway.
+    """An event loop on a daemon thread. Thread-safe. Stop it when done; at exit of the interpreter it stops anyway.
 
     A process that was forked has the object but not the thread: every call there raises ServiceUnavailable.
     """
