@@ -18,7 +18,7 @@ class PageStoreConfig:
     listen: Annotated[str, "host:port of control calls; port 0 takes a free one"] = "127.0.0.1:7200"
     bulk_listen: Annotated[str, "host:port of page streams; port 0 takes a free one"] = "127.0.0.1:7201"
     socket: Annotated[Path | None, "unix socket of control calls; unset: pagestore.sock in the data directory"] = None
-    descriptor_socket: Annotated[Path | None, "unix socket of descriptors; unset: fds.sock beside the other"] = None
+    descriptor_socket: Annotated[Path | None, "unix socket of descriptors; unset: the other one with .fds"] = None
     advertise_host: Annotated[str, "host name or address under which other hosts reach this node"] = "127.0.0.1"
     host_id: Annotated[str, "identity of this machine for placement; empty: the boot id"] = ""
     metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"

@@ -101,7 +101,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.push_async_callback(engine.close)
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
-    servers = _Servers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
+    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
     metrics_listen = _address("metrics_listen", config.metrics_listen)
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     stack.callback(stop_metrics)
@@ -133,7 +133,7 @@ class _Arena:
         self.segments.close(remove=self.unused)
 
 
-class _Servers:
+class PageStoreServers:
     """Everything that listens."""
 
     def __init__(
@@ -143,7 +143,7 @@ class _Servers:
         self._engine = engine
         self._node_id = node_id
         self._socket = (config.socket or config.data_dir / "pagestore.sock").absolute()
-        descriptor_socket = (config.descriptor_socket or self._socket.with_name("fds.sock")).absolute()
+        descriptor_socket = (config.descriptor_socket or self._socket.with_name(f"{self._socket.name}.fds")).absolute()
         authenticator = DefaultTenantAuthenticator(config.tenant)
         # A flush takes as long as the disk takes; its client says how long it will wait.
         deadlines = DeadlinePolicy(caps_s={_FLUSH: 600.0})
