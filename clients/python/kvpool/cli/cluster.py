@@ -15,6 +15,8 @@ from pathlib import Path
 
 from kvpool.core.errors import StartupFailed
 
+_METRICS_PIN = {"--metrics-listen": "metrics_url"}
+_SMALL_ARENA_BYTES = 512 << 20  # below it segments of the usual size would be too few to change their use one by one
 SOCKET_PATH_LIMIT = 90  # a unix socket path has at most 107 bytes, and ours get a suffix
 
 
@@ -37,15 +39,17 @@ class ClusterOptions:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.pagestores <= 64 or not 0 <= self.agents <= 64:
-            raise StartupFailed("--pagestores must be 1 to 64 and --agents 0 to 64")
+        if not 0 <= self.pagestores <= 64 or not 0 <= self.agents <= 64:
+            raise StartupFailed("--pagestores and --agents must be 0 to 64")
+        if not 0 <= self.index_port <= 65535:
+            raise StartupFailed(f"--index-port must be 0 to 65535, got {self.index_port}")
         if self.redis_url and self.memory_index:
             raise StartupFailed("--redis and --memory-index exclude each other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process to start. `pin` gives the arguments that a restart adds, so that the ports stay what they were."""
+    """One process to start. A restart replaces the values of the flags in `pins`, so that ports stay what they were."""
 
     name: str
     role: str
@@ -53,12 +57,12 @@ class ProcessPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_file: Path | None = None
     ready_socket: Path | None = None  # for a server that writes no ready file: ready when it listens there
-    pins: Mapping[str, str] = field(default_factory=dict)  # flag -> key of the ready file
+    pins: Mapping[str, str] = field(default_factory=dict)  # flag -> key of the ready file (an address or a URL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan:
-    """The index's store: its URL ("" means memory), how to describe it, and the process that serves it, if it is ours."""
+    """The index's store: its URL ("" means memory), its description, and the process that serves it, if it is ours."""
 
     url: str
     description: str
@@ -66,7 +70,7 @@ class StorePlan:
 
 
 def socket_dir(state_dir: Path) -> Path:
-    """Directory of unix sockets: in the state directory, or a private one in /tmp when that path is too long for sockets."""
+    """Directory of unix sockets: in the state directory, or a private one in /tmp where that path is too long."""
     inside = state_dir.resolve() / "run"
     if len(os.fsencode(inside)) <= SOCKET_PATH_LIMIT - len("pagestore-00.sock.fds"):
         return inside
@@ -91,6 +95,7 @@ def plan_store(options: ClusterOptions) -> StorePlan:
     data_dir = options.state_dir.resolve() / "redis"
     # Nothing is saved: after a restart the pagestores announce what they hold, and that is the truth.
     command = (
+        *(sys.executable, "-m", "kvpool.cli.leash", str(os.getpid())),
         *(binary, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(data_dir)),
         *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
     )
@@ -122,7 +127,7 @@ def plan_index(options: ClusterOptions, store: StorePlan) -> ProcessPlan:
         command=command,
         environment={"KVPOOL_INDEX_REDIS_URL": store.url},  # a URL may hold a password: never on a command line
         ready_file=ready,
-        pins={"--listen": "endpoint"},
+        pins={"--listen": "endpoint", **_METRICS_PIN},
     )
 
 
@@ -130,23 +135,19 @@ def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) ->
     """Pagestore `number`; each one with an agent of the same number stands for a host of its own."""
     name = f"pagestore-{number}"
     ready = _ready_file(options, name)
+    segment_bytes = options.arena_bytes // 8 // 4096 * 4096 if options.arena_bytes < _SMALL_ARENA_BYTES else 0
     command = (
         *_service("kvpool_pagestore"),
         *("--data-dir", str(options.state_dir.resolve() / name), "--socket", str(pagestore_socket(options, number))),
-        *(
-            "--listen",
-            f"{options.host}:0",
-            "--bulk-listen",
-            f"{options.host}:0",
-            "--metrics-listen",
-            f"{options.host}:0",
-        ),
-        *("--advertise-host", options.host, "--index-endpoints", index_endpoint, "--host-id", f"host-{number}"),
+        *("--listen", f"{options.host}:0", "--bulk-listen", f"{options.host}:0"),
+        *("--metrics-listen", f"{options.host}:0", "--advertise-host", options.host),
+        *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}"),
         *("--arena-bytes", str(options.arena_bytes), "--disk-bytes", str(options.disk_bytes)),
+        *(("--segment-bytes", str(segment_bytes)) if segment_bytes else ()),
         *(("--shm-dir", options.shm_dir) if options.shm_dir else ()),
         *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level),
     )
-    pins = {"--listen": "endpoint", "--bulk-listen": "bulk_endpoint"}
+    pins = {"--listen": "endpoint", "--bulk-listen": "bulk_endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="pagestore", command=command, ready_file=ready, pins=pins)
 
 
@@ -162,7 +163,8 @@ def plan_agent(options: ClusterOptions, number: int, index_endpoint: str) -> Pro
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}", "--pagestore-socket", local),
         *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level),
     )
-    return ProcessPlan(name=name, role="agent", command=command, ready_file=ready, pins={"--listen": "endpoint"})
+    pins = {"--listen": "endpoint", **_METRICS_PIN}
+    return ProcessPlan(name=name, role="agent", command=command, ready_file=ready, pins=pins)
 
 
 def pagestore_socket(options: ClusterOptions, number: int) -> Path:
@@ -182,4 +184,4 @@ def _ready_file(options: ClusterOptions, name: str) -> Path:
 def _service(package: str) -> tuple[str, ...]:
     if find_spec(package) is None:
         raise StartupFailed(f"{package} is not installed; install kvpool with its extra `up`")
-    return (sys.executable, "-m", f"{package}.main")
+    return (sys.executable, "-m", f"{package}.main", "--parent-pid", str(os.getpid()))

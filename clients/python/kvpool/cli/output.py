@@ -1,15 +1,19 @@
-"""What commands print: tables for people, and how a command fails."""
+"""What commands print: tables for people, JSON for programs, and how a command fails."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-
-from kvpool.core.errors import KvPoolError
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+
+class CommandFailed(Exception):
+    """A command cannot do what it was asked; the message, one line, says what to do next."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
@@ -36,8 +40,26 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
-def fail(error: KvPoolError | str, *, code: int = EXIT_FAILED) -> int:
+def size_from_text(text: str) -> int:
+    """Bytes of "12345", "64MiB", "2GiB". Raises ValueError, as argparse wants it."""
+    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)):
+        if text.endswith(suffix):
+            return int(float(text.removesuffix(suffix)) * factor)
+    return int(text)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """A document for programs, on stdout."""
+    print(json.dumps(document, indent=2))
+
+
+def say(text: str) -> None:
+    """A remark beside the output proper: one line on stderr, at once."""
+    sys.stderr.write(f"kvpool: {text}\n")
+    sys.stderr.flush()
+
+
+def fail(error: Exception | str, *, code: int = EXIT_FAILED) -> int:
     """One clear line on stderr; returns the exit code."""
-    line = " ".join(str(error).split())
-    sys.stderr.write(f"kvpool: {line}\n")
+    say(" ".join(str(error).split()))
     return code

@@ -39,6 +39,7 @@ class ClusterState:
     supervisor_pid: int
     supervisor_start_ticks: int
     store: str  # "redis (own, unix:...)", "redis (given)", "memory"
+    ready: bool = False  # everything serves
     processes: tuple[ProcessState, ...] = ()
 
     def of_role(self, role: str) -> list[ProcessState]:
@@ -66,11 +67,14 @@ def state_file(state_dir: Path) -> Path:
 
 
 def write_state(state_dir: Path, state: ClusterState) -> None:
-    """Replace the state in one step: readers see the old or the new one."""
+    """Replace the state in one step: readers see the old or the new one. Raises StartupFailed."""
     path = state_file(state_dir)
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"version": STATE_VERSION, **asdict(state)}, indent=2) + "\n")
-    scratch.replace(path)
+    try:
+        scratch.write_text(json.dumps({"version": STATE_VERSION, **asdict(state)}, indent=2) + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        raise StartupFailed(f"{path} cannot be written ({error.strerror}); choose another --state-dir") from error
 
 
 def read_state(state_dir: Path) -> ClusterState | None:
@@ -82,9 +86,9 @@ def read_state(state_dir: Path) -> ClusterState | None:
             raise ValueError("another version")
         processes = tuple(_process(entry) for entry in raw.pop("processes"))
         return ClusterState(processes=processes, **raw)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupFailed(
             f"{path} is not a kvpool cluster state ({error}); remove it or use another --state-dir"
         ) from error
@@ -115,7 +119,8 @@ class StateLock:
         except BlockingIOError:
             os.close(descriptor)
             raise StartupFailed(
-                f"a cluster runs in {self._path.parent} already; end it with `kvpool down` or choose another --state-dir"
+                f"a cluster runs in {self._path.parent} already; "
+                "end it with `kvpool down` or choose another --state-dir"
             ) from None
         self._descriptor = descriptor
 

@@ -1,4 +1,4 @@
-"""`kvpool up`, `kvpool down`, `kvpool logs`: an embedded cluster on this machine."""
+"""`kvpool up`: an embedded cluster on this machine, in the foreground or detached."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from kvpool.cli.child import READY_TIMEOUT_S
 from kvpool.cli.cluster import ClusterOptions
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, fail, table
+from kvpool.cli.logs import last_lines, log_dir
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, fail, say, size, size_from_text, table
 from kvpool.cli.state import ClusterState, StateLock, read_state, state_file
-from kvpool.cli.supervise import READY_TIMEOUT_S, STOP_TIMEOUT_S, Supervisor, end_leftovers
+from kvpool.cli.supervise import Supervisor, end_leftovers
 from kvpool.core.errors import StartupFailed
 
-ENDPOINT_KEYS = ("endpoint", "socket", "bulk_endpoint")
 
-
-def add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool up`."""
-    parser = commands.add_parser(
-        "up",
-        help="start a cluster on this machine: Redis, index, pagestores, agents",
-        description="Start a cluster on this machine and print where it listens. Ctrl-C drains and ends it.",
-    )
-    parser.add_argument("--pagestores", type=int, default=1, help="number of pagestores (default 1)")
+    parser.description = "Start a cluster on this machine and print where it listens. Ctrl-C drains and ends it."
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(ClusterOptions)}
+
+    def add(flag: str, text: str, kind: Callable[[str], object] = str, **more: Any) -> None:
+        default = defaults[flag.removeprefix("--").replace("-", "_")]
+        shown = size(default).replace(" ", "") if kind is size_from_text else default
+        parser.add_argument(
+            flag, type=kind, default=default, help=f"{text} (default {shown})" if shown else text, **more
+        )
+
+    add("--pagestores", "number of pagestores", int)
     parser.add_argument("--agents", type=int, default=None, help="number of agents (default: one per pagestore)")
     parser.add_argument("--detach", action="store_true", help="return once it serves; end it with `kvpool down`")
     parser.add_argument("--redis", default="", metavar="URL", help="use this Redis; also env KVPOOL_REDIS_URL")
     parser.add_argument("--memory-index", action="store_true", help="no Redis: the index keeps locations in its memory")
-    parser.add_argument(
-        "--arena-bytes", type=_bytes, default=1 << 30, help="staging memory of a pagestore (default 1GiB)"
-    )
-    parser.add_argument("--disk-bytes", type=_bytes, default=16 << 30, help="disk tier of a pagestore (default 16GiB)")
-    parser.add_argument("--shm-dir", default="", help="directory of staging memory (default /dev/shm)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--index-port", type=int, default=0, help="port of the index (default: a free one)")
-    parser.add_argument(
-        "--lease-ttl-ms", type=int, default=5000, help="a dead node leaves matches within this (default 5000)"
-    )
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    add("--arena-bytes", "staging memory of a pagestore", size_from_text, metavar="SIZE")
+    add("--disk-bytes", "disk tier of a pagestore", size_from_text, metavar="SIZE")
+    add("--shm-dir", "directory of staging memory; empty means the pagestore's own default, /dev/shm")
+    add("--host", "address to listen on")
+    add("--index-port", "port of the index; 0 takes a free one", int)
+    add("--lease-ttl-ms", "a dead node leaves matches within this", int)
+    add("--log-level", "how much the services log", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(run=run_up)
 
 
@@ -61,168 +65,108 @@ def run_up(arguments: argparse.Namespace) -> int:
         lease_ttl_ms=arguments.lease_ttl_ms,
         log_level=arguments.log_level,
     )
-    return _detach(arguments.state_dir) if arguments.detach else _foreground(options)
+    if arguments.detach:
+        return _detach(arguments.state_dir, [argument for argument in arguments.argv if argument != "--detach"])
+    return _Foreground(options).run()
 
 
-def _foreground(options: ClusterOptions) -> int:
-    stopping = False
+class _Foreground:
+    """A cluster that lives as long as this process; the first signal drains it, a second one kills it."""
 
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopping
-        stopping = True
+    def __init__(self, options: ClusterOptions) -> None:
+        self._options = options
+        self._signal_count = 0
+        self._supervisor: Supervisor | None = None
 
-    lock = StateLock(options.state_dir)
-    lock.acquire()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    supervisor: Supervisor | None = None
-    try:
-        _clean(options.state_dir)
-        supervisor = Supervisor(
-            options, lambda: stopping, lambda text: print(f"kvpool: {text}", file=sys.stderr, flush=True)
-        )
-        state = supervisor.start()
-        print(describe(state), flush=True)
-        print("\nCtrl-C drains and ends the cluster.", flush=True)
-        supervisor.watch()
-        print("kvpool: draining", file=sys.stderr, flush=True)
-        return EXIT_OK
-    except StartupFailed:
-        if stopping:
+    def run(self) -> int:
+        """Serve until a signal comes. Raises StartupFailed."""
+        lock = StateLock(self._options.state_dir)
+        lock.acquire()
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(signal.SIGHUP, self._on_signal)
+        try:
+            clean_leftovers(self._options.state_dir)
+            self._supervisor = Supervisor(self._options, lambda: self._signal_count > 0, say)
+            state = self._supervisor.start()
+            print(f"{describe(state)}\n\nCtrl-C drains and ends the cluster.", flush=True)
+            self._supervisor.watch()
+            return EXIT_OK
+        except StartupFailed:
+            if not self._signal_count:
+                raise
             return EXIT_FAILED
-        raise
-    finally:
-        if supervisor is not None:
-            supervisor.stop()
-        state_file(options.state_dir).unlink(missing_ok=True)
-        lock.release()
+        finally:
+            if self._supervisor is not None:
+                if self._signal_count:
+                    say("draining; again to end at once")
+                self._supervisor.stop()
+            state_file(self._options.state_dir).unlink(missing_ok=True)
+            lock.release()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signal_count += 1
+        if self._signal_count > 1 and self._supervisor is not None:
+            self._supervisor.kill()
 
 
-def _clean(state_dir: Path) -> None:
-    """End what a killed `kvpool up` left; each service cleans its own files when it starts."""
+def clean_leftovers(state_dir: Path) -> None:
+    """End what a killed `kvpool up` left; each service cleans its own files when it starts. Raises StartupFailed."""
     state = read_state(state_dir)
     if state is not None:
         ended = end_leftovers(state)
         if ended:
-            print(f"kvpool: ended leftovers of a killed cluster: {', '.join(ended)}", file=sys.stderr)
+            say(f"ended leftovers of a killed cluster: {', '.join(ended)}")
         state_file(state_dir).unlink(missing_ok=True)
 
 
-def _detach(state_dir: Path) -> int:
+def _detach(state_dir: Path, argv: list[str]) -> int:
     lock = StateLock(state_dir)
     lock.acquire()  # says at once, and in the foreground, that a cluster runs here already
     lock.release()
-    log_path = state_dir / "logs" / "up.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "kvpool.cli.main",
-        *(argument for argument in sys.argv[1:] if argument != "--detach"),
-    ]
-    with log_path.open("wb") as log:
-        supervisor = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    log_path = log_dir(state_dir) / "up.log"
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = log_path.open("wb")
+    except OSError as error:
+        raise StartupFailed(f"{log_path} cannot be written ({error.strerror}); choose another --state-dir") from error
+    with log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "kvpool.cli.main", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        return _await_detached(state_dir, supervisor, log_path)
+    except KeyboardInterrupt:
+        supervisor.terminate()
+        raise
+
+
+def _await_detached(state_dir: Path, supervisor: subprocess.Popen[bytes], log_path: Path) -> int:
     deadline_s = time.monotonic() + READY_TIMEOUT_S * 3
     while time.monotonic() < deadline_s:
         if supervisor.poll() is not None:
-            lines = log_path.read_text(errors="replace").strip().splitlines()
-            text = lines[-1] if lines else "it ended at once"
-            return fail(text.removeprefix("kvpool: "), code=supervisor.returncode or EXIT_FAILED)
-        if "Ctrl-C drains" in log_path.read_text(errors="replace"):
-            state = read_state(state_dir)
-            assert state is not None
-            print(describe(state))
-            print("\nEnd it with `kvpool down`.")
+            lines = last_lines(log_path, 1) or ["it ended at once"]
+            return fail(lines[-1].removeprefix("kvpool: "), code=supervisor.returncode or EXIT_FAILED)
+        state = read_state(state_dir)
+        if state is not None and state.ready and state.supervisor_pid == supervisor.pid:
+            print(f"{describe(state)}\n\nEnd it with `kvpool down`.")
+            supervisor.returncode = 0  # it goes on without us: Popen must not warn that nobody waited for it
             return EXIT_OK
-        time.sleep(0.1)
+        time.sleep(0.05)
     supervisor.terminate()
-    return fail(f"the cluster did not come up in time; see {log_path}")
+    raise CommandFailed(f"the cluster did not come up in time; see {log_path}")
 
 
 def describe(state: ClusterState) -> str:
-    """The table of endpoints."""
+    """The store and the table of endpoints."""
+    keys = ("endpoint", "bulk_endpoint", "socket", "metrics_url")
     rows = [
-        [
-            process.name,
-            process.pid,
-            next((process.endpoints[key] for key in ENDPOINT_KEYS if process.endpoints.get(key)), "-"),
-            process.endpoints.get("socket", "-"),
-            process.endpoints.get("metrics_url", "-"),
-        ]
-        for process in state.processes
+        [process.name, process.pid, *(process.endpoints.get(key) or "-" for key in keys)] for process in state.processes
     ]
-    return f"store: {state.store}\n\n{table(['process', 'pid', 'endpoint', 'socket', 'metrics'], rows, right=[1])}"
-
-
-def add_down(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `kvpool down`."""
-    parser = commands.add_parser("down", help="drain and end the cluster that `kvpool up` started")
-    parser.set_defaults(run=run_down)
-
-
-def run_down(arguments: argparse.Namespace) -> int:
-    """Tell the supervisor to drain; clean up after one that was killed."""
-    state = read_state(arguments.state_dir)
-    if state is None:
-        print("no cluster runs here")
-        return EXIT_OK
-    if not state.supervised():
-        ended = end_leftovers(state)
-        state_file(arguments.state_dir).unlink(missing_ok=True)
-        print(f"ended leftovers: {', '.join(ended)}" if ended else "the cluster was dead already")
-        return EXIT_OK
-    os.kill(state.supervisor_pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + STOP_TIMEOUT_S * 4 + 30
-    while state.supervised():
-        if time.monotonic() > deadline_s:
-            return fail(f"`kvpool up` (pid {state.supervisor_pid}) did not end; see {arguments.state_dir / 'logs'}")
-        time.sleep(0.05)
-    print("cluster ended")
-    return EXIT_OK
-
-
-def add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare `kvpool logs`."""
-    parser = commands.add_parser("logs", help="show logs of the cluster's processes")
-    parser.add_argument("process", nargs="*", help="names such as index-0 (default: all)")
-    parser.add_argument("-n", "--lines", type=int, default=20, help="last lines of each (default 20)")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on printing what is added")
-    parser.set_defaults(run=run_logs)
-
-
-def run_logs(arguments: argparse.Namespace) -> int:
-    """Print the ends of log files, and follow them."""
-    log_dir = arguments.state_dir / "logs"
-    paths = sorted(path for path in log_dir.glob("*.log") if not arguments.process or path.stem in arguments.process)
-    if not paths:
-        return fail(f"no logs of {', '.join(arguments.process) or 'any process'} in {log_dir}")
-    positions: dict[Path, int] = {}
-    for path in paths:
-        text = path.read_text(errors="replace")
-        positions[path] = path.stat().st_size
-        for line in text.splitlines()[-arguments.lines :] if arguments.lines > 0 else []:
-            print(f"{path.stem}: {line}")
-    while arguments.follow:
-        for path in paths:
-            positions[path] = _print_new(path, positions[path])
-        sys.stdout.flush()
-        time.sleep(0.3)
-    return EXIT_OK
-
-
-def _print_new(path: Path, position: int) -> int:
-    with path.open("rb") as log:
-        log.seek(position)
-        added = log.read()
-    whole = added[: added.rfind(b"\n") + 1]
-    for line in whole.decode(errors="replace").splitlines():
-        print(f"{path.stem}: {line}")
-    return position + len(whole)
-
-
-def _bytes(text: str) -> int:
-    """12345, 64MiB, 2GiB."""
-    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)):
-        if text.endswith(suffix):
-            return int(float(text.removesuffix(suffix)) * factor)
-    return int(text)
+    headers = ["process", "pid", "endpoint", "bulk", "socket", "metrics"]
+    return f"store: {state.store}\n\n{table(headers, rows, right=[1])}"

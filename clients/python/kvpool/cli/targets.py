@@ -1,0 +1,129 @@
+"""Which cluster a command speaks to, and clients for its parts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvpool.cli.output import CommandFailed
+from kvpool.cli.state import ClusterState, read_state
+from kvpool.client.config import ClientConfig
+from kvpool.client.gpuagent_control import AgentControl
+from kvpool.client.index import IndexClient, NamedKeyspace
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.cluster import LiveNode, NodeKind
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
+
+ResultT = TypeVar("ResultT")
+
+CALL_TIMEOUT_S = 3.0  # a person waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A cluster: where its index is, and its state file if it is an embedded one."""
+
+    index_endpoint: str
+    state: ClusterState | None
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Declare --index."""
+    parser.add_argument(
+        "--index", default="", metavar="HOST:PORT", help="an index of the cluster (default: of the state directory's)"
+    )
+
+
+def find_target(arguments: argparse.Namespace) -> Target:
+    """The cluster that --index or the state directory names. Raises CommandFailed if there is none."""
+    if arguments.index:
+        return Target(index_endpoint=arguments.index, state=None)
+    state = read_state(arguments.state_dir)
+    endpoints = [process.endpoints.get("endpoint", "") for process in state.of_role("index")] if state else []
+    if state is None or not endpoints or not endpoints[0]:
+        raise CommandFailed(
+            f"no cluster runs in {arguments.state_dir}; start one with `kvpool up`, or name one by --index HOST:PORT"
+        )
+    return Target(index_endpoint=endpoints[0], state=state)
+
+
+def client_config(target: Target) -> ClientConfig:
+    """Settings of commands: more patient than an engine, less than an operator."""
+    return ClientConfig(
+        index_endpoints=(target.index_endpoint,), call_timeout_s=CALL_TIMEOUT_S, match_timeout_s=CALL_TIMEOUT_S
+    )
+
+
+@asynccontextmanager
+async def open_index(target: Target) -> AsyncIterator[IndexClient]:
+    """A client of the index. Raises CommandFailed if it does not answer."""
+    index = IndexClient(client_config(target))
+    try:
+        yield index
+    except ServiceUnavailable as error:
+        cause = error.message.removesuffix(f"; {error.advice}")
+        raise CommandFailed(f"the index at {target.index_endpoint} does not answer ({cause})") from error
+    finally:
+        await index.close()
+
+
+@asynccontextmanager
+async def open_pagestore(target: Target, endpoint: str) -> AsyncIterator[PageStoreControl]:
+    """A client of one pagestore's control calls."""
+    control = PageStoreControl(endpoint, client_config(target))
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
+@asynccontextmanager
+async def open_agent(target: Target, endpoint: str) -> AsyncIterator[AgentControl]:
+    """A client of one agent's control calls."""
+    control = AgentControl(endpoint, client_config(target))
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
+async def on_every_pagestore(
+    target: Target, keyspace_name: str, call: Callable[[PageStoreControl, bytes], Awaitable[ResultT]]
+) -> list[tuple[LiveNode, ResultT | KvPoolError]]:
+    """Call all live pagestores at once with the id of the keyspace (empty for no name); per node its answer or error.
+
+    Raises CommandFailed if there is no pagestore or no such keyspace.
+    """
+    async with open_index(target) as index:
+        keyspace = (await keyspace_of_name(index, keyspace_name)).keyspace if keyspace_name else b""
+        nodes = await index.list_nodes(NodeKind.PAGESTORE)
+    if not nodes:
+        raise CommandFailed("no pagestore is registered at the index; see `kvpool status`")
+
+    async def one(node: LiveNode) -> ResultT | KvPoolError:
+        try:
+            async with open_pagestore(target, node.info.endpoint) as control:
+                return await call(control, keyspace)
+        except KvPoolError as error:
+            return error
+
+    return list(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
+
+
+async def keyspace_of_name(index: IndexClient, name: str) -> NamedKeyspace:
+    """The keyspace of that name; an empty name means the only one. Raises CommandFailed naming those there are."""
+    keyspaces = await index.list_keyspaces()
+    found = [keyspace for keyspace in keyspaces if not name or keyspace.name == name]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(keyspace.name for keyspace in keyspaces) or "none yet"
+    raise CommandFailed(f"{f'there is no keyspace {name!r}' if name else 'name a keyspace'}; known: {names}")
+
+
+def run(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run a command's asynchronous part."""
+    return asyncio.run(work)
