@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
@@ -108,9 +107,9 @@ class NodeLink:
         except TimeoutError:
             raise DeadlineExceeded(f"the index did not register this node within {timeout_s:g} s") from None
         self._announcer.start_snapshot()
-        self._spawn(self._keep_lease(), "lease")
-        self._spawn(self._keep_announcing(), "announcer")
-        self._spawn(self._reports.run(), "stale reports")
+        self._spawn(self._keep_lease, "lease")
+        self._spawn(self._keep_announcing, "announcer")
+        self._spawn(self._reports.run, "stale reports")
         return lease
 
     def announce(self, changes: Sequence[LocationChange]) -> None:
@@ -172,12 +171,12 @@ class NodeLink:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Callable[[], Awaitable[None]], name: str) -> None:
         self._tasks.append(asyncio.create_task(self._supervise(work, name), name=f"node link {name}"))
 
-    async def _supervise(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    async def _supervise(self, work: Callable[[], Awaitable[None]], name: str) -> None:
         try:
-            await work
+            await work()
         except StaleIncarnation as error:
             self._supersede(error)
         except Exception:
