@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvpool.core.cluster import ChainMatch, ChainQuery
-from kvpool.core.errors import StoreUnavailable
+from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, group_reads
@@ -69,7 +69,7 @@ class MatchService:
             batch = [await self._dead.get()]
             while len(batch) < _DEAD_BATCH and not self._dead.empty():
                 batch.append(self._dead.get_nowait())
-            with suppress(StoreUnavailable):  # what is not removed now, some match will see again
+            with suppress(StoreUnavailable, Overloaded):  # what is not removed now, some match will see again
                 await self._clean(batch)
             await asyncio.sleep(_DEAD_PAUSE_S)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad
-from kvpool.core.errors import StoreUnavailable
+from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import NodeRecord, NodeTable, check_registration
 from kvpool_index.core.placement import place
@@ -114,7 +114,7 @@ class NodeService:
             try:
                 await self.refresh()
                 await self._bury()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, Overloaded) as error:
                 self._metrics.store_up.set(0)
                 if was_up:
                     _log.warning("the store is out of reach; matches are refused until it is back: %s", error)

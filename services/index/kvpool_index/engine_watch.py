@@ -191,7 +191,7 @@ class WatchService:
                     self._lose()
                     continue
                 happenings = await self._happenings(stream, entries) if entries else []
-            except StoreUnavailable as error:
+            except (StoreUnavailable, Overloaded) as error:
                 _log.warning("watching is interrupted: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue

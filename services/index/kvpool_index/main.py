@@ -72,7 +72,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         secret_of=_tenant_secrets(config),
         version=kvpool.__version__,
     )
-    server = _server(engine, config, RequestMetrics("index", registry))
+    server = build_server(engine, config, RequestMetrics("index", registry))
     endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen)))
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
@@ -93,7 +93,8 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         stop_metrics()
 
 
-def _server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetrics) -> ControlServer:
+def build_server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetrics) -> ControlServer:
+    """The gRPC server of an engine, with everything that goes around its calls; not listening yet."""
     server = ControlServer(
         interceptors=aio_interceptors(
             metrics=metrics,

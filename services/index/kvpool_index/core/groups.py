@@ -3,7 +3,6 @@
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
@@ -12,6 +11,10 @@ from kvpool_index.core.entries import TIERS, Operation, TierMasks
 
 HASH_BYTES: Final = 16
 FIELD_BYTES: Final = 8  # of a chunk hash; enough to tell 16 chunks apart
+# Takes the fields out of n hashes, several times as fast as slices would.
+_FIELDS: Final = [
+    struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count) for count in range(CHAIN_GROUP_CHUNKS + 1)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ def group_reads(query: ChainQuery) -> list[GroupRead]:
         raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
     if start < 0:
         raise InvalidRequest(f"first_chunk_index must be >= 0, got {start}")
-    step = HASH_BYTES
-    fields = _fields_format(len(hashes) // step).unpack(hashes)
-    within = start % CHAIN_GROUP_CHUNKS
+    if not hashes:
+        return []
+    within, count = start % CHAIN_GROUP_CHUNKS, len(hashes) // HASH_BYTES
     reads: list[GroupRead] = []
     at = 0
     if within:
@@ -53,23 +56,18 @@ def group_reads(query: ChainQuery) -> list[GroupRead]:
                 f"group_head_hash must be the {HASH_BYTES}-byte hash of chunk {start - within}, because "
                 f"first_chunk_index {start} is no multiple of {CHAIN_GROUP_CHUNKS}"
             )
-        at = CHAIN_GROUP_CHUNKS - within
-        reads.append(GroupRead(query.group_head_hash, fields[:at]))
-    elif query.group_head_hash and query.group_head_hash != hashes[:step]:
+        at = min(count, CHAIN_GROUP_CHUNKS - within)
+        reads.append(GroupRead(query.group_head_hash, _FIELDS[at].unpack_from(hashes)))
+    elif query.group_head_hash and query.group_head_hash != hashes[:HASH_BYTES]:
         raise InvalidRequest(
             f"group_head_hash must be empty or the first hash, because first_chunk_index {start} is a multiple "
             f"of {CHAIN_GROUP_CHUNKS}"
         )
-    for first in range(at, len(fields), CHAIN_GROUP_CHUNKS):
-        head = hashes[first * step : first * step + step]
-        reads.append(GroupRead(head, fields[first : first + CHAIN_GROUP_CHUNKS]))
+    for first in range(at, count, CHAIN_GROUP_CHUNKS):
+        offset = first * HASH_BYTES
+        fields = _FIELDS[min(count - first, CHAIN_GROUP_CHUNKS)].unpack_from(hashes, offset)
+        reads.append(GroupRead(hashes[offset : offset + HASH_BYTES], fields))
     return reads
-
-
-@lru_cache(maxsize=1024)
-def _fields_format(count: int) -> struct.Struct:
-    """Takes the fields out of `count` hashes, several times as fast as slices would."""
-    return struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count)
 
 
 def operations_of(

@@ -1,0 +1,93 @@
+"""The packed value of a chunk against a model that knows nothing of its bytes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.core.cluster import ALL_SHARDS
+from kvpool_index.core.entries import (
+    MAX_ENTRIES,
+    Entry,
+    Operation,
+    TierMasks,
+    apply_operation,
+    decode_value,
+    encode_entry,
+)
+
+GRID = 0b1111
+masks = st.tuples(*[st.integers(0, GRID)] * 3)
+operations = st.builds(Operation, ordinal=st.integers(1, 4), full_shards=st.just(GRID), added=masks, removed=masks)
+
+
+def apply_to_model(model: dict[int, list[set[int]]], operation: Operation) -> None:
+    tiers = model.setdefault(operation.ordinal, [set(), set(), set()])
+    for shards, added, removed in zip(tiers, operation.added, operation.removed, strict=True):
+        shards |= {bit for bit in range(64) if added >> bit & 1}
+        shards -= {bit for bit in range(64) if removed >> bit & 1}
+
+
+def as_model(value: bytes) -> dict[int, list[set[int]]]:
+    return {
+        entry.ordinal: [{bit for bit in range(64) if (shards & GRID) >> bit & 1} for shards in entry.shards]
+        for entry in decode_value(value)
+    }
+
+
+@given(st.lists(operations, max_size=12))
+def test_operations_do_what_sets_do(history: list[Operation]) -> None:
+    value, model = b"", dict[int, list[set[int]]]()
+    for operation in history:
+        value = apply_operation(value, operation)
+        apply_to_model(model, operation)
+    assert as_model(value) == {ordinal: tiers for ordinal, tiers in model.items() if any(tiers)}
+    assert [entry.ordinal for entry in decode_value(value)] == sorted(as_model(value))
+
+
+@given(st.lists(operations.filter(lambda each: each.ordinal == 1), min_size=1, max_size=6))
+def test_folded_operations_do_the_same_as_one_after_the_other(history: list[Operation]) -> None:
+    one_by_one = folded = b""
+    for operation in history:
+        one_by_one = apply_operation(one_by_one, operation)
+    whole = history[0]
+    for operation in history[1:]:
+        whole = whole.then(operation)
+    folded = apply_operation(folded, whole)
+    assert folded == one_by_one
+
+
+@given(masks.filter(any))
+def test_equal_locations_are_equal_bytes(shards: TierMasks) -> None:
+    at_once = apply_operation(None, Operation(ordinal=7, full_shards=GRID, added=shards))
+    value = b""
+    for bit in range(4):
+        step = tuple(mask & 1 << bit for mask in shards)
+        value = apply_operation(value, Operation(ordinal=7, full_shards=GRID, added=(step[0], step[1], step[2])))
+    assert value == at_once
+
+
+def test_a_whole_grid_takes_five_bytes() -> None:
+    value = apply_operation(None, Operation(ordinal=0x01020304, full_shards=GRID, added=(0, GRID, GRID)))
+    assert value == b"\x04\x03\x02\x01\x06"
+    assert decode_value(value) == (Entry(0x01020304, (0, ALL_SHARDS, ALL_SHARDS)),)
+
+
+def test_a_partial_tier_has_its_bitmap() -> None:
+    assert encode_entry(Entry(1, (0, 0, 5)), GRID) == b"\x01\0\0\0\x44" + (5).to_bytes(8, "little")
+
+
+def test_other_nodes_entries_keep_their_bytes() -> None:
+    unknown_grid = apply_operation(None, Operation(ordinal=1, full_shards=0, added=(0, GRID, 0)))
+    both = apply_operation(unknown_grid, Operation(ordinal=2, full_shards=GRID, added=(0, GRID, 0)))
+    assert both.startswith(unknown_grid)
+
+
+def test_a_further_node_than_the_limit_is_not_recorded() -> None:
+    value = b""
+    for ordinal in range(1, MAX_ENTRIES + 2):
+        value = apply_operation(value, Operation(ordinal=ordinal, full_shards=GRID, added=(GRID, 0, 0)))
+    assert [entry.ordinal for entry in decode_value(value)] == list(range(1, MAX_ENTRIES + 1))
+
+
+def test_nothing_is_nothing() -> None:
+    assert decode_value(None) == decode_value(b"") == ()
+    assert apply_operation(None, Operation(ordinal=1, full_shards=GRID, removed=(GRID, GRID, GRID))) == b""

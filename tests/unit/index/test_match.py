@@ -1,0 +1,102 @@
+"""Longest prefixes over values, without any store."""
+
+from kvpool.core.cluster import Location, NodeInfo, NodeKind
+from kvpool.core.outcome import Tier
+from kvpool_index.core.entries import Entry, TierMasks, encode_entry
+from kvpool_index.core.match import Matcher, locations_of
+
+GRID = 0b1111
+
+
+def node(number: int, host: str = "") -> NodeInfo:
+    return NodeInfo(
+        node_id=bytes([number]) * 16, kind=NodeKind.PAGESTORE, host_id=host, endpoint="h:1", incarnation=number * 10
+    )
+
+
+NODES = {1: node(1, "east"), 2: node(2, "west"), 3: node(3, "west")}
+
+
+def value(entries: dict[int, TierMasks]) -> bytes:
+    return b"".join(encode_entry(Entry(ordinal, entries[ordinal]), GRID) for ordinal in sorted(entries))
+
+
+def matcher(shards: int = 0, host_id: str = "") -> Matcher:
+    return Matcher(grid=GRID, shards=shards, host_id=host_id, live_node=NODES.get)
+
+
+def at(number: int, tier: Tier, shards: int = GRID) -> Location:
+    return Location(node_id=bytes([number]) * 16, incarnation=number * 10, tier=tier, shards=shards)
+
+
+def test_it_ends_at_the_first_gap() -> None:
+    here = value({1: (0, GRID, 0)})
+    found = matcher().match([here, bytes(bytearray(here)), None, here])
+    assert found.matched_chunks == 2
+    assert [(run.chunk_count, run.locations) for run in found.runs] == [(2, (at(1, Tier.STAGING),))]
+    assert found.nodes == {NODES[1].node_id: NODES[1]}
+    for nothing in ([], [None, here], [b"", here]):
+        assert matcher().match(nothing).matched_chunks == 0
+
+
+def test_live_nodes_cover_together() -> None:
+    split = value({1: (0, 0b0011, 0), 2: (0, 0, 0b1100)})
+    found = matcher().match([split])
+    assert found.matched_chunks == 1
+    assert found.runs[0].locations == (at(1, Tier.STAGING, 0b0011), at(2, Tier.DISK, 0b1100))
+    assert matcher().match([value({1: (0, 0b0011, 0), 99: (0, 0, 0b1100)})]).matched_chunks == 0
+
+
+def test_only_the_shards_asked_for_count() -> None:
+    partial = value({1: (0, 0b0011, 0), 2: (0, 0b1100, 0)})
+    found = matcher(shards=0b0001).match([partial])
+    assert found.matched_chunks == 1
+    assert found.runs[0].locations == (at(1, Tier.STAGING, 0b0011),)
+    assert set(found.nodes) == {NODES[1].node_id}, "only nodes that the runs name"
+    assert matcher(shards=0b0001).match([value({2: (0, 0b1100, 0)})]).matched_chunks == 0
+
+
+def test_order_of_locations() -> None:
+    everywhere = value(dict.fromkeys(NODES, (GRID, GRID, GRID)))
+    tiers = [Tier.STAGING, Tier.DISK, Tier.GPU]
+    (run,) = matcher(host_id="west").match([everywhere]).runs
+    near = [at(number, tier) for tier in tiers for number in (2, 3)]
+    assert list(run.locations) == near + [at(1, tier) for tier in tiers]
+    (run,) = matcher().match([everywhere]).runs
+    assert list(run.locations) == [at(number, tier) for tier in tiers for number in (1, 2, 3)]
+
+
+def test_runs_are_as_long_as_locations_stay_equal() -> None:
+    one, two, dead = value({1: (0, GRID, 0)}), value({2: (0, GRID, 0)}), value({1: (0, GRID, 0), 99: (0, GRID, 0)})
+    found = matcher().match([one] * 70 + [two] + [one] * 3 + [dead] * 2 + [one])
+    assert [run.chunk_count for run in found.runs] == [70, 1, 6], "a dead node makes no run of its own"
+    assert found.matched_chunks == sum(run.chunk_count for run in found.runs) == 77
+
+
+def test_long_runs_of_every_length() -> None:
+    one, two = value({1: (0, GRID, 0)}), value({2: (0, GRID, 0)})
+    for length in (1, 63, 64, 65, 127, 128, 129, 200):
+        found = matcher().match([one] * length + [two] * 3)
+        assert [run.chunk_count for run in found.runs] == [length, 3]
+
+
+def test_dead_ordinals_are_reported() -> None:
+    asked = matcher()
+    asked.match([value({1: (0, GRID, 0), 77: (0, GRID, 0)}), value({78: (GRID, 0, 0)})])
+    assert asked.dead_ordinals == {77, 78}
+
+
+def test_bits_outside_of_the_grid_do_not_show() -> None:
+    wide = encode_entry(Entry(1, (0, (1 << 64) - 2, 0)), 0)
+    assert matcher().match([wide]).matched_chunks == 0
+    assert locations_of(wide, grid=GRID, live_node=NODES.get) == (at(1, Tier.STAGING, 0b1110),)
+
+
+def test_all_locations_of_an_event() -> None:
+    both = value({2: (0b1, 0, 0b10), 1: (0, GRID, 0), 99: (GRID, 0, 0)})
+    assert locations_of(both, grid=GRID, live_node=NODES.get) == (
+        at(1, Tier.STAGING),
+        at(2, Tier.GPU, 0b1),
+        at(2, Tier.DISK, 0b10),
+    )
+    assert locations_of(b"", grid=GRID, live_node=NODES.get) == ()
