@@ -17,6 +17,7 @@ class ClientConfig:
     match_timeout_s: float = 0.5  # of a match on the hot path: later than that, recomputing has begun anyway
     connect_timeout_s: float = 5.0  # of opening a session
     load_timeout_s: float = 30.0
+    load_grace_s: float = 1.0  # the agent keeps to a load's deadline itself; so much longer is its answer waited for
     store_timeout_s: float = 120.0  # of waiting for a store's end; the hold on blocks is not bounded by it
     backoff_initial_s: float = 0.05
     backoff_max_s: float = 5.0
@@ -30,6 +31,7 @@ class ClientConfig:
             "match_timeout_s",
             "connect_timeout_s",
             "load_timeout_s",
+            "load_grace_s",
             "store_timeout_s",
             "backoff_initial_s",
             "backoff_max_s",

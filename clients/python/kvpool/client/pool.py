@@ -22,8 +22,6 @@ from kvpool.wire.convert_engine import BlockIds
 
 _log = logging.getLogger(__name__)
 
-_LOAD_GRACE_S = 1.0  # the agent keeps to the deadline itself; this is for its answer to arrive
-
 
 class KvPool:
     """The cache as one engine rank sees it. Belongs to one event loop; see sync.SyncKvPool for engines without one.
@@ -132,7 +130,7 @@ class KvPool:
             async with asyncio.timeout(wait_s):
                 handle = await self._session.load(span, wait_s=wait_s, on_progress=on_progress)
             handles.append(handle)
-            return await handle.done(max(0.0, ends_at_s - loop.time()) + _LOAD_GRACE_S)
+            return await handle.done(max(0.0, ends_at_s - loop.time()) + self._config.load_grace_s)
         except TimeoutError:
             return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))
         except KvPoolError as error:

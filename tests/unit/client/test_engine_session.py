@@ -1,0 +1,272 @@
+"""An engine's session with a scripted agent: holds on blocks end when, and only when, the agent has let go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpool.client.engine_items import ChunkBlocks, ChunkSpan, EngineSource, TierTokens
+from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.gpuagent import EngineSession
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KeyspaceMismatch,
+    PageCorrupt,
+    ServiceUnavailable,
+    StoreUnavailable,
+)
+from kvpool.testing import eventually
+from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool.wire.convert import item_error_to_proto
+from tests.unit.client.engine_peer import HASH_KEY, Response, engine
+from tests.unit.client.servers import Script
+
+
+def span(count: int) -> ChunkSpan:
+    return ChunkSpan(
+        chunks=tuple(ChunkBlocks(bytes([number]) * 16, [2 * number, 2 * number + 1]) for number in range(count)),
+        first_chunk_index=0,
+        parent_hash=bytes(16),
+        group_head_hashes=(bytes(16),),
+        chain_head_hash=bytes(16),
+    )
+
+
+def gathered(request_id: int, count: int) -> Response:
+    return Response(request_id=request_id, gathered=gpuagent_pb2.EngineGathered(chunk_count=count))
+
+
+def store_done(request_id: int, stored: int) -> Response:
+    return Response(request_id=request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=stored))
+
+
+def holds(handle: StoreHandle | LoadHandle) -> bool:
+    return not handle.hold_ended
+
+
+async def break_session(session: EngineSession, stream: Script) -> None:
+    stream.end()
+    await asyncio.wait_for(session.broken.wait(), 5)
+
+
+async def test_registers_and_lends_its_memory() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        assert (session.session_id, session.hash_key, session.device) == (b"s" * 16, HASH_KEY, "cpu")
+        assert (session.max_request_chunks, session.blocks_per_chunk) == (100, 2)
+        one.region.buffer[:3] = b"abc"
+        assert one.memory.mappings[0][:3] == b"abc"
+        assert one.region.is_lent()
+        one.memory.let_go()
+        assert not one.region.is_lent()
+        await break_session(session, stream)
+
+
+async def test_a_refused_registration_raises_and_lends_nothing() -> None:
+    async with engine() as one:
+        opening = asyncio.create_task(EngineSession.open(one.plan, one.config, offer=one.memory.offer))
+        stream = await one.agent.streams.next()
+        stream.end(KeyspaceMismatch("kv_heads differ", field="groups[0].kv_heads"))
+        with pytest.raises(KeyspaceMismatch, match="kv_heads"):
+            await opening
+        assert not one.region.is_lent()
+
+
+async def test_regions_that_do_not_fit_the_layout_are_refused_here() -> None:
+    async with engine() as one:
+        layout = one.plan.layout
+        object.__setattr__(layout, "handle_sizes", (1,))
+        with pytest.raises(InvalidRequest, match="regions"):
+            await EngineSession.open(one.plan, one.config, offer=one.memory.offer)
+
+
+async def test_match_tells_sources_and_estimates() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        asked = asyncio.create_task(session.match([bytes(16)] * 5, 2))
+        request = await stream.next("match")
+        assert (request.match.held_chunks, len(request.match.chunk_hashes)) == (2, 80)
+        disk = gpuagent_pb2.ENGINE_SOURCE_DISK
+        runs = [gpuagent_pb2.EngineMatchRun(chunk_count=2, source=disk, estimated_load_ms=1.5)]
+        answer = gpuagent_pb2.EngineMatchResponse(matched_chunks=4, runs=runs)
+        stream.send(Response(request_id=request.request_id, match=answer))
+        found = await asked
+        assert (found.matched_chunks, found.estimated_load_ms) == (4, 1.5)
+        assert found.runs[0].source is EngineSource.DISK
+        asked = asyncio.create_task(session.match([bytes(16)]))
+        request = await stream.next("match")
+        stream.send(Response(request_id=request.request_id, error=item_error_to_proto(StoreUnavailable("redis"))))
+        with pytest.raises(StoreUnavailable):
+            await asked
+        await break_session(session, stream)
+
+
+async def test_store_blocks_are_free_once_gathered_window_by_window() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.store(span(3))
+        request = await stream.next("store")
+        assert holds(handle)
+        stream.send(gathered(request.request_id, 2))
+        assert await handle.wait_gathered(2) == 2
+        kept = await stream.next("kept")
+        assert (kept.request_id, kept.kept.kept, kept.kept.chunk_count) == (request.request_id, True, 2)
+        assert holds(handle)
+        stream.send(gathered(request.request_id, 3))
+        assert await handle.wait_gathered() == 3
+        await handle.wait_hold()
+        stream.send(store_done(request.request_id, 3))
+        assert (await handle.done(5)).stored_chunks == 3
+
+
+async def test_an_engine_that_reused_blocks_says_so() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        await session.store(span(1), kept=lambda count: count != 1)
+        request = await stream.next("store")
+        stream.send(gathered(request.request_id, 1))
+        assert not (await stream.next("kept")).kept.kept
+
+
+async def test_store_names_failed_chunks() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.store(span(3))
+        request = await stream.next("store")
+        done = gpuagent_pb2.EngineStoreDone(
+            stored_chunks=1,
+            deduplicated_chunks=1,
+            failed_chunks=[2],
+            errors=[item_error_to_proto(PageCorrupt("sums"))],
+        )
+        stream.send(Response(request_id=request.request_id, store_done=done))
+        outcome = await handle.done(5)
+        assert (outcome.stored_chunks, outcome.deduplicated_chunks) == (1, 1)
+        assert isinstance(outcome.failed[2], PageCorrupt)
+        assert not holds(handle)
+
+
+async def test_load_reports_progress_and_sources() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        seen: list[tuple[int, tuple[int, ...]]] = []
+        handle = await session.load(span(2), wait_s=3, on_progress=lambda layers, failed: seen.append((layers, failed)))
+        request = await stream.next("load")
+        assert request.load.wait_ms == 3000
+        assert request.load.chunks[1].block_ids == (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+        progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=1, failed_chunks=[1])
+        stream.send(Response(request_id=request.request_id, load_progress=progress))
+        await handle.wait_layers(1)
+        assert seen == [(1, (1,))]
+        assert holds(handle)
+        done = gpuagent_pb2.EngineLoadDone(
+            loaded_chunks=1,
+            failed_chunks=[1],
+            error=item_error_to_proto(PageCorrupt("flipped")),
+            tokens=common_pb2.TierTokens(disk=16),
+        )
+        stream.send(Response(request_id=request.request_id, load_done=done))
+        outcome = await handle.done(5)
+        assert (outcome.loaded_chunks, outcome.failed, outcome.tokens) == (1, (1,), TierTokens(disk=16))
+        assert isinstance(outcome.error, PageCorrupt)
+        assert not holds(handle)
+
+
+async def test_a_deadline_ends_the_wait_and_not_the_hold() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.load(span(1), wait_s=1)
+        request = await stream.next("load")
+        with pytest.raises(DeadlineExceeded):
+            await handle.done(0.01)
+        assert holds(handle)
+        handle.cancel()
+        cancel = await stream.next("cancel")
+        assert (cancel.request_id, cancel.cancel.target_request_id) == (request.request_id, request.request_id)
+        assert holds(handle)
+        done = gpuagent_pb2.EngineLoadDone(failed_chunks=[0])
+        stream.send(Response(request_id=request.request_id, load_done=done))
+        await asyncio.wait_for(handle.wait_hold(), 5)
+        assert (await handle.done(5)).failed == (0,)
+
+
+async def test_a_refused_request_holds_nothing() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        handle = await session.load(span(1), wait_s=1)
+        request = await stream.next("load")
+        stream.send(Response(request_id=request.request_id, error=item_error_to_proto(InvalidRequest("blocks"))))
+        with pytest.raises(InvalidRequest):
+            await handle.done(5)
+        assert not holds(handle)
+
+
+async def test_a_broken_session_fails_at_once_and_holds_until_the_agent_lets_go() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        store, load = await session.store(span(1)), await session.load(span(1), wait_s=60)
+        await stream.next("load")
+        await break_session(session, stream)
+        for handle in (store, load):
+            with pytest.raises(ServiceUnavailable):
+                await handle.done(60)
+        with pytest.raises(ServiceUnavailable):
+            await session.match([bytes(16)])
+        assert await store.wait_gathered() == 0
+        assert holds(store)
+        assert holds(load)
+        assert not session.released.is_set()
+        one.memory.let_go()
+        await asyncio.wait_for(load.wait_hold(), 5)
+        assert not holds(store)
+        assert session.released.is_set()
+
+
+async def test_a_successor_ends_the_holds_of_the_session_before() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        load = await session.load(span(1), wait_s=60)
+        await break_session(session, stream)
+        reopening = asyncio.create_task(session.reopen())
+        (await one.agent.streams.next()).end(ServiceUnavailable("not yet"))
+        with pytest.raises(ServiceUnavailable):
+            await reopening
+        assert holds(load)
+        reopening = asyncio.create_task(session.reopen())
+        _, request = await one.greet()
+        successor = await reopening
+        assert request.register.previous_session_id == b"s" * 16
+        assert not holds(load), "the agent answers only after all work of the old session has ended"
+        assert successor.failure is None
+
+
+async def test_close_ends_holds_when_the_agent_confirms() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        load = await session.load(span(1), wait_s=60)
+        closing = asyncio.create_task(session.close())
+        assert (await stream.next("close")).request_id > 0
+        stream.send(Response(closed=gpuagent_pb2.EngineClose()))
+        stream.end()
+        assert await closing
+        assert not holds(load)
+        with pytest.raises(ServiceUnavailable):
+            await load.done(5)
+
+
+async def test_no_task_outlives_a_session_whose_agent_keeps_the_memory() -> None:
+    async with engine(call_timeout_s=0.05) as one:
+        session, stream = await one.open()
+        stream.end()
+        assert not await session.close()
+        assert not session.released.is_set()
+        await eventually(lambda: not any("engine session" in task.get_name() for task in asyncio.all_tasks()))
+
+
+async def test_a_silent_agent_ends_the_session() -> None:
+    async with engine() as one:
+        session, stream = await one.open(interval_ms=20)
+        assert (await stream.next("heartbeat")).request_id > 0
+        await asyncio.wait_for(session.broken.wait(), 5)

@@ -1,0 +1,238 @@
+"""The pool over a scripted agent: values instead of exceptions, exact failed chunks, holds that outlive waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.client.engine_items import TierTokens
+from kvpool.client.hashing import Chain
+from kvpool.client.pool import KvPool
+from kvpool.client.request_stats import RequestStats
+from kvpool.core.chunks import ROOT_HASH, chunk_hashes
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, ServiceUnavailable, StoreUnavailable
+from kvpool.testing import eventually
+from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool.wire.convert import item_error_to_proto
+from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, engine
+from tests.unit.client.servers import Script
+
+TOKENS = list(range(16 * 4 + 3))
+BLOCKS = np.arange(8)
+
+
+@asynccontextmanager
+async def pool(max_request_chunks: int = 100, **settings: Any) -> AsyncGenerator[tuple[KvPool, Script, Engine]]:
+    async with engine(**settings) as one:
+        opening = asyncio.create_task(KvPool.open(one.plan, one.config, offer=one.memory.offer))
+        stream, _ = await one.greet(max_request_chunks=max_request_chunks)
+        cache = await opening
+        try:
+            yield cache, stream, one
+        finally:
+            one.memory.let_go()
+            stream.end()
+            await cache.close()
+
+
+def load_done(request: Any, loaded: int, failed: list[int] | None = None, **tokens: int) -> Response:
+    error = item_error_to_proto(PageCorrupt("flipped")) if failed else None
+    done = gpuagent_pb2.EngineLoadDone(
+        loaded_chunks=loaded, failed_chunks=failed or [], error=error, tokens=common_pb2.TierTokens(**tokens)
+    )
+    return Response(request_id=request.request_id, load_done=done)
+
+
+async def test_match_never_uses_the_last_token() -> None:
+    async with pool() as (cache, stream, _):
+        for tokens, usable in ((TOKENS[:64], 63), (TOKENS, 64)):
+            chain = cache.chain(tokens)
+            asked = asyncio.create_task(cache.match(chain))
+            request = await stream.next("match")
+            assert request.match.chunk_hashes == b"".join(chunk_hashes(HASH_KEY, tokens, 16))
+            answer = gpuagent_pb2.EngineMatchResponse(matched_chunks=4)
+            stream.send(Response(request_id=request.request_id, match=answer))
+            found = await asked
+            assert (found.matched_chunks, found.usable_tokens, found.error) == (4, usable, None)
+
+
+async def test_match_does_not_ask_for_what_the_engine_holds() -> None:
+    async with pool() as (cache, _, _one):
+        found = await cache.match(cache.chain(TOKENS), held_chunks=9)
+        assert (found.matched_chunks, found.usable_tokens) == (4, 64)
+
+
+async def test_trouble_is_a_value() -> None:
+    async with pool(match_timeout_s=0.05) as (cache, stream, _):
+        chain = cache.chain(TOKENS)
+        found = await cache.match(chain, held_chunks=1)
+        assert (found.matched_chunks, found.usable_tokens) == (1, 16)
+        assert isinstance(found.error, DeadlineExceeded)
+        asked = asyncio.create_task(cache.match(chain, timeout_s=5))
+        await stream.next("match")
+        request = await stream.next("match")
+        stream.send(Response(request_id=request.request_id, error=item_error_to_proto(StoreUnavailable("redis"))))
+        assert isinstance((await asked).error, StoreUnavailable)
+
+
+async def test_load_names_parents_heads_and_blocks() -> None:
+    async with pool() as (cache, stream, _):
+        chain = cache.chain(TOKENS)
+        loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=1, end_chunk=4, skip_tokens=5))
+        request = await stream.next("load")
+        load = request.load
+        assert (load.first_chunk_index, load.parent_hash, load.group_head_hashes) == (
+            1,
+            chain.hashes[0],
+            chain.hashes[0],
+        )
+        assert [chunk.skip_tokens for chunk in load.chunks] == [5, 0, 0]
+        assert np.frombuffer(load.chunks[2].block_ids, "<i8").tolist() == [6, 7]
+        stream.send(load_done(request, 3, staging=32, remote=11))
+        report = await loading
+        assert (report.loaded_chunks, report.end_chunk, report.failed_chunks) == (3, 4, ())
+        assert report.tokens == TierTokens(staging=32, remote=11)
+        assert report.hold.ended
+
+
+async def test_a_failed_window_fails_all_chunks_after_it() -> None:
+    async with pool(max_request_chunks=2) as (cache, stream, _):
+        loading = asyncio.create_task(cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
+        first = await stream.next("load")
+        assert len(first.load.chunks) == 2
+        stream.send(load_done(first, 1, [1], disk=16))
+        report = await loading
+        assert (report.loaded_chunks, report.failed_chunks) == (1, (1, 2, 3))
+        assert isinstance(report.error, PageCorrupt)
+
+
+async def test_windows_follow_one_another() -> None:
+    async with pool(max_request_chunks=3) as (cache, stream, _):
+        chain = cache.chain(TOKENS)
+        loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
+        stream.send(load_done(await stream.next("load"), 3, staging=48))
+        second = await stream.next("load")
+        assert (second.load.first_chunk_index, second.load.parent_hash) == (3, chain.hashes[2])
+        stream.send(load_done(second, 1, disk=16))
+        assert (await loading).tokens == TierTokens(staging=48, disk=16)
+
+
+async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
+    async with pool(load_grace_s=0.02) as (cache, stream, _):
+        loading = asyncio.create_task(
+            cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=0.02)
+        )
+        request = await stream.next("load")
+        report = await loading
+        assert report.failed_chunks == (0, 1, 2, 3)
+        assert isinstance(report.error, DeadlineExceeded)
+        assert not report.hold.ended
+        await stream.next("cancel")
+        stream.send(load_done(request, 0, [0, 1, 2, 3]))
+        await asyncio.wait_for(report.hold.wait(), 5)
+
+
+async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None:
+    async with pool(call_timeout_s=0.5) as (cache, stream, one):
+        chain = cache.chain(TOKENS)
+        loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
+        await stream.next("load")
+        stream.end()
+        report = await asyncio.wait_for(loading, 5)
+        assert report.failed_chunks == (0, 1, 2, 3)
+        assert isinstance(report.error, ServiceUnavailable)
+        assert isinstance((await cache.match(chain)).error, ServiceUnavailable)
+        fresh, request = await one.greet()
+        assert request.register.previous_session_id == b"s" * 16
+        await asyncio.wait_for(report.hold.wait(), 5)
+        await eventually(lambda: cache.connected)
+        asked = asyncio.create_task(cache.match(chain))
+        request = await fresh.next("match")
+        fresh.send(Response(request_id=request.request_id, match=gpuagent_pb2.EngineMatchResponse(matched_chunks=2)))
+        assert (await asked).matched_chunks == 2
+        fresh.end()
+
+
+async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
+    async with pool(max_request_chunks=2) as (cache, stream, _):
+        chain = cache.chain(TOKENS)
+        ticket = await cache.store(chain, BLOCKS, first_chunk=1, end_chunk=4)
+        first, second = await stream.next("store"), await stream.next("store")
+        assert (first.store.parent_hash, first.store.chain_head_hash) == (chain.hashes[0], chain.hashes[0])
+        assert (second.store.first_chunk_index, len(second.store.chunks)) == (3, 1)
+        assert not ticket.hold.ended
+        for request, count in ((first, 2), (second, 1)):
+            answer = gpuagent_pb2.EngineGathered(chunk_count=count)
+            stream.send(Response(request_id=request.request_id, gathered=answer))
+        await asyncio.wait_for(ticket.wait_reusable(), 5)
+        done = gpuagent_pb2.EngineStoreDone(
+            stored_chunks=1, failed_chunks=[1], errors=[item_error_to_proto(PageCorrupt("sums"))]
+        )
+        stream.send(Response(request_id=first.request_id, store_done=done))
+        stream.send(
+            Response(request_id=second.request_id, store_done=gpuagent_pb2.EngineStoreDone(deduplicated_chunks=1))
+        )
+        report = await ticket.report(5)
+        assert (report.stored_chunks, report.deduplicated_chunks) == (1, 1)
+        assert {index: type(error) for index, error in report.failed_chunks.items()} == {2: PageCorrupt}
+
+
+async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() -> None:
+    async with pool() as (cache, stream, _):
+        stream.end()
+        await asyncio.wait_for(cache.session.broken.wait(), 5)
+        ticket = await cache.store(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
+        assert ticket.hold.ended
+        report = await ticket.report(5)
+        assert sorted(report.failed_chunks) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "skip", "named"), [(2, 5, 0, "chunks"), (3, 2, 0, "chunks"), (0, 4, 16, "skip_tokens")]
+)
+async def test_misuse_is_refused(first: int, end: int, skip: int, named: str) -> None:
+    async with pool() as (cache, _, _one):
+        with pytest.raises(InvalidRequest, match=named):
+            await cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=first, end_chunk=end, skip_tokens=skip)
+        with pytest.raises(InvalidRequest, match="block_table"):
+            await cache.load(cache.chain(TOKENS), BLOCKS[:7], first_chunk=0, end_chunk=4)
+
+
+def test_a_chain_grows_without_hashing_again() -> None:
+    chain = Chain.of(HASH_KEY, TOKENS[:40], 16)
+    longer = chain.extended(HASH_KEY, TOKENS)
+    assert longer == Chain.of(HASH_KEY, TOKENS, 16)
+    assert (longer.parent_hash(0), longer.parent_hash(2)) == (ROOT_HASH, longer.hashes[1])
+    with pytest.raises(InvalidRequest):
+        longer.extended(HASH_KEY, TOKENS[:5])
+
+
+def test_group_heads_are_named_once_each() -> None:
+    chain = Chain.of(HASH_KEY, list(range(16 * 40)), 16)
+    assert chain.group_head_hashes(15, 3) == (chain.hashes[0], chain.hashes[16])
+    assert chain.group_head_hashes(16, 16) == (chain.hashes[16],)
+    assert chain.group_head_hashes(31, 9) == (chain.hashes[16], chain.hashes[32])
+
+
+@pytest.mark.parametrize(
+    ("own", "loaded", "expected"),
+    [
+        (0, TierTokens(staging=48, disk=16), RequestStats(staging=48, disk=16, recomputed=3)),
+        (16, TierTokens(remote=48), RequestStats(own=16, remote=48, recomputed=3)),
+        (67, TierTokens(), RequestStats(own=66, recomputed=1)),
+    ],
+)
+def test_stats_add_up_to_the_prompt(own: int, loaded: TierTokens, expected: RequestStats) -> None:
+    stats = RequestStats.of(Chain.of(HASH_KEY, TOKENS, 16), own_tokens=own, loaded=loaded)
+    assert stats == expected
+    assert stats.prompt == len(TOKENS)
+
+
+def test_the_last_token_counts_as_recomputed_even_if_it_was_loaded() -> None:
+    stats = RequestStats.of(Chain.of(HASH_KEY, TOKENS[:64], 16), own_tokens=0, loaded=TierTokens(staging=32, disk=32))
+    assert stats == RequestStats(staging=32, disk=31, recomputed=1)
