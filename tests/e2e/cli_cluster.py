@@ -1,0 +1,123 @@
+"""The `kvpool` command as a user runs it, and an engine that gives the cluster something to hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpool.cli.state import ClusterState, read_state
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.pool_values import LoadReport
+from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.client.sync import SyncKvPool
+from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.layout_presets import contiguous_layout
+
+SMALL = ("--arena-bytes", "64MiB", "--disk-bytes", "256MiB")
+KEYSPACE_NAME = "tiny"
+CHUNK_TOKENS = 16
+SPEC = KeyspaceSpec(
+    model_id="tiny", model_revision="1", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=CHUNK_TOKENS
+)
+TOKENS = list(range(100, 100 + 4 * CHUNK_TOKENS + 3))  # four full chunks and a rest
+
+
+class Cluster:
+    """One state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments]
+
+    def run(self, *arguments: str, code: int = 0, text: str | None = None) -> str:
+        """Output of a command that must end with `code`: its stdout, or for a failure the stderr."""
+        done = subprocess.run(
+            self.command(*arguments), input=text, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == code, f"{arguments}: code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout if code == 0 else done.stderr
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Begin a command that goes on."""
+        return subprocess.Popen(self.command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.run(*arguments, "--json"))
+        return document
+
+    @property
+    def state(self) -> ClusterState:
+        state = read_state(self.state_dir)
+        assert state is not None
+        return state
+
+    def store(self, tokens: list[int]) -> None:
+        """Have an engine store the chunks of a prompt."""
+        with _Engine(self.state) as engine:
+            engine.store(tokens)
+
+    def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
+        """Have another engine load them; its report, and whether the bytes are those that `store` stores."""
+        with _Engine(self.state) as engine:
+            return engine.load(tokens)
+
+    def kill_everything(self) -> None:
+        """As a power cut does."""
+        state = self.state
+        for pid in (state.supervisor_pid, *(process.pid for process in state.processes)):
+            os.kill(pid, signal.SIGKILL)
+
+
+class _Engine:
+    """One rank with a small contiguous cache."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._block_count = 8
+        layout = contiguous_layout(SPEC, range(2), range(2), CHUNK_TOKENS, self._block_count)
+        self._region = SharedMemoryRegion(layout.handle_sizes[0])
+        plan = EnginePlan(
+            endpoint=f"unix:{state.of_role('agent')[0].endpoints['socket']}",
+            engine_name="test",
+            keyspace_name=KEYSPACE_NAME,
+            spec=SPEC,
+            layout=layout,
+            regions=(self._region,),
+        )
+        self._pool = SyncKvPool(plan, ClientConfig())
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+        assert self._region.close()
+
+    def store(self, tokens: list[int]) -> None:
+        np.frombuffer(self._region.buffer, dtype=np.uint8)[:] = self._content()
+        chain = self._pool.chain(tokens)
+        ticket = self._pool.store(chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count)
+        report = ticket.report(30)
+        assert report.stored_chunks == chain.chunk_count, report
+
+    def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
+        chain = self._pool.chain(tokens)
+        report = self._pool.load(
+            chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count, timeout_s=30
+        )
+        shape = (4, self._block_count, -1)
+        ours = np.frombuffer(self._region.buffer, dtype=np.uint8).reshape(shape)[:, : chain.chunk_count]
+        theirs = self._content().reshape(shape)[:, : chain.chunk_count]
+        return report, bool(np.array_equal(ours, theirs))
+
+    def _content(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.random.default_rng(7).integers(0, 256, self._region.size_bytes, dtype=np.uint8)

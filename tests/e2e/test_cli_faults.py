@@ -1,0 +1,110 @@
+"""`kvpool up` that is killed, interrupted, or asked for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli.state import state_file
+from kvpool.testing import eventually_sync
+from tests.e2e.cli_cluster import CHUNK_TOKENS, SMALL, TOKENS, Cluster
+
+pytestmark = pytest.mark.e2e
+
+
+def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(TOKENS))
+    with cluster.start("up", *SMALL) as up:
+        try:
+            eventually_sync(lambda: state_file(tmp_path).exists() and cluster.state.ready, 30)
+            cluster.store(TOKENS)
+            first = cluster.state
+            up.send_signal(signal.SIGINT)
+            output, errors = up.communicate(timeout=60)
+        finally:
+            up.kill()
+        assert up.returncode == 0, errors
+    assert "pagestore-0" in output
+    assert "draining" in errors
+    assert not any(process.alive() for process in first.processes)
+
+    # What was dirty is on disk; then only the supervisor is killed: the kernel tells the others.
+    cluster.run("up", "--detach", *SMALL)
+    second = cluster.state
+    os.kill(second.supervisor_pid, signal.SIGKILL)
+    cluster.run("up", "--detach", *SMALL)
+    assert not any(process.alive() for process in second.processes)
+
+    # Then all at once.
+    cluster.kill_everything()
+    cluster.run("up", "--detach", *SMALL)
+    try:
+        report, equal = cluster.load(TOKENS)
+        assert report.loaded_chunks == report.tokens.disk // CHUNK_TOKENS == 4, report
+        assert equal
+        # The engine has opened the keyspace again, so that the store, which began empty, knows its name.
+        eventually_sync(lambda: cluster.json("match", str(tokens))["matched_chunks"] == 4, 20)
+    finally:
+        cluster.run("down")
+
+
+def test_what_dies_is_started_again_where_it_was(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.run("up", "--detach", "--pagestores", "0", "--memory-index")
+    try:
+        index = cluster.state.of_role("index")[0]
+        os.kill(index.pid, signal.SIGKILL)
+        eventually_sync(lambda: cluster.state.of_role("index")[0].pid != index.pid, 20)
+        again = cluster.state.of_role("index")[0]
+        assert again.endpoints == index.endpoints | {"pid": again.endpoints["pid"]}
+        eventually_sync(lambda: _listens(index.endpoints["endpoint"]), 20)
+    finally:
+        cluster.run("down")
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for more in ((), ("--detach",)):
+            line = _one_line(Cluster(tmp_path).run("up", "--memory-index", "--index-port", str(port), *more, code=2))
+            assert "index-0" in line and str(port) in line and "in use" in line
+
+
+@pytest.mark.parametrize("below", ["file", "/proc"])
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    directory = Path("/proc/kvpool") if below == "/proc" else tmp_path / "file" / "state"
+    for more in ((), ("--detach",)):
+        line = _one_line(Cluster(directory).run("up", *more, code=2))
+        assert str(directory) in line and "--state-dir" in line
+
+
+def test_an_arena_larger_than_shared_memory_is_one_line(tmp_path: Path) -> None:
+    size_bytes = shutil.disk_usage("/dev/shm").total * 2
+    line = _one_line(Cluster(tmp_path).run("up", "--memory-index", "--arena-bytes", str(size_bytes), code=2))
+    assert "pagestore-0" in line and "/dev/shm" in line
+    assert not state_file(tmp_path).exists()
+
+
+def _one_line(text: str) -> str:
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    assert lines[0].startswith("kvpool: ")
+    return lines[0]
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
