@@ -120,7 +120,7 @@ class SharedPrefixGenerator:
         streamer = arguments.pop("streamer", None)
         check_arguments(self._model, input_ids, arguments)
         with self._turn:
-            return self._generate(input_ids, _FirstToken(streamer), arguments)
+            return self._generate(input_ids, FirstTokenTimer(streamer), arguments)
 
     def flush_stores(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything generated so far is in the pool (or failed to get there); False if time ran out."""
@@ -143,7 +143,7 @@ class SharedPrefixGenerator:
         self.close()
 
     def _generate(
-        self, input_ids: torch.Tensor, first_token: _FirstToken, arguments: dict[str, Any]
+        self, input_ids: torch.Tensor, first_token: FirstTokenTimer, arguments: dict[str, Any]
     ) -> GenerationResult:
         import torch
 
@@ -190,13 +190,13 @@ class SharedPrefixGenerator:
         )
 
 
-class _FirstToken:
-    """A streamer that takes the time of the first token and hands everything on."""
+class FirstTokenTimer:
+    """A streamer for `generate` that takes the time of the first token and hands everything on."""
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: Any = None) -> None:
         self._streamer = streamer
         self._prompt_seen = False
-        self.at_s: float | None = None
+        self.at_s: float | None = None  # of time.perf_counter
 
     def put(self, value: torch.Tensor) -> None:
         """transformers hands over the prompt first, then token by token."""

@@ -1,0 +1,141 @@
+"""The demo's cluster: two pagestores with an agent each, started and ended with the kvpool command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpool.cli.logs import last_lines, log_dir
+from kvpool.cli.state import ClusterState, read_state, start_ticks
+from kvpool.core.errors import StartupFailed
+
+ARENA_BYTES = 384 << 20
+DISK_BYTES = 8 << 30
+SHM_DIR = Path("/dev/shm")
+MARKER = "made-by-kvpool-demo"
+COMMAND_TIMEOUT_S = 240.0
+DEATH_TIMEOUT_S = 20.0
+ANNOUNCE_TIMEOUT_S = 20.0
+POLL_S = 0.1
+
+
+class CommandFailed(Exception):
+    """A kvpool command did not succeed; the message is what it said."""
+
+
+class DemoCluster:
+    """A cluster in a directory of its own. Raises StartupFailed for a directory that is not the demo's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
+            raise StartupFailed(f"{directory} is not empty and not of the demo; choose another --state-dir")
+
+    def wipe(self) -> None:
+        """Begin with nothing: an earlier run that was killed may have left a cluster and its pages."""
+        self.down()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        (self.directory / MARKER).touch()
+
+    def up(self) -> None:
+        """Start it, on what it had before if it ran before. Raises CommandFailed."""
+        sizes = ("--arena-bytes", str(ARENA_BYTES), "--disk-bytes", str(DISK_BYTES))
+        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--detach", *sizes, *self._shm_arguments())
+
+    def agent(self, number: int) -> str:
+        """Endpoint of an agent."""
+        return f"unix:{self._state().of_role('agent')[number].endpoints['socket']}"
+
+    def flush(self) -> None:
+        """Wait until every page is on disk. Raises CommandFailed."""
+        self._kvpool("flush")
+
+    def matched_chunks(self, tokens: Sequence[int]) -> int:
+        """Leading chunks of a prompt that the cluster can give. Raises CommandFailed."""
+        answer = json.loads(self._kvpool("match", "-", "--json", text=json.dumps(list(tokens))))
+        return int(answer["matched_chunks"])
+
+    def wait_matched(self, tokens: Sequence[int], chunk_count: int) -> None:
+        """Wait until the pagestores have told the index what they hold. Raises CommandFailed if they do not."""
+        deadline_s = time.monotonic() + ANNOUNCE_TIMEOUT_S
+        while (matched := self.matched_chunks(tokens)) < chunk_count:
+            if time.monotonic() > deadline_s:
+                raise CommandFailed(
+                    f"{ANNOUNCE_TIMEOUT_S:g} s after the restart the index knows {matched} chunks of {chunk_count}"
+                )
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL for every process, the supervisor, the index and its Redis included, and wait until they are gone."""
+        state = self._state()
+        pids = [(process.pid, process.start_ticks) for process in state.processes]
+        supervisor = (state.supervisor_pid, state.supervisor_start_ticks)
+        # Stopped first: it would start again what dies, and its own death would tell the others to drain.
+        for number, targets in ((signal.SIGSTOP, [supervisor]), (signal.SIGKILL, [*pids, supervisor])):
+            for pid, ticks in targets:
+                if start_ticks(pid) == ticks:
+                    os.kill(pid, number)
+        deadline_s = time.monotonic() + DEATH_TIMEOUT_S
+        while any(start_ticks(pid) == ticks for pid, ticks in [*pids, supervisor]):
+            if time.monotonic() > deadline_s:
+                raise CommandFailed("processes of the cluster did not die")
+            time.sleep(POLL_S)
+
+    def down(self) -> None:
+        """End it if it runs, by force if it does not end otherwise."""
+        if not self.directory.exists() or read_state(self.directory) is None:
+            return
+        try:
+            self._kvpool("down")
+        except (CommandFailed, subprocess.TimeoutExpired) as error:
+            print(f"demo: the cluster is killed, because it did not end by itself: {error}", file=sys.stderr)
+            self.kill()
+
+    def remove_data(self) -> None:
+        """Free the disk; logs and sockets' directory stay."""
+        for path in self.directory.iterdir():
+            if path.is_dir() and path != log_dir(self.directory):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def log_tails(self, line_count: int = 15) -> str:
+        """The last lines of every log, services and engines."""
+        paths = sorted(log_dir(self.directory).glob("*.log"))
+        return "\n".join(f"{path.stem}: {line}" for path in paths for line in last_lines(path, line_count))
+
+    def _state(self) -> ClusterState:
+        state = read_state(self.directory)
+        if state is None:
+            raise CommandFailed(f"no cluster runs in {self.directory}")
+        return state
+
+    def _shm_arguments(self) -> tuple[str, ...]:
+        """Containers often have a tiny /dev/shm; then files serve, a little slower."""
+        try:
+            filesystem = os.statvfs(SHM_DIR)
+            enough = filesystem.f_bavail * filesystem.f_frsize > 2 * ARENA_BYTES + (64 << 20)
+        except OSError:
+            enough = False
+        # What an earlier start chose must be chosen again: the arena is opened anew where it is.
+        chosen = self.directory / "shm"
+        if enough and not chosen.exists():
+            return ()
+        chosen.mkdir(exist_ok=True)
+        return ("--shm-dir", str(chosen.resolve()))
+
+    def _kvpool(self, *arguments: str, text: str | None = None) -> str:
+        command = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.directory), *arguments]
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+            raise CommandFailed(f"kvpool {arguments[0]}: {said.removeprefix('kvpool: ')}")
+        return done.stdout
