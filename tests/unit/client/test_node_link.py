@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink, NodeLinkConfig
-from kvpool.core.cluster import LocationChange, NodeInfo, NodeKind, NodeLoad, RemoteSource
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    KvPoolError,
     LeaseLost,
     StaleIncarnation,
     StoreUnavailable,
@@ -24,132 +18,19 @@ from kvpool.core.errors import (
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool.v1 import index_pb2, index_pb2_grpc
-from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
-
-NODE_ID = bytes(range(16))
-KEYSPACE = b"k" * 16
-
-
-def change(chunk: int, added: int = 1, removed: int = 0) -> LocationChange:
-    return LocationChange(
-        keyspace=KEYSPACE,
-        chunk_hash=bytes([chunk]) * 16,
-        group_head_hash=bytes(16),
-        tier=Tier.STAGING,
-        added_shards=added,
-        removed_shards=removed,
-    )
-
-
-class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
-    """Grants leases; the test answers announcements, or has them stored and acknowledged by themselves."""
-
-    def __init__(self) -> None:
-        self.streams = Streams()
-        self.registered: list[Any] = []
-        self.renewals = 0
-        self.ended: list[Any] = []
-        self.dropped: list[bytes] = []
-        self.stale: list[Any] = []
-        self.renew_error: KvPoolError | None = None
-        self.register_error: KvPoolError | None = None
-        self.stale_error: KvPoolError | None = None
-
-    async def RegisterNode(self, request: Any, context: Any) -> Any:
-        if self.register_error is not None:
-            await refuse(context, self.register_error)
-        self.registered.append(request)
-        return index_pb2.RegisterNodeResponse(
-            incarnation=request.node.incarnation or 41 + len(self.registered),
-            lease_ttl_ms=3000,
-            renew_interval_ms=10,
-            announce_epoch=len(self.registered),
-        )
-
-    async def RenewLease(self, request: Any, context: Any) -> Any:
-        self.renewals += 1
-        if self.renew_error is not None:
-            error = self.renew_error
-            if isinstance(error, LeaseLost):
-                self.renew_error = None
-            await refuse(context, error)
-        return index_pb2.RenewLeaseResponse(lease_ttl_ms=3000)
-
-    async def EndLease(self, request: Any, context: Any) -> Any:
-        self.ended.append(request)
-        return index_pb2.EndLeaseResponse()
-
-    async def GetIndexInfo(self, request: Any, context: Any) -> Any:
-        return index_pb2.GetIndexInfoResponse(max_batch_items=4)
-
-    async def DropKeyspaceLocations(self, request: Any, context: Any) -> Any:
-        self.dropped.append(request.keyspace_id)
-        return index_pb2.DropKeyspaceLocationsResponse()
-
-    async def ReportStale(self, request: Any, context: Any) -> Any:
-        if self.stale_error is not None:
-            error, self.stale_error = self.stale_error, None
-            await refuse(context, error)
-        self.stale.extend(request.locations)
-        return index_pb2.ReportStaleResponse(removed=[True] * len(request.locations))
-
-    async def Announce(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in self.streams.run(request_iterator, context):
-            yield message
-
-
-class Node:
-    """The node under test."""
-
-    def __init__(self, index: ScriptedIndex, client: IndexClient, **bounds: Any) -> None:
-        self.index = index
-        self.truth: dict[int, int] = {}
-        self.snapshots = 0
-        self.superseded: list[StaleIncarnation] = []
-        self.link = NodeLink(
-            client,
-            NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
-            last_incarnation=7,
-            load=NodeLoad,
-            snapshot=self.snapshot,
-            on_superseded=self.superseded.append,
-            config=NodeLinkConfig(**{"linger_s": 0.001, "stale_linger_s": 0.001, **bounds}),
-        )
-
-    def snapshot(self) -> Iterator[LocationChange]:
-        self.snapshots += 1
-        for chunk in list(self.truth):
-            yield change(chunk, self.truth[chunk])
-
-
-@asynccontextmanager
-async def node(**bounds: Any) -> AsyncGenerator[Node]:
-    index = ScriptedIndex()  # type: ignore[abstract]
-    async with serve(index_pb2_grpc.add_IndexServiceServicer_to_server, index) as (_, endpoint):
-        client = IndexClient(test_config(index_endpoints=(endpoint,)))
-        one = Node(index, client, **bounds)
-        try:
-            yield one
-        finally:
-            await one.link.close()
-            await client.close()
-
-
-async def opened(one: Node) -> Script:
-    """The announce stream, after its first message."""
-    stream = await one.index.streams.next()
-    first = await stream.next("open")
-    assert (first.open.node_id, first.open.incarnation) == (NODE_ID, one.link.incarnation)
-    return stream
-
-
-def acknowledge(stream: Script, request: Any) -> None:
-    stream.send(index_pb2.AnnounceResponse(acknowledged_sequence=request.batch.sequence))
-
-
-def chunks(request: Any) -> list[int]:
-    return [one.chunk_hash[0] for one in request.batch.changes]
+from kvpool.v1 import index_pb2_grpc
+from tests.unit.client.index_peer import (
+    KEYSPACE,
+    NODE_ID,
+    Node,
+    ScriptedIndex,
+    acknowledge,
+    change,
+    chunks,
+    node,
+    opened,
+)
+from tests.unit.client.servers import serve, test_config
 
 
 async def test_registers_renews_and_ends_the_lease() -> None:
@@ -269,70 +150,6 @@ async def test_start_raises_what_waiting_cannot_cure() -> None:
         one.index.register_error = InvalidRequest("bad endpoint")
         with pytest.raises(InvalidRequest):
             await one.link.start()
-
-
-async def test_overflow_drops_the_keyspace_at_the_index_and_tells_the_truth() -> None:
-    async with node(pending_max=2) as one:
-        await one.link.start()
-        stream = await opened(one)
-        one.link.announce([change(1)])
-        in_flight = await stream.next("batch")
-        one.truth = {9: 0b1}
-        one.link.announce([change(number, added=0, removed=1) for number in range(5)])
-        assert one.link.pending_count == 0
-        assert one.index.dropped == [], "a batch in flight could come after the drop"
-        acknowledge(stream, in_flight)
-        request = await stream.next("batch")
-        assert one.index.dropped == [KEYSPACE]
-        assert chunks(request) == [9]
-
-
-async def test_a_refused_batch_does_not_block_later_ones_for_ever() -> None:
-    async with node() as one:
-        await one.link.start()
-        stream = await opened(one)
-        one.link.announce([change(1)])
-        await stream.next("batch")
-        one.truth = {2: 1}
-        stream.end(InvalidRequest("malformed"))
-        stream = await opened(one)
-        request = await stream.next("batch")
-        assert chunks(request) == [2]
-        assert one.index.dropped == [KEYSPACE]
-
-
-async def test_a_stream_without_acknowledgements_is_replaced() -> None:
-    async with node(ack_timeout_s=0.05) as one:
-        await one.link.start()
-        stream = await opened(one)
-        one.link.announce([change(1)])
-        first = await stream.next("batch")
-        stream = await opened(one)
-        assert await stream.next("batch") == first
-
-
-async def test_a_snapshot_that_fails_half_way_is_taken_again() -> None:
-    async with node() as one:
-        await one.link.start()
-        await opened(one)
-        good, failures = one.snapshot, 0
-
-        def bad() -> Iterator[LocationChange]:
-            nonlocal failures
-            failures += 1
-            yield change(1)
-            raise RuntimeError("the ledger changed while it was read")
-
-        one.link._announcer._snapshot = bad
-        one.index.renew_error = LeaseLost("expired")
-        await eventually(lambda: failures >= 2)
-        one.truth = {1: 1, 2: 1}
-        one.link._announcer._snapshot = good
-        told: set[int] = set()
-        while told < {1, 2}:
-            stream = await one.index.streams.next()
-            with contextlib.suppress(TimeoutError):
-                told |= set(chunks(await stream.next("batch", timeout_s=0.2)))
 
 
 async def test_stale_locations_are_reported_again_after_a_failure() -> None:

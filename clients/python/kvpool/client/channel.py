@@ -123,7 +123,9 @@ class Endpoints(Generic[StubT]):
         if not idempotent:
             return await attempt(limit_s)
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
-        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on)
+        return await call_with_retry(
+            attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on, give_up=lambda: self._closed
+        )
 
     async def _call_once(
         self,

@@ -46,10 +46,12 @@ async def call_with_retry(
     timeout_s: float,
     backoff: Backoff,
     retry_on: tuple[type[KvPoolError], ...] = TRANSIENT,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> ResultT:
     """Await `attempt(remaining seconds)` until it succeeds, fails for good, or another pause would pass the deadline.
 
-    Only for calls that may be carried out twice. Raises the last attempt's error.
+    give_up: asked after a failure whether there is no use in another attempt. Only for calls that may be carried out
+    twice. Raises the last attempt's error.
     """
     ends_at_s = time.monotonic() + timeout_s
     while True:
@@ -60,6 +62,6 @@ async def call_with_retry(
             return await attempt(remaining_s)
         except retry_on:
             pause_s = backoff.next_s()
-            if time.monotonic() + pause_s >= ends_at_s:
+            if give_up() or time.monotonic() + pause_s >= ends_at_s:
                 raise
         await asyncio.sleep(pause_s)

@@ -6,13 +6,19 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 ResultT = TypeVar("ResultT")
 
 _POLL_INTERVAL_S = 0.005
 
 
+@overload
+async def eventually(
+    predicate: Callable[[], Awaitable[ResultT]], deadline_s: float = 5.0, message: str = ""
+) -> ResultT: ...
+@overload
+async def eventually(predicate: Callable[[], ResultT], deadline_s: float = 5.0, message: str = "") -> ResultT: ...
 async def eventually(
     predicate: Callable[[], ResultT | Awaitable[ResultT]], deadline_s: float = 5.0, message: str = ""
 ) -> ResultT:

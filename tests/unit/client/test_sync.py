@@ -1,0 +1,159 @@
+"""The synchronous face: one loop thread, clean ends, clear words after a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvpool.client.pool import KvPool
+from kvpool.client.sync import BackgroundLoop, SyncKvPool
+from kvpool.core.errors import DeadlineExceeded, PageCorrupt, ServiceUnavailable
+from kvpool.testing import eventually_sync
+from kvpool.v1 import gpuagent_pb2
+from tests.unit.client.engine_peer import Engine, Response, engine
+
+
+async def _value(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+def test_results_and_errors_come_back() -> None:
+    loop = BackgroundLoop()
+    try:
+        assert loop.run(lambda: _value(3)) == 3
+
+        async def fail() -> None:
+            raise PageCorrupt("p")
+
+        with pytest.raises(PageCorrupt):
+            loop.run(fail)
+    finally:
+        loop.stop()
+
+
+def test_many_threads_share_one_loop() -> None:
+    loop = BackgroundLoop()
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(lambda value: loop.run(lambda: _value(value)), range(200))) == list(range(200))
+    finally:
+        loop.stop()
+
+
+def test_a_deadline_cancels_the_work() -> None:
+    loop = BackgroundLoop()
+    cancelled = threading.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    try:
+        with pytest.raises(DeadlineExceeded):
+            loop.run(wait, timeout_s=0.02)
+        assert cancelled.wait(5)
+    finally:
+        loop.stop()
+
+
+def test_stop_cancels_what_runs_and_later_calls_are_refused() -> None:
+    loop = BackgroundLoop()
+    left = loop.start(asyncio.Event().wait)
+    loop.stop()
+    assert left.cancelled()
+    assert not loop._thread.is_alive()
+    loop.stop()
+    with pytest.raises(ServiceUnavailable, match="closed"):
+        loop.run(lambda: _value(1))
+
+
+def test_the_loops_own_thread_is_refused() -> None:
+    loop = BackgroundLoop()
+
+    async def nested() -> int:
+        return loop.run(lambda: _value(1))
+
+    try:
+        with pytest.raises(ServiceUnavailable, match="own loop"):
+            loop.run(nested)
+    finally:
+        loop.stop()
+
+
+def test_a_forked_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = BackgroundLoop()
+    try:
+        parent = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        with pytest.raises(ServiceUnavailable, match="fork"):
+            loop.run(lambda: _value(1))
+        loop.stop()  # must not touch the parent's thread
+        monkeypatch.undo()
+        assert loop.run(lambda: _value(1)) == 1
+    finally:
+        loop.stop()
+
+
+def test_an_interpreter_that_forgot_to_stop_exits_cleanly() -> None:
+    code = """
+import asyncio
+from kvpool.client.sync import BackgroundLoop
+loop = BackgroundLoop()
+loop.start(asyncio.Event().wait)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+async def test_a_pool_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's threads are blocked in SyncKvPool while this test's loop plays the agent."""
+    async with engine(call_timeout_s=2.0) as one:
+        opened = KvPool.open
+        monkeypatch.setattr(KvPool, "open", lambda plan, config: opened(plan, config, offer=one.memory.offer))
+        using = asyncio.create_task(asyncio.to_thread(_use, one))
+        stream, _ = await one.greet()
+        request = await stream.next("match")
+        stream.send(Response(request_id=request.request_id, match=gpuagent_pb2.EngineMatchResponse(matched_chunks=1)))
+        request = await stream.next("load")
+        stream.send(Response(request_id=request.request_id, load_done=gpuagent_pb2.EngineLoadDone(loaded_chunks=1)))
+        request = await stream.next("store")
+        gathered = gpuagent_pb2.EngineGathered(chunk_count=1)
+        stream.send(Response(request_id=request.request_id, gathered=gathered))
+        await stream.next("kept")
+        stream.send(Response(request_id=request.request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=1)))
+        await stream.next("close")
+        stream.send(Response(closed=gpuagent_pb2.EngineClose()))
+        stream.end()
+        assert await using == (1, 1, 1)
+
+
+def _use(one: Engine) -> tuple[int, int, int]:
+    with SyncKvPool(one.plan, one.config) as cache:
+        chain = cache.extend(cache.chain(list(range(20))), list(range(40)))
+        found = cache.match(chain)
+        report = cache.load(chain, np.arange(4), first_chunk=0, end_chunk=1)
+        assert cache.wait_hold(report.hold, 5)
+        ticket = cache.store(chain, np.arange(4), first_chunk=1, end_chunk=2)
+        ticket.wait_reusable(5)
+        stored = ticket.report(5)
+        cache.count(chain, own_tokens=0, load=report)
+    with pytest.raises(ServiceUnavailable):
+        cache.match(chain)
+    eventually_sync(lambda: not any(thread.name == "kvpool-client" for thread in threading.enumerate()))
+    return found.matched_chunks, report.loaded_chunks, stored.stored_chunks
