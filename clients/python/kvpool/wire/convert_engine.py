@@ -48,9 +48,7 @@ def _plane_to_proto(plane: RowPlane) -> gpuagent_pb2.PlaneLayout:
     )
 
 
-def layout_from_proto(
-    message: gpuagent_pb2.EngineLayout, handles: Sequence[gpuagent_pb2.MemoryHandle]
-) -> EngineLayout:
+def layout_from_proto(message: gpuagent_pb2.EngineLayout, handles: Sequence[gpuagent_pb2.MemoryHandle]) -> EngineLayout:
     """The layout over the handles' memory; whether it fits a keyspace is EngineLayout.validate's to say.
 
     raises: InvalidRequest for a handle without a size.
