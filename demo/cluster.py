@@ -16,13 +16,13 @@ from kvpool.cli.logs import last_lines, log_dir
 from kvpool.cli.state import ClusterState, read_state, start_ticks
 from kvpool.core.errors import StartupFailed
 
+KEYSPACE_NAME = "demo"
 ARENA_BYTES = 384 << 20
 DISK_BYTES = 8 << 30
 SHM_DIR = Path("/dev/shm")
 MARKER = "made-by-kvpool-demo"
 COMMAND_TIMEOUT_S = 240.0
 DEATH_TIMEOUT_S = 20.0
-ANNOUNCE_TIMEOUT_S = 20.0
 POLL_S = 0.1
 
 
@@ -58,20 +58,10 @@ class DemoCluster:
         """Wait until every page is on disk. Raises CommandFailed."""
         self._kvpool("flush")
 
-    def matched_chunks(self, tokens: Sequence[int]) -> int:
-        """Leading chunks of a prompt that the cluster can give. Raises CommandFailed."""
-        answer = json.loads(self._kvpool("match", "-", "--json", text=json.dumps(list(tokens))))
-        return int(answer["matched_chunks"])
-
-    def wait_matched(self, tokens: Sequence[int], chunk_count: int) -> None:
-        """Wait until the pagestores have told the index what they hold. Raises CommandFailed if they do not."""
-        deadline_s = time.monotonic() + ANNOUNCE_TIMEOUT_S
-        while (matched := self.matched_chunks(tokens)) < chunk_count:
-            if time.monotonic() > deadline_s:
-                raise CommandFailed(
-                    f"{ANNOUNCE_TIMEOUT_S:g} s after the restart the index knows {matched} chunks of {chunk_count}"
-                )
-            time.sleep(POLL_S)
+    def matched_tokens(self, keyspace: str, tokens: Sequence[int]) -> int:
+        """Leading tokens of a prompt that the cluster can give. Raises CommandFailed."""
+        answer = json.loads(self._kvpool("match", "-", "--json", "--keyspace", keyspace, text=json.dumps(list(tokens))))
+        return int(answer["matched_chunks"]) * int(answer["chunk_tokens"])
 
     def kill(self) -> None:
         """SIGKILL for every process, the supervisor, the index and its Redis included, and wait until they are gone."""

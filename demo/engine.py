@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from demo.cluster import KEYSPACE_NAME
 from demo.model import DemoModel, build_model
 from demo.report import TurnResult, phase_to_document
 from demo.workload import Conversation, Workload, load_workload, render_prompt
@@ -28,7 +29,11 @@ from kvpool.core.errors import InvalidRequest, KvPoolError
 
 CHUNK_TOKENS = 64  # fine enough that little of a 2,000-token prompt is left to compute
 WARM_UP_TOKENS = 192
+AWAIT_TIMEOUT_S = 20.0
+AWAIT_POLL_S = 0.05
 EXIT_REFUSED = 2
+
+_log = logging.getLogger(__name__)
 
 
 class Generate(Protocol):
@@ -126,11 +131,30 @@ def connected(model: DemoModel, arguments: argparse.Namespace) -> AbstractContex
         arguments.agent,
         model_id=model.name,
         model_revision=model.revision,
-        keyspace_name="demo",
+        keyspace_name=KEYSPACE_NAME,
         chunk_tokens=CHUNK_TOKENS,
         cache_bytes=arguments.cache_bytes,
         engine_name=arguments.name,
     )
+
+
+def await_prefixes(generator: SharedPrefixGenerator, prompts: Sequence[tuple[Sequence[int], int]]) -> None:
+    """Wait until the cluster has so many tokens of each prompt: after a restart its index learns them anew."""
+    deadline_s = time.monotonic() + AWAIT_TIMEOUT_S
+    for prompt, token_count in prompts:
+        while (found := _available(generator, prompt)) < token_count:
+            if time.monotonic() > deadline_s:
+                _log.warning("the cluster has %d tokens of a prompt, %d were expected", found, token_count)
+                break
+            time.sleep(AWAIT_POLL_S)
+
+
+def _available(generator: SharedPrefixGenerator, prompt: Sequence[int]) -> int:
+    try:
+        return generator.available_tokens(torch.tensor([prompt], dtype=torch.long))
+    except KvPoolError as error:
+        _log.info("not yet: %s", error)
+        return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversations", type=int, default=None)
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--cache-bytes", type=int, default=1 << 29)
+    parser.add_argument(
+        "--await", dest="awaited", type=Path, help="JSON: [[prompt, tokens the cluster must have], ...]"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--check-only", action="store_true", help="only see whether the model can be served")
     arguments = parser.parse_args(argv)
@@ -169,6 +196,8 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     warm_up(model)
     with connected(model, arguments) as generator:
+        if generator is not None and arguments.awaited is not None:
+            await_prefixes(generator, json.loads(arguments.awaited.read_text()))
         generate = plain(model) if generator is None else shared(generator)
         results = replay(generate, model, workload, arguments.turns)
     arguments.output.write_text(json.dumps(phase_to_document(results)))

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from demo.cluster import CommandFailed, DemoCluster
+from demo.cluster import KEYSPACE_NAME, CommandFailed, DemoCluster
 from demo.progress import Progress
 from demo.report import PHASES, DemoReport, PhaseResult, phase_from_document
 from demo.workload import load_workload
@@ -58,10 +58,15 @@ class Engines:
         """Raises EngineFailed for a model that cannot be served, before anything else is started."""
         self._run("check", "--check-only")
 
-    def replay(self, phase: str, agent: str = "") -> PhaseResult:
-        """All conversations on a fresh engine. Raises EngineFailed."""
+    def replay(self, phase: str, agent: str = "", awaited: Sequence[tuple[Sequence[int], int]] = ()) -> PhaseResult:
+        """All conversations on a fresh engine. Raises EngineFailed.
+
+        awaited: prompts and how many of their tokens the cluster must have before the engine begins.
+        """
         self._progress.phase(phase)
-        output = self._run(phase, "--agent", agent)
+        awaited_path = self._directory / f"engine-{phase}-awaited.json"
+        awaited_path.write_text(json.dumps(awaited))
+        output = self._run(phase, "--agent", agent, "--await", str(awaited_path.resolve()))
         return phase_from_document(phase, json.loads(output.read_text()))
 
     def _run(self, phase: str, *options: str) -> Path:
@@ -118,12 +123,11 @@ def run_phases(cluster: DemoCluster, engines: Engines, progress: Progress) -> De
     shared = engines.replay("shared", cluster.agent(1))
     progress.phase("flushing, killing and restarting the cluster")
     cluster.flush()
-    stored = {turn.prompt: cluster.matched_chunks(turn.prompt) for turn in cold.turns if turn.turn == 0}
+    first_prompts = [turn.prompt for turn in cold.turns if turn.turn == 0]
+    durable = [(prompt, cluster.matched_tokens(KEYSPACE_NAME, prompt)) for prompt in first_prompts]
     cluster.kill()
     cluster.up()
-    for prompt, chunk_count in stored.items():
-        cluster.wait_matched(prompt, chunk_count)
-    restart = engines.replay("restart", cluster.agent(0))
+    restart = engines.replay("restart", cluster.agent(0), awaited=durable)
     progress.phase("ending the cluster")
     cluster.down()
     return DemoReport((cold, shared, restart, engines.replay("reference")))

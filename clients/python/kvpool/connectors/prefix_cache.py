@@ -68,6 +68,16 @@ class PrefixCache:
             self.release(found)
             raise
 
+    def available_chunks(self, tokens: Tokens) -> int:
+        """Leading full chunks that the engine or the pool has now. Raises KvPoolError if the pool cannot be asked."""
+        with self._lock:
+            held = len(self._ledger.find(chunk_hashes(_OWN_KEY, tokens, self.chunk_tokens)))
+        hash_key = self._pool.hash_key() if self._pool is not None else None
+        if self._pool is None or hash_key is None:
+            return held
+        runs = self._pool.match(chunk_hashes(hash_key, tokens, self.chunk_tokens), held)
+        return held + sum(run.chunk_count for run in runs)
+
     def release(self, found: FoundPrefix) -> None:
         """The blocks of a found prefix have been read."""
         with self._lock:

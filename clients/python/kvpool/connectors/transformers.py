@@ -122,6 +122,11 @@ class SharedPrefixGenerator:
         with self._turn:
             return self._generate(input_ids, FirstTokenTimer(streamer), arguments)
 
+    def available_tokens(self, input_ids: torch.Tensor) -> int:
+        """Leading tokens of a prompt [1, tokens] whose KV the engine or the pool has now. Raises KvPoolError."""
+        with self._turn:
+            return self._cache.available_chunks(input_ids[0].tolist()) * self._cache.chunk_tokens
+
     def flush_stores(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything generated so far is in the pool (or failed to get there); False if time ran out."""
         return self._cache.flush_stores(timeout_s)
