@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_items import EngineMatchRun
-from kvpool.client.engine_registration import EnginePlan
+from kvpool.client.engine_registration import EnginePlan, OfferFd
+from kvpool.client.fds import offer_fd
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
 from kvpool.client.retry import TRANSIENT, Backoff
@@ -37,12 +38,19 @@ class AgentPool:
     """
 
     def __init__(
-        self, spec: KeyspaceSpec, layout: EngineLayout, keyspace_name: str, engine_name: str, config: ClientConfig
+        self,
+        spec: KeyspaceSpec,
+        layout: EngineLayout,
+        keyspace_name: str,
+        engine_name: str,
+        config: ClientConfig,
+        *,
+        offer: OfferFd = offer_fd,
     ) -> None:
         """config: agent_endpoint names the agent. Raises StartupFailed if there is not so much shared memory."""
         (size_bytes,) = layout.handle_sizes
         self._region = SharedMemoryRegion(size_bytes)
-        self._config = config
+        self._config, self._offer = config, offer
         self._chunk_tokens = spec.chunk_tokens
         self._plan = EnginePlan(
             endpoint=config.agent_endpoint,
@@ -120,7 +128,7 @@ class AgentPool:
         return Chain(self._chunk_tokens, len(hashes) * self._chunk_tokens + 1, tuple(hashes))
 
     async def _open(self) -> None:
-        self._pool = await KvPool.open(self._plan, self._config)
+        self._pool = await KvPool.open(self._plan, self._config, offer=self._offer)
 
     async def _open_later(self) -> None:
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)

@@ -1,0 +1,188 @@
+"""The pool behind an agent, over a scripted one: what is released when, and agents that come late or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvpool.client.engine_items import EngineMatchRun, EngineSource, TierTokens
+from kvpool.connectors.agent_pool import AgentPool
+from kvpool.connectors.prefix_pool import ChunkSpan, StoredChunks
+from kvpool.core.errors import KeyspaceMismatch, ServiceUnavailable, StoreUnavailable
+from kvpool.core.layout_presets import contiguous_layout
+from kvpool.testing import eventually
+from kvpool.v1 import common_pb2, gpuagent_pb2, gpuagent_pb2_grpc
+from kvpool.wire.convert import item_error_to_proto
+from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, ScriptedAgent, engine
+from tests.unit.client.servers import SPEC, Script, serve
+
+CHAIN = tuple(bytes([number]) * 16 for number in range(20))
+LAYOUT = contiguous_layout(SPEC, range(2), range(2), SPEC.chunk_tokens, 8)
+
+
+def pool_of(one: Engine) -> AgentPool:
+    config = replace(one.config, agent_endpoint=one.plan.endpoint, load_timeout_s=0.2)
+    return AgentPool(SPEC, LAYOUT, "tiny", "test", config, offer=one.memory.offer)
+
+
+@asynccontextmanager
+async def opened() -> AsyncGenerator[tuple[AgentPool, Script, Engine]]:
+    async with engine() as one:
+        pool = pool_of(one)
+        opening = asyncio.create_task(asyncio.to_thread(pool.open))
+        stream, _ = await one.greet()
+        await opening
+        try:
+            yield pool, stream, one
+        finally:
+            one.memory.let_go()
+            stream.end()
+            await asyncio.to_thread(pool.close)
+
+
+class Watch:
+    """Counts callbacks."""
+
+    def __init__(self) -> None:
+        self.released = 0
+        self.done: list[StoredChunks] = []
+
+    def on_released(self) -> None:
+        self.released += 1
+
+
+async def test_match_gives_runs_and_raises_what_failed() -> None:
+    async with opened() as (pool, stream, _):
+        assert pool.hash_key() == HASH_KEY
+        asked = asyncio.create_task(asyncio.to_thread(pool.match, CHAIN[:4], 1))
+        request = await stream.next("match")
+        assert (request.match.chunk_hashes, request.match.held_chunks) == (b"".join(CHAIN[:4]), 1)
+        run = gpuagent_pb2.EngineMatchRun(chunk_count=2, source=gpuagent_pb2.ENGINE_SOURCE_DISK, estimated_load_ms=1.5)
+        answer = gpuagent_pb2.EngineMatchResponse(matched_chunks=3, runs=[run])
+        stream.send(Response(request_id=request.request_id, match=answer))
+        assert await asked == (EngineMatchRun(2, EngineSource.DISK, 1.5),)
+        asked = asyncio.create_task(asyncio.to_thread(pool.match, CHAIN[:4], 0))
+        request = await stream.next("match")
+        stream.send(Response(request_id=request.request_id, error=item_error_to_proto(StoreUnavailable("redis"))))
+        with pytest.raises(StoreUnavailable):
+            await asked
+
+
+async def test_a_load_names_its_blocks_and_releases_them() -> None:
+    async with opened() as (pool, stream, _):
+        watch = Watch()
+        span = ChunkSpan(CHAIN[:18], (5, 2))
+        loading = asyncio.create_task(asyncio.to_thread(pool.load, span, watch.on_released))
+        request = await stream.next("load")
+        assert [chunk.chunk_hash for chunk in request.load.chunks] == [CHAIN[16], CHAIN[17]]
+        assert [np.frombuffer(chunk.block_ids, "<i8").tolist() for chunk in request.load.chunks] == [[5], [2]]
+        assert (request.load.first_chunk_index, request.load.parent_hash) == (16, CHAIN[15])
+        assert request.load.group_head_hashes == CHAIN[16]
+        done = gpuagent_pb2.EngineLoadDone(loaded_chunks=2, tokens=common_pb2.TierTokens(disk=32))
+        assert watch.released == 0
+        stream.send(Response(request_id=request.request_id, load_done=done))
+        loaded = await loading
+        assert (loaded.chunk_count, loaded.tokens, loaded.failure) == (2, TierTokens(disk=32), "")
+        assert watch.released == 1
+
+
+async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:
+    async with opened() as (pool, stream, _):
+        watch = Watch()
+        loading = asyncio.create_task(asyncio.to_thread(pool.load, ChunkSpan(CHAIN[:1], (0,)), watch.on_released))
+        request = await stream.next("load")
+        loaded = await loading
+        assert (loaded.chunk_count, watch.released) == (0, 0)
+        assert "the agent was not done" in loaded.failure
+        done = gpuagent_pb2.EngineLoadDone(loaded_chunks=0, failed_chunks=[0])
+        stream.send(Response(request_id=request.request_id, load_done=done))
+        await eventually(lambda: watch.released == 1)
+
+
+async def test_a_store_releases_once_gathered_and_tells_what_failed() -> None:
+    async with opened() as (pool, stream, _):
+        watch = Watch()
+        pool.store(ChunkSpan(CHAIN[:3], (1, 2)), watch.on_released, watch.done.append)
+        request = await stream.next("store")
+        assert (request.store.first_chunk_index, request.store.parent_hash) == (1, CHAIN[0])
+        assert request.store.chain_head_hash == CHAIN[0]
+        gathered = gpuagent_pb2.EngineGathered(chunk_count=2)
+        stream.send(Response(request_id=request.request_id, gathered=gathered))
+        assert (await stream.next("kept")).kept.kept
+        await eventually(lambda: watch.released == 1)
+        assert watch.done == []
+        done = gpuagent_pb2.EngineStoreDone(
+            stored_chunks=1, failed_chunks=[1], errors=[item_error_to_proto(ServiceUnavailable("full"))]
+        )
+        stream.send(Response(request_id=request.request_id, store_done=done))
+        await eventually(lambda: len(watch.done) == 1)
+        assert watch.done[0].failed == (1,)
+        assert "full" in watch.done[0].failure
+        assert watch.released == 1
+
+
+async def test_after_a_break_blocks_are_held_until_the_agent_has_let_go() -> None:
+    async with opened() as (pool, stream, one):
+        watch = Watch()
+        pool.store(ChunkSpan(CHAIN[:1], (0,)), watch.on_released, watch.done.append)
+        await stream.next("store")
+        stream.end(ServiceUnavailable("killed"))
+        await eventually(lambda: len(watch.done) == 1)
+        assert (watch.done[0].failed, watch.released) == ((0,), 0)
+        one.memory.let_go()
+        await eventually(lambda: watch.released == 1)
+
+
+async def test_an_agent_that_comes_late_is_used_from_then_on() -> None:
+    add = gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server
+    early, late = ScriptedAgent(), ScriptedAgent()  # type: ignore[abstract]
+    async with serve(add, early) as (_, endpoint):
+        pass  # nobody listens there now
+    async with engine() as one:
+        one.plan, one.agent = replace(one.plan, endpoint=endpoint), late
+        pool, watch = pool_of(one), Watch()
+        try:
+            await asyncio.to_thread(pool.open)
+            assert pool.hash_key() is None
+            pool.store(ChunkSpan(CHAIN[:1], (0,)), watch.on_released, watch.done.append)
+            assert (watch.released, watch.done[0].failed) == (1, (0,))
+            with pytest.raises(ServiceUnavailable):
+                pool.match(CHAIN[:1], 0)
+            async with serve(add, late, endpoint):
+                stream, request = await one.greet()
+                assert request.register.keyspace_name == "tiny"
+                await eventually(lambda: pool.hash_key() == HASH_KEY)
+                one.memory.let_go()
+                stream.end()
+        finally:
+            await asyncio.to_thread(pool.close)
+
+
+async def test_a_wrong_configuration_is_raised_at_once() -> None:
+    async with engine() as one:
+        pool = pool_of(one)
+        opening = asyncio.create_task(asyncio.to_thread(pool.open))
+        stream = await one.agent.streams.next()
+        stream.end(KeyspaceMismatch("keyspace tiny has another dtype"))
+        with pytest.raises(KeyspaceMismatch, match="dtype"):
+            await opening
+        await asyncio.to_thread(pool.close)
+
+
+async def test_closing_ends_what_waits_and_may_be_repeated() -> None:
+    async with opened() as (pool, stream, one):
+        watch = Watch()
+        pool.store(ChunkSpan(CHAIN[:1], (0,)), watch.on_released, watch.done.append)
+        await stream.next("store")
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        await stream.next("close")
+        one.memory.let_go()
+        stream.end()
+        await closing
+        await asyncio.to_thread(pool.close)
+        assert len(watch.done) == 1
