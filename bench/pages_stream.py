@@ -41,7 +41,6 @@ from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, 
 from kvpool.core.outcome import Admission
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, slot_bytes, verify
 from kvpool.core.payload import payload_bytes
-from kvpool.testing import eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
@@ -161,7 +160,9 @@ def pagestore(page_count: int) -> Iterator[str]:
         command += ["--arena-bytes", str(arena_bytes), "--log-level", "warning"]
         with subprocess.Popen(command) as process:
             try:
-                eventually_sync(ready.exists, deadline_s=30)
+                while not ready.exists():
+                    assert process.poll() is None, "the pagestore did not start"
+                    time.sleep(0.02)
                 yield json.loads(ready.read_text())["bulk_endpoint"]
             finally:
                 process.terminate()

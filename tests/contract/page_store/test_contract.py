@@ -1,4 +1,4 @@
-"""What every PageStore promises: run by the RocksDB one and by the fake in memory."""
+"""What every PageStore promises: run by the RocksDB one in both its ways and by the fake in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kvpool.core.errors import KvPoolError, PageCorrupt
 from kvpool.core.page import PageKey
 from kvpool.testing.page_store import MemoryPageStore
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage
 
 Reopen = Callable[[], PageStore]
@@ -60,7 +60,7 @@ def now_and_after_restart(store: PageStore, reopen: Reopen) -> Iterator[PageStor
     yield reopen()
 
 
-@pytest.fixture(params=["rocks", "memory"])
+@pytest.fixture(params=["files", "tables", "memory"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
     memory = MemoryPageStore(StoredPage)
     opened: list[PageStore] = []
@@ -68,8 +68,9 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
     def open_again() -> PageStore:
         while opened:
             opened.pop().close()
-        rocks = request.param == "rocks"
-        store: PageStore = RocksPageStore(tmp_path / "disk", volume_bytes=1 << 20) if rocks else memory
+        store: PageStore = memory
+        if request.param != "memory":
+            store = RocksPageStore(tmp_path / "disk", volume_bytes=1 << 20, page_bytes=PageBytes(request.param))
         store.open()
         opened.append(store)
         return store

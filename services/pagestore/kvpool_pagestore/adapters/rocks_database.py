@@ -1,8 +1,10 @@
 """RocksDB as this service opens it: options, column families, and errors in our words.
 
-Durability: page bytes never pass through a memtable or the write-ahead log. They are written to a table file of their
-own, which is synced and then taken into a volume (`ingest`), an act that is itself synced in the manifest. Records are
-small; they go through the log, synced when asked.
+Records are small; they go through the log, synced when asked. Page bytes never pass through a memtable or the log: see
+rocks_files and rocks_tables.
+
+The binding keeps the interpreter's lock through nearly every call; only a lookup of a *list* of keys and a flush let
+go of it (seen with rocksdict 0.3.29). A synced batch of records holds it for some 0.7 ms.
 """
 
 from __future__ import annotations
@@ -20,22 +22,18 @@ from rocksdict import (
     ColumnFamily,
     DBCompressionType,
     DBRecoveryMode,
-    IngestExternalFileOptions,
     Options,
     Rdict,
-    SstFileWriter,
     WriteBatch,
     WriteOptions,
 )
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
 from kvpool_pagestore.adapters.rocks_layout import (
-    FORMAT,
     FORMAT_NAME,
     MEMBERS,
     RECORDS,
     VALUES,
-    volume_family,
     volume_of_family,
 )
 
@@ -43,79 +41,88 @@ _BLOCK_CACHE_BYTES: Final = 4 << 20  # records only; pages are never cached here
 _WRITE_BUFFER_BYTES: Final = 1 << 20
 _WAL_LIMIT_BYTES: Final = 8 << 20
 _OPEN_FILES: Final = 256  # bounds the memory of table readers; one that is not open costs a reader about 0.1 ms
-_INCOMING: Final = "incoming"  # table files not yet taken in; what a crash leaves there is removed
 _LOG_FILES: Final = 2
 _LOG_FILE_BYTES: Final = 1 << 20
-_SMALL_FAMILIES: Final = (RECORDS, MEMBERS, VALUES)
+SMALL_FAMILIES: Final = (RECORDS, MEMBERS, VALUES)
 
 
 class RocksDatabase:
-    """An open database. Thread-safe, except that volumes are created and dropped by one thread at a time."""
+    """An open database with three small families and any number of table volumes.
 
-    def __init__(self, directory: Path) -> None:
-        """Open or create. Raises StartupFailed."""
-        self._directory = directory
-        self._incoming = directory / _INCOMING
-        self._volume_options = _volume_options()
-        self._small_options = _small_options()
+    Thread-safe, except that families are created, dropped and recreated by one thread at a time.
+    """
+
+    def __init__(self, directory: Path, page_format: bytes) -> None:
+        """Open or create; `page_format` names where page bytes lie. Raises StartupFailed."""
+        self.directory = directory
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
-        self._ingest_options = IngestExternalFileOptions()
-        self._ingest_options.set_move_files(True)
-        _prepare_directory(directory, self._incoming)
-        self._root, self._small, self.volumes = self._open()
+        self._small_options = _small_options()
+        self.table_options = _table_options()
+        _prepare_directory(directory)
+        self._root, self._families = self._open()
+        self._handles = {name: self._root.get_column_family_handle(name) for name in SMALL_FAMILIES}
+        found = self.family(VALUES).get(FORMAT_NAME)
+        if found is None:
+            self.family(VALUES).put(FORMAT_NAME, page_format, self._synced)
+        elif found != page_format:
+            self.close()
+            raise StartupFailed(
+                f"{directory} holds the format {found!r}, this pagestore writes {page_format!r}; "
+                "start it as before, or empty the directory (it is only a cache)"
+            )
 
     def family(self, name: str) -> Rdict:
-        """One of RECORDS, MEMBERS, VALUES."""
-        return self._small[name]
+        """An open family. Raises KeyError."""
+        return self._families[name]
+
+    def family_names(self) -> Sequence[str]:
+        """All families, those of table volumes among them."""
+        return list(self._families)
 
     def handle(self, name: str) -> ColumnFamily:
-        """For write batches."""
+        """Of a small family, for write batches."""
         return self._handles[name]
 
-    def create_volume(self, volume: int) -> Rdict:
-        with store_faults("creating a volume"):
-            family = self._root.create_column_family(volume_family(volume), self._volume_options)
-        self.volumes[volume] = family
+    def create_table_family(self, name: str) -> Rdict:
+        """A new family for page bytes."""
+        with store_faults(f"creating {name}"):
+            family = self._root.create_column_family(name, self.table_options)
+        self._families[name] = family
         return family
 
-    def recreate_family(self, name: str) -> None:
-        """Empty one of the small families whatever state its files are in."""
-        with store_faults(f"recreating {name}"):
-            del self._small[name], self._handles[name]
+    def drop_family(self, name: str) -> None:
+        """Forget a family. Its files go when the last reader has let go of it."""
+        self._families.pop(name, None)
+        with store_faults(f"dropping {name}"):
             self._root.drop_column_family(name)
-            self._small[name] = self._root.create_column_family(name, self._small_options)
-            self._handles[name] = self._root.get_column_family_handle(name)
 
-    def drop_volume(self, volume: int) -> None:
-        """Forget a volume. Its files go when the last reader has let go of its family."""
-        self.volumes.pop(volume, None)
-        with store_faults("dropping a volume"):
-            self._root.drop_column_family(volume_family(volume))
+    def recreate_family(self, name: str) -> None:
+        """Empty a small family whatever state its files are in."""
+        self._handles.pop(name)
+        self.drop_family(name)
+        with store_faults(f"recreating {name}"):
+            self._families[name] = self._root.create_column_family(name, self._small_options)
+            self._handles[name] = self._root.get_column_family_handle(name)
 
     def write(self, batch: WriteBatch, *, sync: bool) -> None:
         """Apply a batch of records atomically."""
         with store_faults("writing records"):
             self._root.write(batch, self._synced if sync else self._unsynced)
 
-    def ingest(self, volume: Rdict, name: str, entries: Sequence[tuple[bytes, memoryview]]) -> None:
-        """Write entries (sorted by key, no key twice) to a table file and take it into a volume; synced on return."""
-        path = str(self._incoming / f"{name}.sst")
-        try:
-            with store_faults("writing pages"):
-                writer = SstFileWriter(self._volume_options)
-                writer.open(path)
-                for key, value in entries:
-                    writer[key] = bytes(value)  # the one copy that the binding asks for
-                writer.finish()
-                volume.ingest_external_file([path], self._ingest_options)
-        finally:
-            with suppress(OSError):
-                os.unlink(path)  # ingested files were moved; only a failed one is still here
+    def save_value(self, key: bytes, value: bytes) -> None:
+        """Keep a value, synced."""
+        batch = WriteBatch(raw_mode=True)
+        batch.put(key, value, self.handle(VALUES))
+        self.write(batch, sync=True)
+
+    def sequence_number(self) -> int:
+        """Of the last change; never falls, not even over a restart."""
+        return self._root.latest_sequence_number()
 
     def used_bytes(self) -> int:
         """Allocated bytes of all files below the directory; files that vanish meanwhile count as gone."""
-        return _allocated_bytes(str(self._directory))
+        return _allocated_bytes(str(self.directory))
 
     def close(self) -> None:
         """Sync the log and close. Raises StoreFault if the sync failed; closed in any case."""
@@ -123,36 +130,21 @@ class RocksDatabase:
             with store_faults("syncing the log"):
                 self._root.flush_wal(sync=True)
         finally:
-            for family in (*self._small.values(), *self.volumes.values()):
-                family.close()
+            self._handles.clear()  # each handle of a family keeps the database open
+            while self._families:
+                self._families.popitem()[1].close()
             self._root.close()
 
-    def _open(self) -> tuple[Rdict, dict[str, Rdict], dict[int, Rdict]]:
-        path = str(self._directory)
-        known: list[str] = []
+    def _open(self) -> tuple[Rdict, dict[str, Rdict]]:
+        path = str(self.directory)
         try:
-            if (self._directory / "CURRENT").exists():
-                known = Rdict.list_cf(path)
-            options = dict.fromkeys(_SMALL_FAMILIES, self._small_options)
-            options |= {name: self._volume_options for name in known if volume_of_family(name) is not None}
+            known = Rdict.list_cf(path) if (self.directory / "CURRENT").exists() else []
+            options = dict.fromkeys(SMALL_FAMILIES, self._small_options)
+            options |= {name: self.table_options for name in known if volume_of_family(name) is not None}
             root = Rdict(path, self._small_options, column_families=options)
         except Exception as error:  # the binding raises nothing narrower
-            raise _startup_failed(self._directory, error) from error
-        small = {name: root.get_column_family(name) for name in _SMALL_FAMILIES}
-        self._handles = {name: root.get_column_family_handle(name) for name in _SMALL_FAMILIES}
-        volumes = {
-            volume: root.get_column_family(name) for name in known if (volume := volume_of_family(name)) is not None
-        }
-        found = small[VALUES].get(FORMAT_NAME)
-        if found is None:
-            small[VALUES].put(FORMAT_NAME, FORMAT, self._synced)
-        elif found != FORMAT:
-            root.close()
-            raise StartupFailed(
-                f"{path} holds format {found!r} and this version writes {FORMAT!r}; "
-                "start the version that wrote it, or empty the directory (it is only a cache)"
-            )
-        return root, small, volumes
+            raise _startup_failed(self.directory, error) from error
+        return root, {name: root.get_column_family(name) for name in options}
 
 
 @contextmanager
@@ -205,7 +197,7 @@ def _small_options() -> Options:
     return options
 
 
-def _volume_options() -> Options:
+def _table_options() -> Options:
     options = _common_options()
     table = BlockBasedOptions()
     table.disable_cache()
@@ -238,12 +230,10 @@ def _common_options() -> Options:
     return options
 
 
-def _prepare_directory(directory: Path, incoming: Path) -> None:
+def _prepare_directory(directory: Path) -> None:
     try:
-        incoming.mkdir(parents=True, exist_ok=True)
-        for left_over in incoming.iterdir():
-            left_over.unlink()
-        probe = incoming / "probe"
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / "probe"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:

@@ -5,10 +5,10 @@
 | records | page key (34) | PageRecord: where the page is, its size, its metadata |
 | members | volume (u32 BE), page key | empty: pages that were written to a volume, perhaps not there any more |
 | values | name | small values of the node, the remembered keyspaces (`keyspace:` + encoding) |
-| volume-<n> | sequence (u64 BE), page key | page bytes: header, payload, sum table |
+| volume-<n> | batch (u64 BE), page key | page bytes of a table volume: header, payload, sum table |
 
-A volume is a column family because dropping one frees its files at once, without a compaction. The sequence in front of
-the page key makes the files of a volume follow each other, so that none ever has to be compacted into another.
+The number of the batch in front of the page key makes the table files of a volume follow each other, so that none ever
+has to be compacted into another.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ RECORDS: Final = "records"
 MEMBERS: Final = "members"
 VALUES: Final = "values"
 FORMAT_NAME: Final = b"format"
-FORMAT: Final = b"1"
+LAST_VOLUME_NAME: Final = b"last volume"
 
 _RECORD_VERSION: Final = 1
 _RECORD: Final = struct.Struct("<BIQQ16sq16sqiq")
 _VOLUME: Final = struct.Struct(">I")
-_SEQUENCE: Final = struct.Struct(">Q")
+_BATCH: Final = struct.Struct(">Q")
 _VOLUME_FAMILY: Final = re.compile(r"volume-(\d{1,10})")
 _KEYSPACE_PREFIX: Final = b"keyspace:"
 _NAMED_PREFIX: Final = b"named:"
@@ -42,14 +42,14 @@ class PageRecord:
     """Where a page is, and what is kept beside it."""
 
     volume: int
-    sequence: int
+    position: int  # in the volume: its byte offset in a file, the number of its batch in a table volume
     page_bytes: int
     metadata: PageMetadata
 
     def encode(self) -> bytes:
         kept = self.metadata
         return _RECORD.pack(
-            _RECORD_VERSION, self.volume, self.sequence, self.page_bytes, kept.parent_hash, kept.chunk_index,
+            _RECORD_VERSION, self.volume, self.position, self.page_bytes, kept.parent_hash, kept.chunk_index,
             kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
         )  # fmt: skip
 
@@ -58,28 +58,28 @@ class PageRecord:
         """Raises PageCorrupt for bytes that no version of this code wrote."""
         if len(encoded) != _RECORD.size or encoded[0] != _RECORD_VERSION:
             raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_RECORD_VERSION}")
-        _, volume, sequence, page_bytes, parent, index, head, ttl_ms, priority, pinned_us = _RECORD.unpack(encoded)
+        _, volume, position, page_bytes, parent, index, head, ttl_ms, priority, pinned_us = _RECORD.unpack(encoded)
         metadata = PageMetadata(
             parent_hash=parent, chunk_index=index, group_head_hash=head,
             ttl_ms=ttl_ms, priority=priority, pinned_until_us=pinned_us,
         )  # fmt: skip
-        return cls(volume, sequence, page_bytes, metadata)
+        return cls(volume, position, page_bytes, metadata)
 
 
 def volume_family(volume: int) -> str:
-    """Name of a volume's column family."""
+    """Name of a table volume's column family."""
     return f"volume-{volume}"
 
 
 def volume_of_family(name: str) -> int | None:
-    """The volume of a column family, None for the other families."""
+    """The volume of a column family, None for the small families."""
     match = _VOLUME_FAMILY.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def payload_key(sequence: int, key: PageKey) -> bytes:
-    """Key of a page's bytes in its volume."""
-    return _SEQUENCE.pack(sequence) + key.pack()
+def payload_key(batch: int, key: PageKey) -> bytes:
+    """Key of a page's bytes in a table volume."""
+    return _BATCH.pack(batch) + key.pack()
 
 
 def member_bounds(volume: int) -> tuple[bytes, bytes]:

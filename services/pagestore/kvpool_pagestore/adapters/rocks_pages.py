@@ -7,23 +7,24 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from rocksdict import ReadOptions, WriteBatch
+from rocksdict import WriteBatch
 
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
 from kvpool_pagestore.adapters.rocks_layout import (
+    LAST_VOLUME_NAME,
     MEMBERS,
     RECORDS,
+    VALUES,
     PageRecord,
     keyspace_bounds,
     member_bounds,
     member_key,
     member_page,
-    payload_key,
 )
-from kvpool_pagestore.adapters.rocks_salvage import rebuild_members, salvage_records
-from kvpool_pagestore.adapters.rocks_volumes import Volume, Volumes
+from kvpool_pagestore.adapters.rocks_salvage import rebuild_members
+from kvpool_pagestore.adapters.rocks_volumes import PayloadVolumes, Volume, Volumes
 from kvpool_pagestore.ports import PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
@@ -34,16 +35,13 @@ _MOVE_BYTES: Final = 32 << 20  # read into memory at once when a volume is empti
 class RocksPages:
     """Thread-safe. The lock guards records and accounting: held over small synced writes, never over page bytes."""
 
-    def __init__(self, database: RocksDatabase, volume_bytes: int) -> None:
-        """Count what lives where. Raises StoreFault."""
+    def __init__(self, database: RocksDatabase, payloads: PayloadVolumes, volume_bytes: int) -> None:
+        """Count what lives where. The records must be readable (see rocks_salvage). Raises StoreFault."""
         self._database = database
+        self._payloads = payloads
         self._volumes = Volumes(volume_bytes)
         self._lock = threading.Lock()
         self._reclaiming = threading.Lock()
-        self._sequence = 0
-        # The engine verifies pages by their own sums, which also covers damage that happened before they were written.
-        self._payload_reads = ReadOptions()
-        self._payload_reads.set_verify_checksums(False)
         self._load()
 
     def scan(self) -> Iterator[StoredPage]:
@@ -60,12 +58,10 @@ class RocksPages:
         """Page bytes, or None if there is no page. Raises PageCorrupt if its bytes are damaged or gone, StoreFault."""
         record = self._record(key)
         while record is not None:
-            payload = self._payload(key, record)
-            if payload is not None:
-                if len(payload) > len(destination):
-                    raise PageCorrupt(f"page {key} has {len(payload)} bytes on disk, {len(destination)} were expected")
-                destination[: len(payload)] = payload
-                return len(payload)
+            if record.page_bytes > len(destination):
+                raise PageCorrupt(f"page {key} has {record.page_bytes} bytes on disk, not {len(destination)}")
+            if self._read(key, record, destination[: record.page_bytes]):
+                return record.page_bytes
             newer = self._record(key)
             if newer == record:
                 raise PageCorrupt(f"page {key} has a record on disk but no bytes")
@@ -103,16 +99,13 @@ class RocksPages:
 
     def _load(self) -> None:
         database = self._database
-        salvage_records(database)
-        found: dict[int, Volume] = {}
-        with store_faults("measuring volumes"):
-            for number, family in sorted(database.volumes.items()):
-                total_bytes = family.property_int_value("rocksdb.total-sst-files-size") or 0
-                found[number] = Volume(number=number, total_bytes=total_bytes)
+        found = {
+            number: Volume(number=number, total_bytes=total_bytes)
+            for number, total_bytes in sorted(self._payloads.sizes_bytes().items())
+        }
         dangling = WriteBatch(raw_mode=True)
         for packed, encoded in rows(database, RECORDS):
             record = PageRecord.decode(encoded)
-            self._sequence = max(self._sequence, record.sequence)
             if record.volume in found:
                 found[record.volume].live_bytes += record.page_bytes
             else:
@@ -123,21 +116,22 @@ class RocksPages:
             database.write(dangling, sync=True)
         for volume in found.values():
             self._volumes.add(volume)
+        with store_faults("reading the last volume's number"):
+            last_number = int(database.family(VALUES).get(LAST_VOLUME_NAME) or b"0")
+        self._volumes.last_number = max(self._volumes.last_number, last_number)
 
     def _write(self, pages: Sequence[PageWrite], only_if: Mapping[PageKey, PageRecord] | None) -> None:
         """With `only_if`, a page whose record is another one by now stays as it is."""
-        ordered = sorted(pages, key=lambda page: page.key.pack())
+        size_bytes = sum(len(page.page) for page in pages)
         with self._lock:
             volume = self._volume_for_batch()
+            position = self._payloads.reserve(volume.number, size_bytes)
             volume.writer_count += 1
-            self._sequence += 1
-            sequence = self._sequence
+            volume.total_bytes += size_bytes  # dead until the records point there; dead for good if the write fails
         try:
-            entries = [(payload_key(sequence, page.key), page.page) for page in ordered]
-            self._database.ingest(self._database.volumes[volume.number], str(sequence), entries)
+            positions = self._payloads.append(volume.number, position, [(page.key, page.page) for page in pages])
             with self._lock:
-                volume.total_bytes += sum(len(page.page) for page in ordered)
-                self._point_records_at(volume, sequence, ordered, only_if)
+                self._point_records_at(volume, positions, pages, only_if)
         finally:
             with self._lock:
                 volume.writer_count -= 1
@@ -145,24 +139,30 @@ class RocksPages:
     def _volume_for_batch(self) -> Volume:
         volume = self._volumes.current()
         if volume is None:
-            volume = Volume(number=self._volumes.next_number())
-            self._database.create_volume(volume.number)
+            volume = Volume(number=self._volumes.last_number + 1)
+            # No number comes twice: a record that a power loss brings back must not point into another volume.
+            self._database.save_value(LAST_VOLUME_NAME, b"%d" % volume.number)
+            self._payloads.create(volume.number)
             self._volumes.add(volume)
         return volume
 
     def _point_records_at(
-        self, volume: Volume, sequence: int, pages: Sequence[PageWrite], only_if: Mapping[PageKey, PageRecord] | None
+        self,
+        volume: Volume,
+        positions: Sequence[int],
+        pages: Sequence[PageWrite],
+        only_if: Mapping[PageKey, PageRecord] | None,
     ) -> None:
         batch = WriteBatch(raw_mode=True)
         replaced: list[PageRecord] = []
         added_bytes = 0
-        for page in pages:
+        for page, position in zip(pages, positions, strict=True):
             old = self._record_or_damaged(page.key)
             if only_if is not None and old != only_if[page.key]:
                 continue
             if old is not None:
                 replaced.append(old)
-            record = PageRecord(volume.number, sequence, len(page.page), page.metadata)
+            record = PageRecord(volume.number, position, len(page.page), page.metadata)
             batch.put(page.key.pack(), record.encode(), self._database.handle(RECORDS))
             batch.put(member_key(volume.number, page.key), b"", self._database.handle(MEMBERS))
             added_bytes += len(page.page)
@@ -192,13 +192,8 @@ class RocksPages:
         except PageCorrupt:
             return None
 
-    def _payload(self, key: PageKey, record: PageRecord) -> bytes | None:
-        family = self._database.volumes.get(record.volume)
-        if family is None:
-            return None
-        with store_faults(f"reading page {key}"):
-            payload: bytes | None = family.get(payload_key(record.sequence, key), read_opt=self._payload_reads)
-            return payload
+    def _read(self, key: PageKey, record: PageRecord, destination: memoryview) -> bool:
+        return self._payloads.read_into(record.volume, record.position, key, destination)
 
     def _take_victim(self) -> Volume | None:
         with self._lock:
@@ -216,7 +211,7 @@ class RocksPages:
             payload = self._payload_or_lost(key, record)
             if payload is None:
                 continue
-            batch.append(PageWrite(key=key, page=memoryview(payload), metadata=record.metadata))
+            batch.append(PageWrite(key=key, page=payload, metadata=record.metadata))
             expected[key] = record
             size_bytes += len(payload)
             if size_bytes >= _MOVE_BYTES:
@@ -237,22 +232,22 @@ class RocksPages:
                 rebuild_members(self._database)
             return [member_page(member) for member, _ in rows(self._database, MEMBERS, first, end)]
 
-    def _payload_or_lost(self, key: PageKey, record: PageRecord) -> bytes | None:
+    def _payload_or_lost(self, key: PageKey, record: PageRecord) -> memoryview | None:
         """Page bytes to be moved. A page that cannot be read is forgotten, as its next reader would do."""
+        page = memoryview(bytearray(record.page_bytes))
         try:
-            payload = self._payload(key, record)
+            if self._read(key, record, page):
+                return page
         except PageCorrupt as error:
             _log.warning("dropping a page that cannot be moved: %s", error.message)
-            payload = None
-        if payload is None:
-            self.forget([key])
-        return payload
+        self.forget([key])
+        return None
 
     def _drop(self, victim: Volume) -> None:
         first, end = member_bounds(victim.number)
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(first, end, self._database.handle(MEMBERS))
         with self._lock:
-            self._database.drop_volume(victim.number)
+            self._payloads.drop(victim.number)
             self._volumes.remove(victim)
             self._database.write(batch, sync=False)

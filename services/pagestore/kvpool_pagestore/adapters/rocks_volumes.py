@@ -1,10 +1,52 @@
-"""Accounting of volumes: which one takes new pages, what is dead in each, which is emptied next. Pure; not locked."""
+"""Volumes: what they promise, and the accounting of what is dead in each and which is emptied next."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.core.page import PageKey
 
 _DEAD_SHARE = 8  # one part of this many of the live bytes may be dead before volumes are emptied
+
+
+class PayloadVolumes(Protocol):
+    """Where page bytes lie. All raise StoreFault. The caller's lock is held for create, reserve and drop."""
+
+    def sizes_bytes(self) -> Mapping[int, int]:
+        """Bytes in each volume that was found at start, dead ones included."""
+        ...
+
+    def create(self, number: int) -> None:
+        """A new, empty volume that survives a power loss."""
+        ...
+
+    def reserve(self, number: int, size_bytes: int) -> int:
+        """Where the next batch goes in a volume."""
+        ...
+
+    def append(self, number: int, position: int, pages: Sequence[tuple[PageKey, memoryview]]) -> Sequence[int]:
+        """Write a batch to the place that `reserve` gave; synced on return. The position of each page.
+
+        Several batches may be written at once.
+        """
+        ...
+
+    def read_into(self, number: int, position: int, key: PageKey, destination: memoryview) -> bool:
+        """Fill `destination` (exactly the page's bytes); False if the volume or the page is not there.
+
+        Raises PageCorrupt if the page is cut off. Its bytes are not verified.
+        """
+        ...
+
+    def drop(self, number: int) -> None:
+        """Remove a volume and its bytes. Reads that have begun may end."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
 
 
 @dataclass(slots=True)
@@ -27,6 +69,7 @@ class Volumes:
 
     def __init__(self, volume_bytes: int) -> None:
         self.volume_bytes = volume_bytes
+        self.last_number = 0  # of any volume there ever was
         self.by_number: dict[int, Volume] = {}
         self._current: Volume | None = None
 
@@ -37,6 +80,7 @@ class Volumes:
     def add(self, volume: Volume) -> None:
         """A volume found at start, or a new one: the last one added that is not sealed takes new pages."""
         self.by_number[volume.number] = volume
+        self.last_number = max(self.last_number, volume.number)
         self._current = volume
 
     def current(self) -> Volume | None:
@@ -45,10 +89,6 @@ class Volumes:
         if current is None or current.sealed or current.total_bytes >= self.volume_bytes:
             return None
         return current
-
-    def next_number(self) -> int:
-        """A number above all that are in use."""
-        return max(self.by_number, default=0) + 1
 
     def victim(self) -> Volume | None:
         """The volume to empty and drop now, sealed by this call; None if little enough is dead.
