@@ -22,7 +22,7 @@ from kvpool.client.page_items import (
     reserve_result_from_proto,
     reserve_to_proto,
 )
-from kvpool.client.segments import FetchFd, SegmentMap
+from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import SessionStream
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
@@ -62,25 +62,32 @@ class PageStoreSession:
     all of them have ended, `reopen(drained=True)` unmaps everything and opens the next session.
     """
 
-    def __init__(self, plan: SessionPlan, config: ClientConfig, stream: _Stream, fetch: FetchFd) -> None:
+    def __init__(
+        self, plan: SessionPlan, config: ClientConfig, stream: _Stream, fetch: FetchFd, on_map: MapHook | None
+    ) -> None:
         """Use `open`."""
         self._plan = plan
         self._config = config
         self._stream = stream
         self._fetch = fetch
+        self._on_map = on_map
         self._opened = pagestore_pb2.SessionOpened()
         self._segments: SegmentMap | None = None
         self._keyspaces = dict(plan.keyspaces)
         self._closed = False
 
     @classmethod
-    async def open(cls, plan: SessionPlan, config: ClientConfig, *, fetch: FetchFd = fetch_fd) -> PageStoreSession:
-        """raises: StaleIncarnation, TenantDenied, InvalidRequest, Overloaded, Draining, ServiceUnavailable,
+    async def open(
+        cls, plan: SessionPlan, config: ClientConfig, *, fetch: FetchFd = fetch_fd, on_map: MapHook | None = None
+    ) -> PageStoreSession:
+        """on_map: see segments.MapHook.
+
+        raises: StaleIncarnation, TenantDenied, InvalidRequest, Overloaded, Draining, ServiceUnavailable,
         DeadlineExceeded."""
         channel = open_channel(plan.endpoint, config)
         stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
         call = stub.Session(metadata=config.metadata)
-        session = cls(plan, config, SessionStream(channel, call, config, name="pagestore session"), fetch)
+        session = cls(plan, config, SessionStream(channel, call, config, name="pagestore session"), fetch, on_map)
         try:
             await session._open()
         except BaseException:
@@ -113,6 +120,7 @@ class PageStoreSession:
                 self._opened.descriptor_token,
                 timeout_s=self._config.connect_timeout_s,
                 fetch=self._fetch,
+                on_map=self._on_map,
             )
             await self._segments.open()
 
@@ -254,7 +262,7 @@ class PageStoreSession:
         )
         if drained and not plan.previous_drained:
             _log.warning("views of arena slots outlive their session %s: its slots stay blocked", self.session_id.hex())
-        return await PageStoreSession.open(plan, self._config, fetch=self._fetch)
+        return await PageStoreSession.open(plan, self._config, fetch=self._fetch, on_map=self._on_map)
 
     def _unmap(self) -> bool:
         return self._segments is None or self._segments.close()

@@ -11,7 +11,7 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,13 @@ class FetchFd(Protocol):
     """kvpool.client.fds.fetch_fd, or a stand-in."""
 
     def __call__(self, path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd: ...
+
+
+MapHook = Callable[[memoryview], Callable[[], None]]
+"""Called in a thread with all bytes of a new mapping; returns what undoes it. Must keep no view of them.
+
+For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU.
+"""
 
 
 class _SessionFile:
@@ -43,11 +50,21 @@ def _forget(session_file: _SessionFile) -> None:
 class SegmentMap:
     """Segments of one session, mapped when first needed. Belongs to one event loop; views may be used in any thread."""
 
-    def __init__(self, socket_path: str, token: bytes, *, timeout_s: float, fetch: FetchFd = fetch_fd) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        token: bytes,
+        *,
+        timeout_s: float,
+        fetch: FetchFd = fetch_fd,
+        on_map: MapHook | None = None,
+    ) -> None:
         self._socket_path = socket_path
         self._token = token
         self._timeout_s = timeout_s
         self._fetch = fetch
+        self._on_map = on_map
+        self._undo: list[Callable[[], None]] = []
         self._session_file: _SessionFile | None = None
         self._mappings: dict[int, mmap.mmap] = {}
         self._mapping: dict[int, asyncio.Task[None]] = {}
@@ -89,9 +106,20 @@ class SegmentMap:
             mapping = mmap.mmap(fetched.fd, fetched.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fetched.fd)
+        if self._on_map is not None:
+            await self._prepare(mapping, self._on_map)
         assert self._session_file is not None, "open comes first"
         weakref.finalize(mapping, _forget, self._session_file).atexit = False
         self._mappings[segment_id] = mapping
+
+    async def _prepare(self, mapping: mmap.mmap, on_map: MapHook) -> None:
+        with memoryview(mapping) as view:
+            undo = await asyncio.to_thread(on_map, view)
+        if self._closed:
+            undo()
+            mapping.close()
+            raise ServiceUnavailable("the session was closed")
+        self._undo.append(undo)
 
     async def _fetch_owned(self, number: int) -> FetchedFd:
         """A descriptor that is not lost when this task is cancelled while the thread still fetches it."""
@@ -122,6 +150,8 @@ class SegmentMap:
         """
         self._closed = True
         self._session_file = None
+        while self._undo:
+            self._undo.pop()()
         self._lingering += [weakref.ref(mapping) for mapping in self._mappings.values() if not _unmap(mapping)]
         self._mappings.clear()
         if any(mapping() is not None for mapping in self._lingering):
