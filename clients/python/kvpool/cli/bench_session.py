@@ -1,0 +1,95 @@
+"""Pages put and got by a pagestore session directly: what an engine without an agent would do, on one thread."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.cli.bench_engine import GRID, KEYSPACE_NAME, SPEC
+from kvpool.cli.bench_machine import rate, shared_bytes
+from kvpool.cli.output import CommandFailed
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.page_items import AcquireItem, ReserveItem
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from kvpool.client.sync import BackgroundLoop
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
+from kvpool.core.payload import payload_bytes
+
+PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
+PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
+METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
+_WAIT_S = 30.0
+
+
+class BenchSession:
+    """One session with the local pagestore, mapped."""
+
+    def __init__(self, pagestore_endpoint: str, index_endpoint: str, page_count: int) -> None:
+        """Raises KvPoolError."""
+        self._loop = BackgroundLoop()
+        config = ClientConfig(index_endpoints=(index_endpoint,))
+        self.keyspace = self._loop.run(lambda: _open_keyspace(config))
+        plan = SessionPlan(endpoint=pagestore_endpoint, peer_name="bench", keyspaces=((self.keyspace, SPEC),))
+        self._session = self._loop.run(lambda: PageStoreSession.open(plan, config))
+        self.size_bytes = PAYLOAD_BYTES * page_count
+        self._payloads = shared_bytes(self.size_bytes).reshape(page_count, PAYLOAD_BYTES)
+        self._page_count = page_count
+        self._window = max(1, min(32, self._session.max_leases // 2))
+
+    def keys(self, seed: int) -> list[PageKey]:
+        """Keys of page_count pages."""
+        draw = np.random.default_rng(seed).bytes
+        return [PageKey(self.keyspace, draw(16), 0) for _ in range(self._page_count)]
+
+    def put_rate(self, keys: list[PageKey]) -> float:
+        """GB/s of reserving, copying, sealing and committing all pages."""
+        return rate(self.size_bytes, lambda: self._loop.run(lambda: self._put(keys)))
+
+    def get_rate(self, keys: list[PageKey]) -> float:
+        """GB/s of acquiring, verifying and copying all pages."""
+        return rate(self.size_bytes, lambda: self._loop.run(lambda: self._get(keys)))
+
+    def close(self) -> None:
+        """End the session."""
+        self._loop.run(self._session.close)
+        self._loop.stop()
+
+    async def _put(self, keys: list[PageKey]) -> None:
+        for start in range(0, len(keys), self._window):
+            part = keys[start : start + self._window]
+            results = await self._session.reserve([ReserveItem(key, PAGE_BYTES, METADATA) for key in part])
+            leases = []
+            for number, (key, result) in enumerate(zip(part, results, strict=True), start):
+                if result.slot is None:
+                    raise CommandFailed(f"a page was not admitted: {result.error or result.admission.name}")
+                page = self._session.slot_view(result.slot)
+                page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = self._payloads[number].data
+                seal(page, key, SPEC.codec, PAYLOAD_BYTES)
+                leases.append(result.slot.lease_id)
+            failed = [error for error in await self._session.commit(leases) if error is not None]
+            if failed:
+                raise CommandFailed(f"a page was not committed: {failed[0]}")
+
+    async def _get(self, keys: list[PageKey]) -> None:
+        for start in range(0, len(keys), self._window):
+            part = keys[start : start + self._window]
+            async with self._session.acquire([AcquireItem(key) for key in part], wait_s=_WAIT_S) as results:
+                async for result in results:
+                    if result.slot is None:
+                        raise CommandFailed(f"a page was missed: {result.error or 'it was evicted'}")
+                    page = self._session.slot_view(result.slot)
+                    fault = verify(page, part[result.item_index], SPEC.codec)
+                    if fault is not None:
+                        raise CommandFailed(f"a page is not what was stored: {fault}")
+                    payload = page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+                    self._payloads[start + result.item_index].data[:] = payload
+                    self._session.release_soon([result.slot.lease_id])
+
+
+async def _open_keyspace(config: ClientConfig) -> bytes:
+    index = IndexClient(config)
+    try:
+        return (await index.open_keyspace(KEYSPACE_NAME, SPEC)).keyspace
+    finally:
+        await index.close()
