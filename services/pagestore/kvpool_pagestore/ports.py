@@ -135,7 +135,10 @@ class PageStore(Protocol):
         ...
 
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
-        """Read a page into `destination`; its bytes, or None if absent. Not verified here: the engine verifies."""
+        """Read a page into `destination`; its bytes, or None if absent. Not verified here: the engine verifies.
+
+        Raises PageCorrupt when the store itself can tell that this page is damaged: drop the page, the tier is well.
+        """
         ...
 
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
@@ -176,8 +179,8 @@ class PeerPages(Protocol):
     ) -> None:
         """Stream pages of one keyspace into their slots. Calls on_page(item index, error, hit) once per item.
 
-        The order is free. A page is reported as a hit only when all its bytes arrived; the engine verifies them. Never
-        raises: a broken stream is reported on every item that had not settled.
+        `deadline_s` counts from now; the order is free. A page is reported as a hit only when all its bytes arrived;
+        the engine verifies them. Never raises: a broken stream is reported on every item that had not settled.
         """
         ...
 
