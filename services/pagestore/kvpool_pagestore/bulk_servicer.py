@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
@@ -80,13 +80,14 @@ class PageTransferServicer:
     def WritePages(
         self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.WritePagesResponse]:
-        opening = next(requests, None)
+        received = _received(requests)
+        opening = next(received, None)
         if isinstance(opening, InvalidRequest):
             raise opening
         if not isinstance(opening, pb.WritePagesOpen):
             raise InvalidRequest("the first message of WritePages must be `open`")
         with self._session(context, opening.keyspaces, opening.expected_incarnation) as session:
-            yield from write_pages(session, _frames(requests))
+            yield from write_pages(session, _frames(received))
 
     @contextmanager
     def _session(
@@ -107,6 +108,14 @@ def _decode_write_request(message: bytes) -> WriteMessage:
         return decode_write_request(message)
     except InvalidRequest as error:
         return error
+
+
+def _received(requests: Iterator[WriteMessage]) -> Iterator[WriteMessage]:
+    """The messages of a stream; a client that left or ran out of time is no fault of ours."""
+    try:
+        yield from requests
+    except grpc.RpcError as error:
+        raise ServiceUnavailable("the writer has gone away") from error
 
 
 def _frames(requests: Iterator[WriteMessage]) -> Iterator[BulkFrame]:
