@@ -24,6 +24,7 @@ MARKER = "made-by-kvpool-demo"
 COMMAND_TIMEOUT_S = 240.0
 DEATH_TIMEOUT_S = 20.0
 POLL_S = 0.1
+LOG_LINE_MAX = 500
 
 
 class CommandFailed(Exception):
@@ -95,10 +96,11 @@ class DemoCluster:
             if path.is_dir() and path != log_dir(self.directory):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def log_tails(self, line_count: int = 15) -> str:
+    def log_tails(self, line_count: int = 8) -> str:
         """The last lines of every log, services and engines."""
         paths = sorted(log_dir(self.directory).glob("*.log"))
-        return "\n".join(f"{path.stem}: {line}" for path in paths for line in last_lines(path, line_count))
+        lines = (f"{path.stem}: {line}" for path in paths for line in last_lines(path, line_count))
+        return "\n".join(line if len(line) <= LOG_LINE_MAX else f"{line[:LOG_LINE_MAX]} ..." for line in lines)
 
     def _state(self) -> ClusterState:
         state = read_state(self.directory)
