@@ -13,7 +13,7 @@ from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, group_reads
 from kvpool_index.core.match import Matcher
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
-from kvpool_index.engine_nodes import UNKNOWN_REFRESH_S, NodeService
+from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import LocationStore
 
@@ -54,7 +54,7 @@ class MatchService:
         found = matcher.match(values)
         if not all(map(self._nodes.table.knows_ordinal, matcher.dead_ordinals)):
             # Either gone for good, or registered elsewhere a moment ago.
-            await self._nodes.refresh(younger_than_s=UNKNOWN_REFRESH_S)
+            await self._nodes.learn(matcher.dead_ordinals)
             matcher = self._judge(query, keyspace, wanted)
             found = matcher.match(values)
             self._note_dead(query, reads, values, matcher.dead_ordinals)

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -18,8 +19,9 @@ from kvpool_index.ports import NodeDirectory
 _log = logging.getLogger(__name__)
 
 _SNAPSHOT_TRIES: Final = 4
-# Meeting an unknown node or ordinal is reason to ask the store, but not more often than this.
-UNKNOWN_REFRESH_S: Final = 0.25
+# A report about an unknown node is reason to ask the store, but clients can make such ids up.
+_UNKNOWN_NODE_REFRESH_S: Final = 0.25
+_GONE_ORDINALS_MAX: Final = 65536
 
 
 class NodeService:
@@ -33,6 +35,7 @@ class NodeService:
         self.table = NodeTable()
         self._refreshed_at_s = float("-inf")
         self._refreshing: asyncio.Future[None] | None = None
+        self._gone_ordinals: set[int] = set()
         self._local_changes = 0  # registrations and ends served here
 
     async def register(self, info: NodeInfo, last_incarnation: int) -> NodeLease:
@@ -85,7 +88,9 @@ class NodeService:
     async def record(self, node_id: bytes) -> NodeRecord | None:
         """What is known of a node; asks the store about one that may just have registered elsewhere."""
         if self.table.record(node_id) is None:
-            await self.refresh(younger_than_s=UNKNOWN_REFRESH_S)
+            now_s = self._clock.monotonic_s()
+            if now_s - self._refreshed_at_s >= _UNKNOWN_NODE_REFRESH_S:
+                await self.refresh()
         return self.table.record(node_id)
 
     def place(self, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
@@ -98,11 +103,26 @@ class NodeService:
         now_s = self._clock.monotonic_s()
         return lambda ordinal: self.table.live_by_ordinal(ordinal, now_s)
 
-    async def refresh(self, *, younger_than_s: float = 0.0) -> None:
-        """Read all nodes from the store, unless that was done within younger_than_s. Callers at once share one read."""
-        if self._clock.monotonic_s() - self._refreshed_at_s < younger_than_s:
+    async def learn(self, ordinals: Iterable[int]) -> None:
+        """Ask the store about ordinals that are not known here: they are new, or gone for good.
+
+        The store is asked once for each, so that what dead nodes left behind costs nothing until it is cleaned up.
+        """
+        strange = {ordinal for ordinal in ordinals if not self.table.knows_ordinal(ordinal)} - self._gone_ordinals
+        if not strange:
             return
-        if self._refreshing is None:
+        await self.refresh()
+        if len(self._gone_ordinals) > _GONE_ORDINALS_MAX:
+            self._gone_ordinals.clear()
+        self._gone_ordinals |= {ordinal for ordinal in strange if not self.table.knows_ordinal(ordinal)}
+
+    async def refresh(self) -> None:
+        """Read all nodes from the store as they are after this call began. Calls at the same time share reads."""
+        under_way = self._refreshing
+        if under_way is not None:
+            with suppress(StoreUnavailable, Overloaded):  # the next read will tell
+                await asyncio.shield(under_way)
+        if self._refreshing is None or self._refreshing is under_way:
             self._refreshing = asyncio.ensure_future(self._read_all())
             self._refreshing.add_done_callback(self._refresh_ended)
         await asyncio.shield(self._refreshing)
@@ -138,7 +158,8 @@ class NodeService:
                 return
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
-        self._refreshing = None
+        if self._refreshing is read:
+            self._refreshing = None
         if not read.cancelled():
             read.exception()  # also when every caller has left; those who wait get it themselves
 

@@ -23,7 +23,7 @@ from kvpool_index.core.events import (
 )
 from kvpool_index.core.match import locations_of
 from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_nodes import UNKNOWN_REFRESH_S, NodeService
+from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import EventLog
 
@@ -223,8 +223,7 @@ class WatchService:
             return [self._node_happening(stream, entry) for entry in entries]
         states = [(entry, list(unpack_chunks(entry.payload))) for entry in entries]
         ordinals = {each.ordinal for _, found in states for state in found for each in decode_value(state.value)}
-        if not all(map(self._nodes.table.knows_ordinal, ordinals)):
-            await self._nodes.refresh(younger_than_s=UNKNOWN_REFRESH_S)
+        await self._nodes.learn(ordinals)
         happenings: list[_Happening] = []
         for entry, found in states:
             for number, state in enumerate(found, start=1):

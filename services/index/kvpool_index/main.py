@@ -77,17 +77,17 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
     try:
+        await server.start()
         async with BackgroundTasks(on_fatal=stop.fail) as tasks:
-            await server.start()
             for name, work in engine.background_work():
                 tasks.start(work, name=name)
             await server.set_serving(True)
             _log.info("serving", extra=fields(endpoint=endpoint, metrics_url=metrics_url, store=store.kind))
             write_ready_file(config.ready_file, endpoint=endpoint, metrics_url=metrics_url, store=store.kind)
             await stop.wait()
-            engine.drain()
-            await server.stop(config.drain_s)
     finally:
+        engine.drain()
+        await server.stop(config.drain_s)
         await engine.close()
         await store.close()
         stop_metrics()

@@ -40,6 +40,7 @@ class _Connection(asyncio.Protocol):
         self._reader = hiredis.Reader()
         self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]]]] = deque()
         self._transport: asyncio.Transport | None = None
+        self._ended = asyncio.Event()
         self.is_open = True
 
     @property
@@ -63,6 +64,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         self._fail_all(cause)
+
+    async def close(self) -> None:
+        """Abort, and wait until the socket is closed."""
+        self.abort("the index is closing")
+        await self._ended.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -88,6 +94,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
+        self._ended.set()
 
     def _fail_all(self, cause: str) -> None:
         while self._waiting:
@@ -170,7 +177,7 @@ class RedisLink:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
         if self._connection is not None:
-            self._connection.abort("the index is closing")
+            await self._connection.close()
             self._connection = None
 
     async def _connect(self) -> _Connection:
@@ -194,12 +201,19 @@ class RedisLink:
             else:
                 host, port = options.get("host", "localhost"), options.get("port", 6379)
                 _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
-            login = _login_commands(options)
-            for reply in await connection.send(b"".join(login), len(login)):
-                if isinstance(reply, hiredis.ReplyError):
-                    connection.abort("login was refused")
-                    raise ConnectionError(f"login was refused: {reply}")
+            try:
+                await _log_in(connection, options)
+            except BaseException:
+                connection.abort("login failed")
+                raise
             return connection
+
+
+async def _log_in(connection: _Connection, options: dict[str, Any]) -> None:
+    commands = _login_commands(options)
+    for reply in await connection.send(b"".join(commands), len(commands)):
+        if is_error(reply):
+            raise ConnectionError(f"login was refused: {reply}")
 
 
 def checked(reply: Reply) -> Reply:

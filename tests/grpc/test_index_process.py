@@ -1,0 +1,112 @@
+"""The index as a process: it says where it serves, drains on SIGTERM, and says in one line why it cannot start."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+
+from kvpool.testing import eventually_sync
+from kvpool.v1 import index_pb2, index_pb2_grpc
+from tests.fixtures.redis_server import RedisServer
+from tests.fixtures.redis_server import redis_server as redis_server
+
+pytestmark = pytest.mark.e2e
+
+ROOTS = ("clients/python", "services/common", "services/index")
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESIDENT_LIMIT_BYTES = 100 << 20
+
+
+def start(*flags: str, **variables: str) -> "subprocess.Popen[str]":
+    path = os.pathsep.join(str(REPOSITORY / root) for root in ROOTS)
+    command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", *flags]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+    return subprocess.Popen(
+        command, env={**kept, "PYTHONPATH": path, **variables}, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+
+
+@contextmanager
+def running(tmp_path: Path, *flags: str, **variables: str) -> Iterator[tuple["subprocess.Popen[str]", dict[str, str]]]:
+    ready = tmp_path / "ready.json"
+    ready.write_text("of an earlier run")
+    process = start("--ready-file", str(ready), *flags, **variables)
+    try:
+        eventually_sync(lambda: process.poll() is not None or _is_ready(ready, process.pid), 20.0)
+        assert process.poll() is None, process.communicate()
+        yield process, json.loads(ready.read_text())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _is_ready(path: Path, pid: int) -> bool:
+    return path.exists() and f'"pid": {pid}' in path.read_text()
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+def test_it_serves_and_drains(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    password_free = {"KVPOOL_INDEX_REDIS_URL": redis_server.url} if kind == "redis" else {}
+    with running(tmp_path, **password_free) as (process, ready):
+        assert ready["store"] == kind
+        with grpc.insecure_channel(ready["endpoint"]) as channel:
+            stub = index_pb2_grpc.IndexServiceStub(channel)
+            info = stub.GetIndexInfo(index_pb2.GetIndexInfoRequest(), timeout=10)
+            assert (info.store, info.store_reachable) == (kind, True)
+            watch = stub.Watch(index_pb2.WatchRequest(), timeout=30)
+            with urlopen(ready["metrics_url"], timeout=10) as response:
+                assert b"kvpool_index_store_up" in response.read()
+            assert resident_bytes(process.pid) < RESIDENT_LIMIT_BYTES
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                next(watch)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 0, log
+        assert "error" not in log
+
+
+def resident_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssFile:")))
+
+
+def test_a_redis_that_is_down_keeps_nobody_from_starting_and_no_password_is_logged(tmp_path: Path) -> None:
+    url = "redis://user:hunter2@127.0.0.1:1/0"
+    with running(tmp_path, KVPOOL_INDEX_REDIS_URL=url) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 0 and "hunter2" not in log, (
+            "also a Redis that is down does not keep it from starting"
+        )
+
+
+def test_what_keeps_it_from_starting_is_said_in_one_line(tmp_path: Path) -> None:
+    short = tmp_path / "secret"
+    short.write_bytes(b"short")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        cases: list[tuple[list[str], dict[str, str], str]] = [
+            (["--listen", f"127.0.0.1:{taken.getsockname()[1]}"], {}, "in use"),
+            (["--metrics-listen", f"127.0.0.1:{taken.getsockname()[1]}"], {}, "in use"),
+            (["--ready-file", str(tmp_path / "no" / "such" / "file")], {}, "ready file"),
+            (["--tenant-secret-file", str(short)], {}, "5 bytes"),
+            (["--lease-ttl-ms", "0"], {}, "lease_ttl_ms"),
+            ([], {"KVPOOL_INDEX_REDIS_URL": "redis://:hunter2@host:port"}, "redis_url"),
+        ]
+        started = [(start(*flags, **variables), named) for flags, variables, named in cases]
+        for process, named in started:
+            _, log = process.communicate(timeout=30)
+            assert process.returncode == 2, log
+            last = log.strip().splitlines()[-1]
+            assert last.startswith("kvpool-index: ") and named in last, log
+            assert "Traceback" not in log and "hunter2" not in log
