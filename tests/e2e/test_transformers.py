@@ -1,0 +1,137 @@
+"""A Hugging Face model on a real cluster: shared prefixes, and processes that are killed under it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
+from kvpool.core.errors import KeyspaceMismatch, KvPoolError
+from kvpool.testing import eventually_sync
+from tests.e2e.cli_cluster import SMALL, Cluster
+from tests.unit.connectors.tiny_models import prompt, tiny_llama
+
+pytestmark = pytest.mark.e2e
+
+CHUNK = 16
+NEW_TOKENS = 8
+RECOVERY_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts, each a pagestore and an agent."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    cluster.run("up", "--pagestores", "2", "--detach", *SMALL)
+    yield cluster
+    cluster.run("down")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama()
+
+
+def connect(cluster: Cluster, model: Any, agent: int = 0, **options: Any) -> SharedPrefixGenerator:
+    socket = cluster.state.of_role("agent")[agent].endpoints["socket"]
+    settings: dict[str, Any] = {
+        "model_id": "tiny",
+        "keyspace_name": "tiny-hf",
+        "chunk_tokens": CHUNK,
+        "cache_bytes": 4 << 20,
+        **options,
+    }
+    return SharedPrefixGenerator.connect(model, f"unix:{socket}", **settings)
+
+
+def run(generator: SharedPrefixGenerator, input_ids: torch.Tensor) -> GenerationResult:
+    return generator.generate(input_ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def alone(model: Any, input_ids: torch.Tensor) -> list[int]:
+    output = model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def kill(cluster: Cluster, role: str, number: int) -> int:
+    """SIGKILL; the supervisor starts it again. Returns the pid that is gone."""
+    pid = cluster.state.of_role(role)[number].pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_engines_on_one_host_and_on_two_share_a_prefix(cluster: Cluster, model: Any) -> None:
+    input_ids = prompt(6 * CHUNK + 3, seed=1)
+    expected = alone(model, input_ids)
+    with connect(cluster, model) as first:
+        cold = run(first, input_ids)
+        assert first.flush_stores(30)
+        assert run(first, input_ids).stats.prompt_tokens.own == 6 * CHUNK
+    with connect(cluster, model) as beside, connect(cluster, model, agent=1) as elsewhere:
+        local, remote = run(beside, input_ids), run(elsewhere, input_ids)
+    for result in (cold, local, remote):
+        assert result.sequences[0].tolist() == expected
+        assert result.stats.failure == ""
+    assert cold.stats.prompt_tokens.recomputed == 6 * CHUNK + 3
+    assert local.stats.prompt_tokens.staging == 6 * CHUNK
+    assert remote.stats.prompt_tokens.remote == 6 * CHUNK
+
+
+def test_a_name_that_means_another_geometry_is_refused(cluster: Cluster, model: Any) -> None:
+    with connect(cluster, model):
+        pass
+    with pytest.raises(KeyspaceMismatch, match="chunk_tokens"):
+        connect(cluster, model, chunk_tokens=2 * CHUNK)
+
+
+def test_an_agent_killed_under_an_engine_costs_recomputing_only(cluster: Cluster, model: Any) -> None:
+    before, after = prompt(5 * CHUNK, seed=2), prompt(5 * CHUNK, seed=3)
+    with connect(cluster, model) as generator:
+        run(generator, before)
+        assert generator.flush_stores(30)
+        kill(cluster, "agent", 0)
+        assert run(generator, after).sequences[0].tolist() == alone(model, after)
+        # What could not be stored is stored with a later request, once the agent is back.
+        eventually_sync(lambda: stored(generator, cluster, model, after), deadline_s=RECOVERY_S)
+
+
+def stored(generator: SharedPrefixGenerator, cluster: Cluster, model: Any, input_ids: torch.Tensor) -> bool:
+    """Whether another engine finds the prompt after one more request of the first."""
+    run(generator, input_ids)
+    generator.flush_stores(10)
+    with connect(cluster, model, agent=1) as other:
+        try:
+            return other.available_tokens(input_ids) >= 5 * CHUNK
+        except KvPoolError:
+            return False
+
+
+def test_a_pagestore_killed_under_an_engine_costs_recomputing_only(cluster: Cluster, model: Any) -> None:
+    before, after = prompt(5 * CHUNK, seed=4), prompt(5 * CHUNK, seed=5)
+    with connect(cluster, model) as generator:
+        run(generator, before)
+        assert generator.flush_stores(30)
+        kill(cluster, "pagestore", 0)
+        assert run(generator, after).sequences[0].tolist() == alone(model, after)
+        assert run(generator, before).sequences[0].tolist() == alone(model, before)
+        eventually_sync(lambda: stored(generator, cluster, model, after), deadline_s=RECOVERY_S)
+
+
+def test_an_engine_starts_without_an_agent(cluster: Cluster, model: Any) -> None:
+    input_ids = prompt(3 * CHUNK, seed=6)
+    generator = SharedPrefixGenerator.connect(
+        model, "unix:/nonexistent/agent.sock", model_id="tiny", chunk_tokens=CHUNK, cache_bytes=1 << 20
+    )
+    with generator:
+        result = run(generator, input_ids)
+        assert result.sequences[0].tolist() == alone(model, input_ids)
+        assert result.stats.failure == "the pool cannot be reached"
+        assert run(generator, input_ids).stats.prompt_tokens.own == 2 * CHUNK
