@@ -53,6 +53,7 @@ class LedgerModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.visible: dict[PageKey, bool] = {}  # key: whether it is dirty
+        self.records: dict[PageKey, PageRecord] = {}  # of the visible pages
         self.peers: list[Peer] = []
         self.session_count = 0
         self.committing: list[Held] = []
@@ -90,12 +91,19 @@ class LedgerModel(RuleBasedStateMachine):
 
     def absorb_evictions(self) -> None:
         """Pages may leave staging unasked only if nobody holds them and they are clean."""
-        in_use = {id(held.slot) for held in self.held()}
         for key, present in self.events:
             assert not present, f"{key} appeared unasked"
             assert not self.visible.pop(key), f"dirty {key} was thrown out"
-            assert all(held.key != key or id(held.slot) not in in_use or held.slot.doomed for held in self.held())
+            record = self.records.pop(key)
+            assert not any(held.record is record for held in self.held()), f"{key} was thrown out while in use"
         self.events.clear()
+
+    def appeared(self, key: PageKey, dirty: bool) -> None:
+        """The ledger has just made a page visible."""
+        assert self.events.pop() == (key, True)
+        slot = self.ledger.find(key)
+        assert slot is not None
+        self.visible[key], self.records[key] = dirty, slot.page
 
     def allocate(self, ask: object) -> object:
         """Repeat a request as the engine does: make or destroy segments until it is answered."""

@@ -81,8 +81,7 @@ class LedgerMachine(LedgerModel):
         expected = verified and held.key not in self.visible
         assert self.ledger.finish_commit(held.slot, verified=verified, dirty=dirty) is expected
         if expected:
-            assert self.events.pop() == (held.key, True)
-            self.visible[held.key] = dirty
+            self.appeared(held.key, dirty)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=3, max_size=8), dirty=st.booleans())
     def store_several(self, keys: list[PageKey], dirty: bool) -> None:
@@ -102,6 +101,13 @@ class LedgerMachine(LedgerModel):
             assert self.ledger.abort(peer.session, lease_id)
             del peer.writes[lease_id]
             assert not self.ledger.abort(peer.session, lease_id)
+
+    @rule(choice=st.integers(0, 9), picks=st.lists(st.integers(0, 99), min_size=1, max_size=5))
+    def acquire_visible(self, choice: int, picks: list[int]) -> None:
+        """Several of the pages that are there."""
+        for pick in picks:
+            if self.visible:
+                self.acquire(choice, sorted(self.visible)[pick % len(self.visible)])
 
     @rule(choice=st.integers(0, 9), key=st.sampled_from(KEYS))
     def acquire(self, choice: int, key: PageKey) -> None:
@@ -143,6 +149,13 @@ class LedgerMachine(LedgerModel):
         self.absorb_evictions()
 
     @rule(verified=st.booleans())
+    @precondition(lambda self: self.writing())
+    def fill_what_is_being_written(self, verified: bool) -> None:
+        """A peer had the page: whichever comes second must find the first one's and give its own slot back."""
+        self.begin_fill(min(self.writing()))
+        self.finish_fill(verified)
+
+    @rule(verified=st.booleans())
     def finish_fill(self, verified: bool) -> None:
         if not self.filling:
             return
@@ -154,8 +167,7 @@ class LedgerMachine(LedgerModel):
             assert ready is not None and ready.page.key == key
             self.pinned.append(Held(key, ready, ready.page))
             if not was_visible:
-                assert self.events.pop() == (key, True)
-                self.visible[key] = False
+                self.appeared(key, dirty=False)
         else:
             assert ready is None
 
@@ -164,19 +176,24 @@ class LedgerMachine(LedgerModel):
     def unpin(self) -> None:
         self.ledger.unpin(self.pinned.pop(0).slot)
 
-    @rule(key=st.sampled_from(KEYS))
-    def pin_for_write_back(self, key: PageKey) -> None:
+    @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.visible)
+    def pin_for_write_back(self, pick: int) -> None:
+        key = sorted(self.visible)[pick % len(self.visible)]
         slot = self.ledger.find(key)
-        if slot is not None:
-            self.ledger.pin(slot)
-            self.pinned.append(Held(key, slot, slot.page))
+        assert slot is not None
+        self.ledger.pin(slot)
+        self.pinned.append(Held(key, slot, slot.page))
 
-    @rule(key=st.sampled_from(KEYS))
-    def make_clean(self, key: PageKey) -> None:
-        slot = self.ledger.find(key)
-        if slot is not None:
-            self.ledger.make_clean(slot)
-            self.visible[key] = False
+    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=5))
+    def make_clean(self, picks: list[int]) -> None:
+        for pick in picks:
+            if self.visible:
+                key = sorted(self.visible)[pick % len(self.visible)]
+                slot = self.ledger.find(key)
+                assert slot is not None
+                self.ledger.make_clean(slot)
+                self.visible[key] = False
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key: PageKey) -> None:
@@ -208,5 +225,5 @@ class LedgerMachine(LedgerModel):
             self.peers.remove(ended[0])
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50, report_multiple_bugs=False)
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
 TestLedger = LedgerMachine.TestCase
