@@ -100,8 +100,9 @@ class Engines:
 def _within(limit_s: float, process: subprocess.Popen[str], read: Callable[[], str]) -> str:
     """What `read` returns; the process is killed, which ends the read, when that takes too long."""
     watchdog = threading.Timer(limit_s, process.kill)
-    watchdog.start()
+    watchdog.daemon = True  # an interrupt may come before we can cancel it
     try:
+        watchdog.start()
         return read()
     finally:
         watchdog.cancel()
@@ -144,6 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the default model's weights (default 0)")
     parser.add_argument("--device", choices=("cpu",), default="cpu", help="where engines compute (default cpu)")
     parser.add_argument("--state-dir", type=Path, default=REPOSITORY / ".kvpool" / "demo", help="default .kvpool/demo")
+    parser.add_argument("--result", type=Path, default=RESULT_PATH, metavar="FILE", help="default .kvpool/demo.json")
     parser.add_argument("--conversations", type=int, default=len(workload.conversations), metavar="N")
     parser.add_argument("--turns", type=int, default=turn_count, metavar="N", help="of each conversation, at most")
     arguments = parser.parse_args(argv)
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: all tokens equal and both later phases hit; 1: not so, or something broke; 2: cannot run as asked."""
     arguments = parse_arguments(argv)
     signal.signal(signal.SIGTERM, _interrupt)
-    RESULT_PATH.unlink(missing_ok=True)
+    arguments.result.unlink(missing_ok=True)  # what is there afterwards is of this run
     try:
         with _only_demo(arguments.state_dir):
             return _run(arguments, DemoCluster(arguments.state_dir))
@@ -211,7 +213,7 @@ def _run(arguments: argparse.Namespace, cluster: DemoCluster) -> int:
             print(cluster.log_tails(), file=sys.stderr)
             print(f"demo: {error}", file=sys.stderr)
             return EXIT_FAILED
-    report.write(RESULT_PATH)
+    report.write(arguments.result)
     print(report.render())
     complaints = report.complaints()
     for complaint in complaints:
