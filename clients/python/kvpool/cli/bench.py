@@ -26,9 +26,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run_pages(arguments: argparse.Namespace) -> int:
     """Measure pages."""
-    from kvpool.cli.bench_pages import measure_pages
+    from kvpool.cli.bench_pages import FULL, QUICK, measure_pages
 
-    results = measure_pages(running_state_dir(arguments), quick=arguments.quick)
+    results = measure_pages(running_state_dir(arguments), QUICK if arguments.quick else FULL)
     print(results.render())
     if arguments.json:
         results.write(arguments.json)
@@ -37,9 +37,9 @@ def run_pages(arguments: argparse.Namespace) -> int:
 
 def run_match(arguments: argparse.Namespace) -> int:
     """Measure matches."""
-    from kvpool.cli.bench_match import measure_matches
+    from kvpool.cli.bench_match import FULL_REPETITIONS, QUICK_REPETITIONS, measure_matches
 
-    results = measure_matches(running_state_dir(arguments), quick=arguments.quick)
+    results = measure_matches(running_state_dir(arguments), QUICK_REPETITIONS if arguments.quick else FULL_REPETITIONS)
     print(results.render())
     if arguments.json:
         results.write(arguments.json)

@@ -32,15 +32,16 @@ HASH_BYTES = 16
 SPEC = KeyspaceSpec(
     model_id="kvpool-bench", model_revision="match", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256
 )
+FULL_REPETITIONS, QUICK_REPETITIONS = 1000, 200
 _WARM_UP = 20
 
 
-def measure_matches(state_dir: Path | None, *, quick: bool) -> Results:
+def measure_matches(state_dir: Path | None, repetitions: int) -> Results:
     """All cases. state_dir: of a running cluster to use. Raises CommandFailed, KvPoolError."""
     tune_process()
     options = ClusterOptions(state_dir=Path(), pagestores=0, agents=0)
     with running_cluster(state_dir) if state_dir else bench_cluster(options) as (state, _):
-        return asyncio.run(_measure(state, 100 if quick else 1000))
+        return asyncio.run(_measure(state, repetitions))
 
 
 async def _measure(state: ClusterState, repetitions: int) -> Results:

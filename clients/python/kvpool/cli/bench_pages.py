@@ -48,12 +48,12 @@ FULL = PagesPlan(chunks=32, rounds=7, disk_chunks=32, disk_rounds=4)
 QUICK = PagesPlan(chunks=16, rounds=3, disk_chunks=16, disk_rounds=2)
 
 
-def measure_pages(state_dir: Path | None, *, quick: bool) -> Results:
+def measure_pages(state_dir: Path | None, plan: PagesPlan) -> Results:
     """All cases. state_dir: of a running cluster to use, where that is possible. Raises CommandFailed, KvPoolError."""
     tune_process()
-    plan, results = QUICK if quick else FULL, Results()
+    results = Results()
     size_bytes = plan.page_count * PAGE_BYTES
-    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 5), disk_bytes=16 << 30)
+    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 4), disk_bytes=16 << 30)
     with (
         running_cluster(state_dir) if state_dir else bench_cluster(options) as (state, _),
         _Local(state, plan) as local,
@@ -140,7 +140,7 @@ def _measure_disk(plan: PagesPlan, results: Results) -> None:
         flush = stack.enter_context(_flusher(f"unix:{endpoint_of(state, 'pagestore', 'socket')}"))
         plain = FileBaseline(directory, engine.size_bytes, PAYLOAD_BYTES)
         stack.callback(plain.remove)
-        chains = [engine.chain(_SEED + number) for number in range(plan.disk_rounds + 2)]
+        chains = [engine.chain(_SEED + number) for number in range(plan.disk_rounds + 3)]
         for number, chain in enumerate(chains):
             progress(f"to disk: prompt {number} of {len(chains) - 1}")
             engine.fill(number)
@@ -149,8 +149,8 @@ def _measure_disk(plan: PagesPlan, results: Results) -> None:
             value = _durable_rate(engine.size_bytes, put_rate, flush())
             if number:
                 results.add("disk put, until durable", "GB/s", value, baseline, "plain file, 2 threads, fdatasync")
-        for number, chain in enumerate(chains[:-1]):
-            progress(f"from disk: prompt {number} of {len(chains) - 2}")
+        for number, chain in enumerate(chains[: plan.disk_rounds + 1]):
+            progress(f"from disk: prompt {number} of {plan.disk_rounds}")
             baseline = plain.read_rate(_FILE_THREADS_READ)
             drop_from_page_cache([path for path in directory.glob("pagestore-0/**/*") if path.is_file()])
             value, tokens = engine.get_rate(chain)
@@ -190,4 +190,4 @@ async def _open_control(endpoint: str) -> PageStoreControl:
 
 
 def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // (64 * _MIB)) * 64 * _MIB
+    return -(-size_bytes // (8 * _MIB)) * 8 * _MIB
