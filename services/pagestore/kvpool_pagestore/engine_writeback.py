@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool.core.page import PageKey
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
@@ -96,24 +98,28 @@ class WriteBack:
             self._timer = None
         now_s = self._clock.monotonic_s()
         while batch := self._queue.next_batch(now_s):
+            for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
+                self._ledger.pin(page.slot)
             self._tasks.start(self._write(batch), "write-back")
-        due_s = self._queue.next_due_s()
+        due_s = self._queue.next_due_s(now_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
         self._wake()  # pages that are no longer wanted count as progress
 
     async def _write(self, batch: list[DirtyPage]) -> None:
-        for page in batch:
-            self._ledger.pin(page.slot)
         writes = [
             PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.record.metadata)
             for page in batch
         ]
-        results = await self._disk.write(writes)
-        for page in batch:
-            self._settle(page, results[page.record.key])
-        self._queue.batch_ended()
-        self._pump()
+        results: Mapping[PageKey, KvPoolError | None] = {}
+        try:
+            results = await self._disk.write(writes)
+        finally:  # whatever went wrong, slots come back and waiters go on
+            unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
+            for page in batch:
+                self._settle(page, results.get(page.record.key, unforeseen))
+            self._queue.batch_ended()
+            self._pump()
 
     def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
         now_s = self._clock.monotonic_s()

@@ -6,6 +6,7 @@ import heapq
 from dataclasses import dataclass
 from enum import Enum
 
+from kvpool.core.page import PageKey
 from kvpool_pagestore.core.slots import PageRecord, Slot
 
 
@@ -111,13 +112,14 @@ class WriteQueue:
         self.batches_in_flight += bool(batch)
         return batch
 
-    def next_due_s(self) -> float | None:
-        """When `next_batch` is worth asking again if nothing else happens; None if only a change can help."""
-        if self.batches_in_flight >= self._limits.max_batches or self._held:
+    def next_due_s(self, now_s: float) -> float | None:
+        """When `next_batch`, which had nothing now, is worth asking again; None if only a change can help."""
+        if self.batches_in_flight >= self._limits.max_batches:
             return None
-        due = [self._delayed[0][0]] if self._delayed else []
-        due += [page.due_s for page in (next(iter(self._fresh.values()), None),) if page is not None]
-        return min(due, default=None)
+        # What is due already may not start: its keyspace is held, or its key is being written.
+        fresh = next((page.due_s for page in self._fresh.values() if page.due_s > now_s), None)
+        delayed = self._delayed[0][0] if self._delayed else None
+        return min((due_s for due_s in (fresh, delayed) if due_s is not None), default=None)
 
     def written(self, page: DirtyPage) -> None:
         """The page is durable."""
@@ -150,12 +152,14 @@ class WriteQueue:
         """The oldest page with its chain group, then the next oldest with its own, until the batch is full."""
         batch: dict[int, DirtyPage] = {}
         size_bytes = 0
+        # A page dropped in the middle of its write and stored again waits: two writes of a key could land in any order.
+        busy = {page.record.key for page in self._writing.values()}
         for first in [*self._again.values(), *self._fresh.values()]:
             for page in list(self._groups.get(_group(first), {}).values()):
                 if not page.wanted:  # cleared or evicted meanwhile
                     self._dequeue(page)
                     page.state = WriteState.DONE
-                elif page.number not in batch and page.record.key.keyspace not in self._held:
+                elif page.number not in batch and self._may_start(page.record.key, busy):
                     if batch and size_bytes + page.record.page_bytes > self._limits.batch_bytes:
                         return list(batch.values())
                     batch[page.number] = page
@@ -163,6 +167,9 @@ class WriteQueue:
                     if len(batch) >= self._limits.batch_pages:
                         return list(batch.values())
         return list(batch.values())
+
+    def _may_start(self, key: PageKey, busy: set[PageKey]) -> bool:
+        return key not in busy and key.keyspace not in self._held
 
     def _dequeue(self, page: DirtyPage) -> None:
         if self._fresh.pop(page.number, None) is not None:

@@ -1,0 +1,71 @@
+"""Write-back meets clears, failures and pages that are stored again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_pages import WantedPage
+from tests.fixtures.pagestore import TENANT, new_world, page_key, running_engine
+from tests.fixtures.pagestore_calls import acquire, open_session, store
+
+PATIENT_MS = 60_000  # nothing is written before somebody asks
+
+
+async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor_flush() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1, 2])
+            async with asyncio.timeout(5):
+                # Both take their first step now: the clear drops the pages that the flush has just picked.
+                cleared, flushed = await asyncio.gather(engine.clear(TENANT, b""), engine.flush(TENANT, b""))
+                assert cleared == 2
+                assert list(world.memory.scan()) == [] and flushed[1] == 0
+                await store(running, peer, [3])
+                assert await engine.flush(TENANT, b"") == (1, 0)
+            await eventually(lambda: engine.gauges().arena_used_bytes > 0)
+
+
+async def test_a_write_that_fails_in_an_unforeseen_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1])
+            with monkeypatch.context() as patch:
+
+                def broken(*_: object) -> None:
+                    raise OSError("nobody thought of this")
+
+                patch.setattr(world.memory, "put_batch", broken)
+                async with asyncio.timeout(5):
+                    assert await engine.flush(TENANT, b"") == (0, 1)
+            async with asyncio.timeout(5):
+                assert await engine.flush(TENANT, b"") == (1, 0)
+            assert [found.key for found in world.memory.scan()] == [page_key(1)]
+
+
+async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=1) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = threading.Event()
+            await store(running, peer, [1])
+            await eventually(lambda: engine.dirty_page_count == 1)
+            (read,) = await acquire(running, peer, [WantedPage(key=page_key(1))])
+            assert read.grant is not None
+            await asyncio.sleep(0.05)  # the first write has begun and waits at the gate
+            engine.pages.release(peer, [], corrupt_ids=[read.grant.lease_id])
+            await store(running, peer, [1])
+            await asyncio.sleep(0.05)
+            world.memory.gate.set()
+            async with asyncio.timeout(5):
+                await engine.flush(TENANT, b"")
+                await eventually(lambda: engine.gauges().disk_pages == 1)
+            await eventually(lambda: [found.key for found in world.memory.scan()] == [page_key(1)])
+            async with asyncio.timeout(5):
+                await engine.flush(TENANT, b"")
+            assert [found.key for found in world.memory.scan()] == [page_key(1)]
