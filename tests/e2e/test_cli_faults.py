@@ -56,6 +56,23 @@ def test_interrupted_up_drains_and_a_killed_one_is_cleaned_up(tmp_path: Path) ->
         cluster.run("down")
 
 
+def test_a_second_interrupt_ends_what_does_not_drain(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with cluster.start("up", "--pagestores", "0", "--memory-index") as up:
+        try:
+            eventually_sync(lambda: state_file(tmp_path).exists() and cluster.state.ready, 30)
+            (index,) = cluster.state.processes
+            os.kill(index.pid, signal.SIGSTOP)
+            up.send_signal(signal.SIGINT)
+            assert up.stderr is not None
+            assert "again to end at once" in up.stderr.readline()
+            up.send_signal(signal.SIGINT)
+            assert up.wait(20) == 1
+        finally:
+            up.kill()
+    assert not index.alive()
+
+
 def test_what_dies_is_started_again_where_it_was(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.run("up", "--detach", "--pagestores", "0", "--memory-index")

@@ -79,7 +79,7 @@ class _Foreground:
         self._supervisor: Supervisor | None = None
 
     def run(self) -> int:
-        """Serve until a signal comes. Raises StartupFailed."""
+        """Serve until a signal comes; EXIT_FAILED if a second one cut the draining off. Raises StartupFailed."""
         lock = StateLock(self._options.state_dir)
         lock.acquire()
         signal.signal(signal.SIGINT, self._on_signal)
@@ -92,7 +92,6 @@ class _Foreground:
             state = self._supervisor.start()
             print(f"{describe(state)}\n\nCtrl-C drains and ends the cluster.", flush=True)
             self._supervisor.watch()
-            return EXIT_OK
         except StartupFailed:
             if not self._signal_count:
                 raise
@@ -104,6 +103,7 @@ class _Foreground:
                 self._supervisor.stop()
             state_file(self._options.state_dir).unlink(missing_ok=True)
             lock.release()
+        return EXIT_OK if self._signal_count == 1 else EXIT_FAILED  # not all was drained
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal_count += 1
