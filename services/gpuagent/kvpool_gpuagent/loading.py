@@ -1,32 +1,33 @@
-"""Loads: acquire pages window by window, verify, scatter layer group by layer group."""
+"""Loads: acquire pages window by window, have the device verify and scatter them, layer group by layer group."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
-from kvpool.core.clock import Clock
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
-from kvpool.core.grid import shards_in
-from kvpool.core.page import PageKey, verify
-from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
+from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, ReadSlot
-from kvpool_gpuagent.workers import Workers
+from kvpool_gpuagent.waiting import each_until_stopped
+
+_log = logging.getLogger(__name__)
 
 ReportProgress = Callable[[int, Sequence[int]], None]
 """Told (layers of the rank that are in, failed positions so far)."""
 
-BATCH_BYTES = 8 << 20  # one hand-over to a worker thread; small pages travel together
+_WINDOWS_IN_FLIGHT = 2  # one is being copied while the next is promoted or pulled
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     position: int  # of the chunk in the request
+    layer_group: int
     wish: PageWish
 
 
@@ -44,191 +45,191 @@ class LoadRun:
         sources: Sequence[tuple[RemoteSource, ...]],
         pool: PagePool,
         cache: EngineCache,
-        workers: Workers,
         metrics: AgentMetrics,
-        bandwidths: Bandwidths,
-        clock: Clock,
+        *,
+        layers_per_progress: int = 0,
     ) -> None:
+        """sources: per chunk, where else than on this host it may be. layers_per_progress: report no more often."""
         self._rank, self._span, self._sources = rank, span, sources
-        self._pool, self._cache, self._workers = pool, cache, workers
-        self._metrics, self._bandwidths, self._clock = metrics, bandwidths, clock
+        self._pool, self._cache, self._metrics = pool, cache, metrics
+        self._layers_per_progress = layers_per_progress
         self._first_failed = len(span.chunks)
         self._error: KvPoolError | None = None
-        self._lock = threading.Lock()  # worker threads report failures and bytes too
         self._source_of = [LoadSource.STAGING] * len(span.chunks)
-        self._loaded_bytes = dict.fromkeys(LoadSource, 0)
+        self.loaded_bytes = dict.fromkeys(LoadSource, 0)
 
-    async def run(self, report: ReportProgress, stop: asyncio.Event, wait_s: float) -> LoadOutcome:
-        """Load what can be loaded; never raises for the cluster's faults. Then nothing touches the blocks any more."""
-        started_s = self._clock.monotonic_s()
-        deadline_s = started_s + wait_s
-        for layer_group in range(self._rank.grid.layer_groups):
-            wanted = self._wanted(layer_group)
-            if not wanted:
-                continue
-            await self._load_group(wanted, stop, deadline_s)
-            layers = self._rank.grid.layers_of(wanted[0].wish.key.shard)
-            report(layers.stop - self._rank.layout.first_layer, range(self._first_failed, len(self._span.chunks)))
-        self._measure(self._clock.monotonic_s() - started_s)
-        return self._outcome()
+    async def run(self, report: ReportProgress, stop: asyncio.Event, ends_at_s: float) -> LoadOutcome:
+        """Load what can be loaded; never raises. When it returns nothing touches the blocks any more.
 
-    def _wanted(self, layer_group: int) -> list[_Wanted]:
-        grid = self._rank.grid
-        shards = [s for s in shards_in(self._rank.shards) if s // grid.head_groups == layer_group]
-        return [_Wanted(position, self._wish(position, s)) for position in range(self._first_failed) for s in shards]
+        ends_at_s: on the loop's clock; what is not in by then is failed.
+        """
+        wanted = self._wanted()
+        progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
+        # Two half windows are held at once, so no more than one window ever is (invariant 8).
+        half = max(1, self._pool.window_pages // _WINDOWS_IN_FLIGHT)
+        places = asyncio.Semaphore(_WINDOWS_IN_FLIGHT)
 
-    def _wish(self, position: int, shard: int) -> PageWish:
-        span = self._span
-        return PageWish(
-            key=PageKey(self._rank.keyspace, span.chunks[position].chunk_hash, shard),
-            chunk_index=span.first_index + position,
-            parent_hash=span.parent(position),
-            group_head_hash=span.group_head(position),
-            chain_head_hash=span.chain_head,
-            sources=self._sources[position] if position < len(self._sources) else (),
-        )
-
-    async def _load_group(self, wanted: Sequence[_Wanted], stop: asyncio.Event, deadline_s: float) -> None:
-        # Two half windows: one is being copied while the next is promoted or pulled. No more is ever held.
-        half = max(1, self._pool.window_pages // 2)
-        in_flight = asyncio.Semaphore(2)
-
-        async def one_window(part: Sequence[_Wanted]) -> None:
+        async def one_window(window: Sequence[_Wanted]) -> None:
             try:
-                await self._load_window([item for item in part if item.position < self._first_failed], stop, deadline_s)
+                await self._load_window(window, stop, ends_at_s)
             finally:
-                in_flight.release()
+                places.release()
+            for item in window:
+                progress.settled(item.layer_group)
+            layers = progress.layers_in()
+            if layers and self._first_failed:
+                report(layers, range(self._first_failed, len(self._span.chunks)))
 
         tasks: list[asyncio.Task[None]] = []
         for start in range(0, len(wanted), half):
-            await in_flight.acquire()
+            await places.acquire()
             tasks.append(asyncio.ensure_future(one_window(wanted[start : start + half])))
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await asyncio.gather(*tasks)
+        return self._outcome()
 
-    async def _load_window(self, wanted: Sequence[_Wanted], stop: asyncio.Event, deadline_s: float) -> None:
-        remaining_s = deadline_s - self._clock.monotonic_s()
+    def _wanted(self) -> list[_Wanted]:
+        groups = self._rank.grid.head_groups
+        return [
+            _Wanted(position, shard // groups, self._wish(position, shard))
+            for layer_group in range(self._rank.grid.layer_groups)
+            for position in range(len(self._span.chunks))
+            for shard in self._rank.shard_list
+            if shard // groups == layer_group
+        ]
+
+    def _wish(self, position: int, shard: int) -> PageWish:
+        return PageWish(
+            key=self._rank.key(self._span, position, shard),
+            metadata=self._span.metadata(position),
+            chain_head_hash=self._span.chain_head,
+            sources=self._sources[position],
+        )
+
+    def _layers_before(self, layer_group: int) -> int:
+        """Layers of the rank up to the end of a layer group."""
+        grid = self._rank.grid
+        return grid.layers_of(layer_group * grid.head_groups).stop - self._rank.layout.first_layer
+
+    async def _load_window(self, window: Sequence[_Wanted], stop: asyncio.Event, ends_at_s: float) -> None:
+        """Settle every page of a window: scattered, or its chunk failed. Never raises."""
+        wanted = [item for item in window if item.position < self._first_failed]
         if not wanted:
             return
-        if stop.is_set() or remaining_s <= 0:
-            cause = Stopped("the load was cancelled") if stop.is_set() else DeadlineExceeded("the load's time is up")
-            self._fail(wanted[0].position, cause)
-            return
-        settled: set[int] = set()
+        unsettled = dict(enumerate(wanted))
+        try:
+            await self._take_window(wanted, unsettled, stop, ends_at_s)
+        except KvPoolError as error:
+            self._fail_all(unsettled.values(), error)
+        except Exception:
+            _log.exception("a load failed")
+            self._fail_all(wanted, KvPoolError("internal error in the agent; its log has the details"))
+
+    async def _take_window(
+        self, wanted: Sequence[_Wanted], unsettled: dict[int, _Wanted], stop: asyncio.Event, ends_at_s: float
+    ) -> None:
+        """Takes what settles out of `unsettled`; every slot that was yielded is released when this ends."""
+        remaining_s = ends_at_s - asyncio.get_running_loop().time()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the load's time is up")
         copying: list[asyncio.Task[None]] = []
         batch: list[tuple[_Wanted, ReadSlot]] = []
         batch_bytes = 0
         try:
             answers = self._pool.acquire([item.wish for item in wanted], remaining_s)
-            async for number, answer in until_stopped(answers, stop):
-                settled.add(number)
-                if not isinstance(answer, ReadSlot):
-                    self._miss(wanted[number], answer)
-                    continue
-                batch.append((wanted[number], answer))
-                batch_bytes += len(answer.page)
-                if batch_bytes * self._workers.thread_count >= BATCH_BYTES:
-                    copying.append(asyncio.ensure_future(self._copy(batch, stop)))
-                    batch, batch_bytes = [], 0
-        except KvPoolError as error:
-            unsettled = [item.position for number, item in enumerate(wanted) if number not in settled]
-            self._fail(min(unsettled, default=len(self._span.chunks)), error)
+            async with aclosing(each_until_stopped(answers, stop, ends_at_s)) as settling:
+                async for number, answer in settling:
+                    item = unsettled.pop(number)
+                    if not isinstance(answer, ReadSlot):
+                        self._fail(item.position, answer or PageMissing(f"page {item.wish.key} is nowhere to be had"))
+                        continue
+                    batch.append((item, answer))
+                    batch_bytes += len(answer.page)
+                    if batch_bytes >= self._cache.batch_bytes:
+                        copying.append(asyncio.ensure_future(self._copy(batch, stop)))
+                        batch, batch_bytes = [], 0
         finally:
             if batch:
                 copying.append(asyncio.ensure_future(self._copy(batch, stop)))
-            results = await asyncio.gather(*copying, return_exceptions=True)
-        for result in results:
+            copied = await asyncio.gather(*copying, return_exceptions=True)
+        for result in copied:
             if isinstance(result, BaseException):
                 raise result
 
     async def _copy(self, batch: Sequence[tuple[_Wanted, ReadSlot]], stop: asyncio.Event) -> None:
+        """Scatter what is still wanted of a batch, and release all of it."""
         corrupt: list[ReadSlot] = []
         try:
-            if not stop.is_set():
-                corrupt = await self._workers.run(lambda: self._verify_and_scatter(batch))
-            else:
-                self._fail(batch[0][0].position, Stopped("the load was cancelled"))
+            if stop.is_set():
+                raise Stopped("the load was cancelled or its engine left")
+            wanted = [(item, slot) for item, slot in batch if item.position < self._first_failed]
+            copies = [self._page_copy(item, slot) for item, slot in wanted]
+            faults = await self._cache.scatter(copies) if copies else []
+            for (item, slot), fault in zip(wanted, faults, strict=True):
+                if fault is None:
+                    self._count_page(item, slot)
+                    continue
+                corrupt.append(slot)
+                self._metrics.verification_failures.inc()
+                _log.warning("page %s fails its check and is not used: %s", item.wish.key, fault)
+                self._fail(item.position, PageCorrupt(f"page {item.wish.key} fails its check in the agent: {fault}"))
+        except KvPoolError as error:
+            self._fail_all([item for item, _ in batch], error)
         finally:
             bad = {id(slot) for slot in corrupt}
-            try:
-                await self._pool.release([slot for _, slot in batch if id(slot) not in bad], corrupt)
-            except KvPoolError:
-                # The session broke: its leases end by the owner's rules once our copies are over, and they are.
-                self._metrics.broken_releases.inc(len(batch))
+            await self._pool.release([slot for _, slot in batch if id(slot) not in bad], corrupt)
 
-    def _verify_and_scatter(self, batch: Sequence[tuple[_Wanted, ReadSlot]]) -> list[ReadSlot]:
-        """Runs on a worker thread. Returns the slots that failed verification."""
-        corrupt: list[ReadSlot] = []
-        for item, slot in batch:
-            if item.position >= self._first_failed:
-                continue
-            key = item.wish.key
-            fault = verify(slot.page, key, self._rank.spec.codec)
-            if fault is not None:
-                corrupt.append(slot)
-                self._fail(item.position, PageCorrupt(f"page {key} failed its check in the agent: {fault}"))
-                continue
-            chunk = self._span.chunks[item.position]
-            layers = self._rank.grid.layers_of(key.shard)
-            copy = PageCopy(key=key, page=slot.page, block_ids=chunk.block_ids, skip_tokens=chunk.skip_tokens)
-            self._cache.scatter(copy, layers.start, layers.stop)
-            source = LoadSource(slot.source)
-            with self._lock:
-                self._source_of[item.position] = max(self._source_of[item.position], source)
-                self._loaded_bytes[source] += len(slot.page)
-        return corrupt
+    def _page_copy(self, item: _Wanted, slot: ReadSlot) -> PageCopy:
+        chunk = self._span.chunks[item.position]
+        return PageCopy(key=item.wish.key, page=slot.page, block_ids=chunk.block_ids, skip_tokens=chunk.skip_tokens)
 
-    def _miss(self, item: _Wanted, error: KvPoolError | None) -> None:
-        self._fail(item.position, error or PageMissing(f"page {item.wish.key} is nowhere to be had"))
+    def _count_page(self, item: _Wanted, slot: ReadSlot) -> None:
+        source, size_bytes = LoadSource(slot.source), len(slot.page)
+        self._source_of[item.position] = max(self._source_of[item.position], source)
+        self.loaded_bytes[source] += size_bytes
+        self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
+
+    def _fail_all(self, items: Iterable[_Wanted], error: KvPoolError) -> None:
+        self._fail(min((item.position for item in items), default=len(self._span.chunks)), error)
 
     def _fail(self, position: int, error: KvPoolError) -> None:
-        with self._lock:
-            if position < self._first_failed:
-                self._first_failed = position
-                self._error = error
-
-    def _measure(self, duration_s: float) -> None:
-        used = [source for source, size_bytes in self._loaded_bytes.items() if size_bytes]
-        for source in used:
-            self._metrics.loaded_bytes.labels(source.name.lower()).inc(self._loaded_bytes[source])
-        if len(used) == 1:  # a mixture says nothing about either
-            self._bandwidths.record(used[0], self._loaded_bytes[used[0]], duration_s)
+        if position < self._first_failed:
+            self._first_failed, self._error = position, error
 
     def _outcome(self) -> LoadOutcome:
         outcome = LoadOutcome(chunk_count=len(self._span.chunks), loaded_chunks=self._first_failed, error=self._error)
-        chunk_tokens = self._rank.spec.chunk_tokens
         for position in range(self._first_failed):
-            tokens = chunk_tokens - self._span.chunks[position].skip_tokens
-            source = self._source_of[position]
-            if source is LoadSource.STAGING:
-                outcome.staging_tokens += tokens
-            elif source is LoadSource.DISK:
-                outcome.disk_tokens += tokens
-            else:
-                outcome.remote_tokens += tokens
+            tokens = self._rank.spec.chunk_tokens - self._span.chunks[position].skip_tokens
+            outcome.tokens[self._source_of[position]] += tokens
         return outcome
 
 
-async def until_stopped(
-    answers: AsyncGenerator[tuple[int, ReadSlot | KvPoolError | None], None], stop: asyncio.Event
-) -> AsyncIterator[tuple[int, ReadSlot | KvPoolError | None]]:
-    """Pass answers on until they end, or raise Stopped; what settles later is released by the pool's own rule."""
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        while True:
-            following = asyncio.ensure_future(anext(answers))
-            await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                following.cancel()
-                await asyncio.wait((following,))
-                # It may have settled while it was being cancelled: then its slot is ours and must be passed on.
-                if following.cancelled() or following.exception() is not None:
-                    raise Stopped("the load was cancelled")
-            try:
-                yield following.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        stopping.cancel()
-        await answers.aclose()
+class _Progress:
+    """Counts pages that settled; a layer group is in once it and all before it have none left."""
+
+    def __init__(self, wanted: Sequence[_Wanted], layers_before: Callable[[int], int], step_layers: int) -> None:
+        """layers_before: layers up to the end of a group. step_layers: of two reports, but for the last one."""
+        self._layers_before, self._step_layers = layers_before, step_layers
+        self._layers_in = self._reported_layers = 0
+        self._left: dict[int, int] = {}  # by layer group, ascending
+        for item in wanted:
+            self._left[item.layer_group] = self._left.get(item.layer_group, 0) + 1
+
+    def settled(self, layer_group: int) -> None:
+        """One page of a group is in, or its chunk failed."""
+        self._left[layer_group] -= 1
+
+    def layers_in(self) -> int:
+        """Layers to report now; 0 if there is nothing new to say."""
+        last = None
+        for group in list(self._left):
+            if self._left[group]:
+                break
+            del self._left[group]
+            last = group
+        if last is not None:
+            self._layers_in = self._layers_before(last)
+        due = self._layers_in - self._reported_layers
+        if not due or (self._left and due < self._step_layers):
+            return 0
+        self._reported_layers = self._layers_in
+        return self._layers_in

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import os
 import sys
-from pathlib import Path
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
 
 import kvpool
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
-from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import StartupFailed
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
@@ -25,8 +26,8 @@ from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.identity import DataDirectory, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
+from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer import GpuAgentServicer
-from kvpool_gpuagent.workers import Workers
 from kvpool_server.config import describe, load_config
 from kvpool_server.fds import FdServer
 from kvpool_server.interceptors import DeadlinePolicy, DefaultTenantAuthenticator, RequestMetrics, aio_interceptors
@@ -66,25 +67,59 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
     tune_process()
     clear_ready_file(config.ready_file)
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
-    directory = DataDirectory(config.data_dir)
-    clock, registry = SystemClock(), new_registry()
-    workers = Workers(config.copy_threads)
-    client_config = ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id)
-    client = IndexClient(client_config)
+    registry = new_registry()
+    async with AsyncExitStack() as stack:
+        directory = DataDirectory(config.data_dir)
+        stack.callback(directory.close)
+        client = IndexClient(ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id))
+        stack.push_async_callback(client.close)
+        engine = _engine(config, client, registry, stack)
+        desk = DescriptorDesk()
+        descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
+        registrar = Registrar(engine, desk, descriptor_socket)
+        page_pool = "arena" if config.pagestore_socket else "remote"
+        server = build_server(GpuAgentServicer(registrar, directory.node_id, page_pool), config, registry)
+        server.listen_unix(config.socket)
+        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
+        descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer)
+        descriptors.start()
+        stack.callback(descriptors.close)
+        node = dataclasses.replace(node, metrics_url=_start_metrics(config, registry, stack))
+        # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
+        link = NodeLink(client, node, load=NodeLoad, snapshot=lambda: iter(()), on_superseded=stop.fail)
+        stack.push_async_callback(link.close)
+        await server.start()
+        await server.set_serving(True)
+        linking = asyncio.ensure_future(link.start())
+        _publish(config, node)
+        await stop.wait()
+        linking.cancel()
+        await asyncio.gather(linking, return_exceptions=True)
+        # Sessions first: their streams end with the reason, and their slots go back, before the server cuts them off.
+        await engine.close()
+        await server.stop(config.drain_s)
+
+
+def _engine(
+    config: GpuAgentConfig, client: IndexClient, registry: CollectorRegistry, stack: AsyncExitStack
+) -> GpuAgentEngine:
+    """The engine on its adapters; what has threads is closed by the stack."""
+    device = CpuDevice(config.copy_threads)
+    stack.push_async_callback(device.close)
     pools = ConfiguredPools(
-        client, client_config, pagestore_socket=config.pagestore_socket, bounce_bytes=config.bounce_bytes
+        client,
+        ClientConfig(host_id=config.host_id),
+        pagestore_socket=config.pagestore_socket,
+        bounce_bytes=config.bounce_bytes,
+        on_map=device.register_segment,
     )
-    engine = GpuAgentEngine(
-        config,
-        clock,
-        CpuDevice(),
-        GrpcIndex(client, config.index_timeout_ms / 1e3),
-        pools,
-        workers,
-        AgentMetrics(registry),
-    )
-    desk = DescriptorDesk()
-    descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
+    stack.push_async_callback(asyncio.to_thread, pools.close)
+    index = GrpcIndex(client, config.index_timeout_ms / 1e3)
+    return GpuAgentEngine(config, device, index, pools, AgentMetrics(registry))
+
+
+def build_server(servicer: GpuAgentServicer, config: GpuAgentConfig, registry: CollectorRegistry) -> ControlServer:
+    """The gRPC server with everything that goes around its calls; not listening yet."""
     server = ControlServer(
         interceptors=aio_interceptors(
             metrics=RequestMetrics("gpuagent", registry),
@@ -93,48 +128,31 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         ),
         service_names=[_SERVICE_NAME],
     )
-    page_pool = "arena" if config.pagestore_socket else "remote"
-    servicer = GpuAgentServicer(engine, directory.node_id, page_pool, desk, descriptor_socket)
     gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server(servicer, server.grpc)
-    listen, metrics_listen = _address("listen", config.listen), _address("metrics_listen", config.metrics_listen)
-    server.listen_unix(config.socket)
-    port = server.listen_tcp(listen)
-    descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer)
-    descriptors.start()
-    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    node = NodeInfo(
-        node_id=directory.node_id,
+    return server
+
+
+def _start_metrics(config: GpuAgentConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
+    address = _address("metrics_listen", config.metrics_listen)
+    port, stop_metrics = start_metrics_server(address.host, address.port, registry)
+    stack.callback(stop_metrics)
+    return f"http://{TcpAddress(address.host, port)}/metrics"
+
+
+def _node(config: GpuAgentConfig, node_id: bytes, port: int) -> NodeInfo:
+    return NodeInfo(
+        node_id=node_id,
         kind=NodeKind.AGENT,
         host_id=config.host_id,
         endpoint=str(TcpAddress(config.advertise_host, port)),
         local_socket=str(config.socket.absolute()),
-        metrics_url=f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics",
     )
-    # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
-    link = NodeLink(client, node, load=NodeLoad, snapshot=lambda: iter(()), on_superseded=stop.fail)
-    try:
-        await server.start()
-        await server.set_serving(True)
-        linking = asyncio.ensure_future(link.start())
-        _publish(config.ready_file, node)
-        await stop.wait()
-        linking.cancel()
-        await engine.close()
-        await server.stop(config.drain_s)
-    finally:
-        await link.close()
-        await client.close()
-        descriptors.close()
-        stop_metrics()
-        await asyncio.to_thread(workers.close)
-        await asyncio.to_thread(pools.close)
-        directory.close()
 
 
-def _publish(ready_file: Path | None, node: NodeInfo) -> None:
+def _publish(config: GpuAgentConfig, node: NodeInfo) -> None:
     _log.info("serving", extra=fields(endpoint=node.endpoint, socket=node.local_socket, metrics_url=node.metrics_url))
     write_ready_file(
-        ready_file,
+        config.ready_file,
         endpoint=node.endpoint,
         socket=node.local_socket,
         metrics_url=node.metrics_url,

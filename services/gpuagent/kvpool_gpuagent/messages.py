@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.errors import InvalidRequest, NotServed
-from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.layout import EngineLayout
 from kvpool.v1 import common_pb2, gpuagent_pb2
-from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
+from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_engine import layout_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, StoreOutcome
-from kvpool_gpuagent.engine import EngineMatch
+from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, Retention, StoreOutcome
+from kvpool_gpuagent.engine import Registration
 from kvpool_gpuagent.ports import MappedHandle
+from kvpool_gpuagent.session import EngineMatch
 
 MAX_NAME_LENGTH = 128
 
@@ -55,30 +54,41 @@ def handles_from_proto(register: gpuagent_pb2.EngineRegister) -> AwaitedHandles:
     )
 
 
-def spec_from_register(register: gpuagent_pb2.EngineRegister) -> KeyspaceSpec:
-    """Raises InvalidRequest, GeometryUnsupported."""
+def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registration:
+    """Raises InvalidRequest naming the field, GeometryUnsupported."""
     if len(register.engine_name) > MAX_NAME_LENGTH:
         raise InvalidRequest(f"engine_name must have at most {MAX_NAME_LENGTH} characters")
-    return spec_from_proto(register.spec)
+    if len(register.previous_session_id) not in (0, HASH_BYTES):
+        raise InvalidRequest(f"previous_session_id must be empty or {HASH_BYTES} bytes")
+    return Registration(
+        engine_name=register.engine_name,
+        keyspace_name=register.keyspace_name,
+        spec=spec_from_proto(register.spec),
+        layout=layout_from_proto(register.layout, register.handles),
+        load_only=register.load_only,
+        layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
+        previous_session_id=register.previous_session_id,
+    )
 
 
-def layout_from_register(register: gpuagent_pb2.EngineRegister) -> EngineLayout:
-    """Raises InvalidRequest naming the field."""
-    return layout_from_proto(register.layout, register.handles)
-
-
-def span_from_proto(
-    request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest, *, chain_head: bytes
-) -> ChunkSpan:
-    """Raises InvalidRequest naming the item."""
+def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkSpan:
+    """Raises InvalidRequest naming the item. Lengths and ranges are core.checks' to refuse."""
     chunks: Sequence[gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk] = request.chunks
-    heads = tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes"))
+    chain_head, retention = b"", Retention()
+    if isinstance(request, gpuagent_pb2.EngineStoreRequest):
+        chain_head = request.chain_head_hash
+        retention = Retention(
+            ttl_ms=request.retention.ttl_ms,
+            priority=request.retention.priority,
+            pinned_until_us=request.retention.pinned_until_us,
+        )
     return ChunkSpan(
         chunks=tuple(_chunk(position, chunk) for position, chunk in enumerate(chunks)),
         first_index=request.first_chunk_index,
-        parent_hash=request.parent_hash or ROOT_HASH,
-        group_heads=heads,
-        chain_head=chain_head or (heads[0] if heads else b""),
+        parent_hash=request.parent_hash,
+        group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
+        chain_head=chain_head,
+        retention=retention,
     )
 
 
@@ -121,6 +131,8 @@ def load_done_to_proto(outcome: LoadOutcome) -> gpuagent_pb2.EngineLoadDone:
         failed_chunks=outcome.failed_chunks,
         error=item_error_to_proto(outcome.error) if outcome.error is not None else None,
         tokens=common_pb2.TierTokens(
-            staging=outcome.staging_tokens, disk=outcome.disk_tokens, remote=outcome.remote_tokens
+            staging=outcome.tokens[LoadSource.STAGING],
+            disk=outcome.tokens[LoadSource.DISK],
+            remote=outcome.tokens[LoadSource.REMOTE],
         ),
     )

@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
+from kvpool.core.cluster import ChainMatch, ChainQuery, PageMetadata, RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.page import PageKey
+from kvpool.core.page import PageFault, PageKey
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -43,26 +43,36 @@ class EngineEvent:
 
 
 StopFlag = Callable[[], bool]
-"""Asked between bursts; True means that nothing more may be started."""
+"""Asked between bursts, from any thread; True means that nothing more may be started."""
 
 
 class EngineCache(Protocol):
-    """One engine rank's paged KV cache, mapped. Methods block and are called from worker threads, several at once."""
+    """One engine rank's paged KV cache, mapped. Called on the event loop; the device has its own threads or streams.
 
-    def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> int:
+    Several calls may run at once: a device orders, joins and overlaps them as suits it (bursts into scratch, copies on
+    its streams). What holds for each: once it has returned, or raised, or its cancelled caller has got CancelledError,
+    no work of that call touches cache or slots any more. A device that fails raises KvPoolError.
+    """
+
+    batch_bytes: int  # hand page bytes over in calls of about so many: enough to be fast, few enough to overlap
+
+    async def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> bool:
         """Fill slots from the cache and seal them (sum table, then header).
 
-        Returns how many leading copies are complete: all of them, unless `stop` said so. When it returns, no work
-        that touches cache or slots is left running.
+        after: the gather waits for it on the device, never on the loop. Returns whether all copies are complete; False
+        only if `stop` said so.
         """
         ...
 
-    def scatter(self, copy: PageCopy, first_layer: int, last_layer: int) -> None:
-        """Move the page's model layers [first_layer, last_layer) into the cache; the page was verified before."""
+    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
+        """Verify pages and move those that pass into the cache. Per copy, None or why nothing of it was moved.
+
+        A page that fails, in whatever block, leaves the cache as it was.
+        """
         ...
 
-    def close(self) -> None:
-        """Unmap; nothing may be running. Idempotent."""
+    async def close(self) -> None:
+        """Unmap; no call may be running. Idempotent."""
         ...
 
 
@@ -80,18 +90,25 @@ class Device(Protocol):
 
     name: str  # "cpu" or "cuda"
 
-    def map_cache(
+    def check(self, spec: KeyspaceSpec, layout: EngineLayout) -> None:
+        """Refuse what this device cannot copy, before anything is mapped. Raises NotServed naming it."""
+        ...
+
+    async def map_cache(
         self, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handles: Sequence[MappedHandle]
     ) -> EngineCache:
-        """Map an engine's memory; takes ownership of descriptors. Blocks. Raises InvalidRequest naming the argument."""
+        """Map an engine's memory; owns the descriptors from the call on. Raises InvalidRequest naming the argument."""
         ...
 
     def register_segment(self, segment: memoryview) -> Callable[[], None]:
-        """Make an arena segment fast to copy from and to (CUDA: pin it); returns what undoes it."""
+        """Make an arena segment fast to copy from and to (CUDA: pin it); returns what undoes it.
+
+        Both block and may run in any thread. The device keeps no view of the segment after the undoing.
+        """
         ...
 
-    def close(self) -> None:
-        """Release the device."""
+    async def close(self) -> None:
+        """Release the device; every cache is closed."""
         ...
 
 
@@ -116,38 +133,49 @@ class ReadSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWish:
-    """One page that a load wants: its key, where a match saw it, and what is kept beside it."""
+    """One page that a store or load wants: its key, what is kept beside it, and where a match saw it."""
 
     key: PageKey
-    chunk_index: int
-    parent_hash: bytes
-    group_head_hash: bytes
-    chain_head_hash: bytes
-    sources: tuple[RemoteSource, ...]  # best first
+    metadata: PageMetadata
+    chain_head_hash: bytes  # 16 bytes; may be empty for a load
+    sources: tuple[RemoteSource, ...] = ()  # best first
 
 
 class PagePool(Protocol):
     """Pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams.
 
     Leases belong to the pool's session; a broken session raises ServiceUnavailable or SessionUnknown from every call.
+    Who asks for more than is free waits for what others give back, first come first served, and holds none of it
+    meanwhile. A slot's view dies with its lease: whoever touches it after commit, abort or release gets ValueError.
     """
 
-    kind: str  # "arena" or "remote"
-    local_node_id: bytes  # of this host's pagestore once it was reached; empty before and without one
-    window_pages: int  # leases of each kind held at once at most
+    @property
+    def kind(self) -> str:
+        """ "arena" or "remote"."""
+        ...
+
+    @property
+    def local_node_id(self) -> bytes:
+        """Of this host's pagestore once it was reached; empty before and without one."""
+        ...
+
+    @property
+    def window_pages(self) -> int:
+        """Pages of one reserve or acquire at most."""
+        ...
 
     async def reserve(
-        self, wishes: Sequence[PageWish], page_bytes: Sequence[int]
+        self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
     ) -> Sequence[WriteSlot | int | KvPoolError]:
-        """Per page: a slot, Admission.EXISTS or Admission.PENDING, or why not."""
+        """Per page: a slot, Admission.EXISTS or Admission.PENDING, or why not. A cancelled caller holds nothing."""
         ...
 
     async def commit(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
-        """Make pages visible; per page None or why not. The slots are gone either way."""
+        """Make pages visible; per page None or why not. The slots are gone whatever happens."""
         ...
 
     async def abort(self, slots: Sequence[WriteSlot]) -> None:
-        """Give slots back unwritten."""
+        """Give slots back unwritten. Never raises, never waits."""
         ...
 
     def acquire(
@@ -160,7 +188,7 @@ class PagePool(Protocol):
         ...
 
     async def release(self, slots: Sequence[ReadSlot], corrupt: Sequence[ReadSlot] = ()) -> None:
-        """End reads; `corrupt` ones failed verification."""
+        """End reads; `corrupt` ones failed verification. Never raises: a session that broke ends its leases itself."""
         ...
 
     async def connect(self) -> None:
@@ -168,7 +196,7 @@ class PagePool(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the session normally: nothing is leased any more."""
+        """End the session normally: nothing is leased any more. Never raises."""
         ...
 
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from kvpool.core.errors import NotServed
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.descriptors import DescriptorDesk
-from kvpool_gpuagent.engine import GpuAgentEngine
+from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.stream import EngineStream
 
 
 class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     """See proto/kvpool/v1/gpuagent.proto."""
 
-    def __init__(
-        self, engine: GpuAgentEngine, node_id: bytes, page_pool: str, desk: DescriptorDesk, descriptor_socket: Path
-    ) -> None:
-        self._engine, self._node_id, self._page_pool = engine, node_id, page_pool
-        self._desk, self._descriptor_socket = desk, descriptor_socket
+    def __init__(self, registrar: Registrar, node_id: bytes, page_pool: str) -> None:
+        """page_pool: "arena" or "remote"."""
+        self._registrar, self._engine = registrar, registrar.engine
+        self._node_id, self._page_pool = node_id, page_pool
 
-    async def EngineSession(
+    async def EngineSession(  # type: ignore[override]  # a coroutine that writes: its end is known when it is over
         self, request_iterator: AsyncIterator[gpuagent_pb2.EngineRequest], context: Any
-    ) -> AsyncIterator[gpuagent_pb2.EngineResponse]:
-        stream = EngineStream(self._engine, self._desk, self._descriptor_socket)
-        async for response in stream.serve(request_iterator):
-            yield response
+    ) -> None:
+        await EngineStream(self._registrar).serve(request_iterator, context.write)
 
     async def GetAgentStatus(
         self, request: gpuagent_pb2.GetAgentStatusRequest, context: Any

@@ -3,120 +3,155 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvpool.core.errors import KvPoolError, Stopped
-from kvpool.core.grid import shards_in
+from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.outcome import Admission
-from kvpool.core.page import PageKey, page_bytes
-from kvpool.core.payload import payload_bytes
 from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, windows
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, StopFlag, WriteSlot
-from kvpool_gpuagent.workers import Workers
+from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, WriteSlot
+from kvpool_gpuagent.waiting import until_stopped
 
-AskKept = Callable[[int], Awaitable[bool]]
-"""Tells the engine that the first N chunks are gathered and returns its answer; False when the engine is gone."""
+_log = logging.getLogger(__name__)
+
+AskKept = Callable[[int], Coroutine[Any, Any, bool]]
+"""Tells the engine that the first N chunks are gathered and returns its answer; False when it does not come."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """Slots of one window by position of their chunk in the request."""
+    """Slots of one window, each with the position of its chunk in the request."""
 
-    chunks: range
     slots: list[tuple[int, WriteSlot]]
+
+    def take_slots(self, but: Callable[[int], bool] = lambda position: False) -> list[WriteSlot]:
+        """Slots whose owner is the caller from now on; those of positions that `but` holds for stay."""
+        taken = [slot for position, slot in self.slots if not but(position)]
+        self.slots = [(position, slot) for position, slot in self.slots if but(position)]
+        return taken
 
 
 class StoreRun:
-    """One store request. Never cancelled from outside: `stop` makes it give its slots back and end."""
+    """One store request. Never cancelled from outside: `stop` makes it give its slots back and end.
 
-    def __init__(
-        self, rank: Rank, span: ChunkSpan, pool: PagePool, cache: EngineCache, workers: Workers, metrics: AgentMetrics
-    ) -> None:
+    Every slot that was reserved is committed or aborted, whatever fails.
+    """
+
+    def __init__(self, rank: Rank, span: ChunkSpan, pool: PagePool, cache: EngineCache, metrics: AgentMetrics) -> None:
         self._rank, self._span = rank, span
-        self._pool, self._cache, self._workers, self._metrics = pool, cache, workers, metrics
-        self._shards = list(shards_in(rank.shards))
-        self._page_bytes = {s: page_bytes(payload_bytes(rank.spec, rank.grid, s)) for s in self._shards}
+        self._pool, self._cache, self._metrics = pool, cache, metrics
+        self._shards = rank.shard_list
         self._outcome = StoreOutcome()
         self._written = [0] * len(span.chunks)
+        self._committing: asyncio.Future[None] | None = None
 
-    async def run(self, ask_kept: AskKept, stop: StopFlag) -> StoreOutcome:
-        """Store all chunks. A failure of some pages fails their chunks, never the request.
-
-        Raises only when the pool's session broke, after every slot's copy has ended.
-        """
-        # Half a session's leases: the window being gathered and the one being committed overlap.
-        cuts = windows([len(self._shards)] * len(self._span.chunks), max(1, self._pool.window_pages // 2))
-        committing: asyncio.Task[None] | None = None
+    async def run(self, ask_kept: AskKept, stop: asyncio.Event) -> StoreOutcome:
+        """Store what can be stored. A failure of some pages fails their chunks, never the request."""
+        next_chunk = 0
         try:
-            for chunks in cuts:
-                window = await self._reserve(chunks)
-                kept = await self._gather(window, ask_kept, stop)
-                if committing is not None:
-                    await committing
-                committing = asyncio.ensure_future(self._commit(window) if kept else self._give_up(window, stop))
-                if not kept:
-                    self._fail(range(chunks.stop, len(self._span.chunks)), _stopped(stop))
-                    break
+            for chunks in self._windows():
+                await self._store_window(chunks, ask_kept, stop)
+                next_chunk = chunks.stop
+        except KvPoolError as error:
+            self._fail(range(next_chunk, len(self._span.chunks)), error)
+        except Exception:
+            _log.exception("a store failed")
+            internal = KvPoolError("internal error in the agent; its log has the details")
+            self._fail(range(next_chunk, len(self._span.chunks)), internal)
         finally:
-            if committing is not None:
-                await committing
+            await self._commit_ended()
         self._count()
         return self._outcome
 
-    async def _reserve(self, chunks: range) -> _Window:
+    def _windows(self) -> list[range]:
+        # A chunk's pages are reserved together: its blocks are kept or not kept as one.
+        if len(self._shards) > self._pool.window_pages:
+            raise ArenaFull(
+                f"a chunk of this rank has {len(self._shards)} pages, but the agent may hold {self._pool.window_pages} "
+                f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
+            )
+        # Half a session's leases: the window being gathered and the one being committed overlap.
+        half = max(1, self._pool.window_pages // 2)
+        return windows([len(self._shards)] * len(self._span.chunks), half)
+
+    async def _store_window(self, chunks: range, ask_kept: AskKept, stop: asyncio.Event) -> None:
+        """Gather one window and start its commit. Raises KvPoolError when nothing more is to be stored."""
+        window = await self._reserve(chunks, stop)
+        try:
+            await self._abort_failed(window)
+            await self._gather(window, stop)
+            if not await until_stopped(ask_kept(chunks.stop), stop):
+                raise Stopped("the engine did not keep the blocks until they were gathered")
+            await self._commit_ended()
+        except BaseException:
+            await self._pool.abort(window.take_slots())
+            raise
+        self._committing = asyncio.ensure_future(self._commit(window))
+
+    async def _reserve(self, chunks: range, stop: asyncio.Event) -> _Window:
         wishes = [self._wish(position, shard) for position in chunks for shard in self._shards]
-        answers = await self._pool.reserve(wishes, [self._page_bytes[wish.key.shard] for wish in wishes])
-        window = _Window(chunks, [])
+        sizes_bytes = [self._rank.page_bytes(wish.key.shard) for wish in wishes]
+        answers = await until_stopped(self._pool_reserve(wishes, sizes_bytes), stop)
+        window = _Window([])
         for number, answer in enumerate(answers):
             position = chunks.start + number // len(self._shards)
             if isinstance(answer, WriteSlot):
                 window.slots.append((position, answer))
             elif isinstance(answer, KvPoolError):
-                self._outcome.failed.setdefault(position, answer)
+                self._fail([position], answer)
             else:
                 self._metrics.deduplicated_pages.labels(Admission(answer).name.lower()).inc()
         return window
 
+    async def _pool_reserve(
+        self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
+    ) -> Sequence[WriteSlot | int | KvPoolError]:
+        return await self._pool.reserve(wishes, sizes_bytes)
+
     def _wish(self, position: int, shard: int) -> PageWish:
-        span = self._span
         return PageWish(
-            key=PageKey(self._rank.keyspace, span.chunks[position].chunk_hash, shard),
-            chunk_index=span.first_index + position,
-            parent_hash=span.parent(position),
-            group_head_hash=span.group_head(position),
-            chain_head_hash=span.chain_head,
-            sources=(),
+            key=self._rank.key(self._span, position, shard),
+            metadata=self._span.metadata(position),
+            chain_head_hash=self._span.chain_head,
         )
 
-    async def _gather(self, window: _Window, ask_kept: AskKept, stop: StopFlag) -> bool:
+    async def _abort_failed(self, window: _Window) -> None:
+        """A chunk of which some page got no slot cannot become complete: its other slots serve others better."""
+        failed = self._outcome.failed
+        await self._pool.abort(window.take_slots(but=lambda position: position not in failed))
+
+    async def _gather(self, window: _Window, stop: asyncio.Event) -> None:
         copies = [
             PageCopy(key=slot.key, page=slot.page, block_ids=self._span.chunks[position].block_ids)
             for position, slot in window.slots
         ]
-        done = True
-        if copies:
-            try:
-                done = await self._workers.gather(self._cache, copies, stop)
-            except Exception:
-                await self._pool.abort([slot for _, slot in window.slots])
-                raise
-        return done and await ask_kept(window.chunks.stop)
+        if copies and not await self._cache.gather(copies, None, stop.is_set):
+            raise Stopped("the store was cancelled or its engine left before all was gathered")
 
     async def _commit(self, window: _Window) -> None:
-        slots = [slot for _, slot in window.slots]
-        results = await self._pool.commit(slots) if slots else []
-        for (position, slot), error in zip(window.slots, results, strict=True):
+        owners = [(position, len(slot.page)) for position, slot in window.slots]
+        for (position, size_bytes), error in zip(owners, await self._commit_slots(window.take_slots()), strict=True):
             if error is None:
                 self._written[position] += 1
-                self._metrics.stored_bytes.inc(len(slot.page))
+                self._metrics.stored_bytes.inc(size_bytes)
             else:
-                self._outcome.failed.setdefault(position, error)
+                self._fail([position], error)
 
-    async def _give_up(self, window: _Window, stop: StopFlag) -> None:
-        await self._pool.abort([slot for _, slot in window.slots])
-        self._fail(window.chunks, _stopped(stop))
+    async def _commit_slots(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
+        try:
+            results = await self._pool.commit(slots) if slots else []
+        except Exception as error:
+            _log.exception("a commit failed")
+            return [KvPoolError(f"the pages could not be committed ({error})")] * len(slots)
+        return results
+
+    async def _commit_ended(self) -> None:
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            await committing
 
     def _fail(self, chunks: Sequence[int], error: KvPoolError) -> None:
         for position in chunks:
@@ -130,9 +165,3 @@ class StoreRun:
                 self._outcome.stored_chunks += 1
             else:
                 self._outcome.deduplicated_chunks += 1
-
-
-def _stopped(stop: StopFlag) -> KvPoolError:
-    if stop():
-        return Stopped("the store was cancelled or its engine left before the chunk was committed")
-    return Stopped("the engine did not keep the blocks until they were gathered; nothing of the window was stored")

@@ -36,6 +36,7 @@ class Acquisition:
         self._ends_at_s = 0.0
         self._ready: deque[AcquireResult] = deque()
         self._changed = asyncio.Event()
+        self._sent = False
         self._final = False
         self._abandoned = False
         self._failure: KvPoolError | None = None
@@ -45,6 +46,7 @@ class Acquisition:
         try:
             async with asyncio.timeout_at(self._ends_at_s):
                 await self._submit(self)
+                self._sent = True
         except BaseException as error:
             self._abandoned = True  # it may have been sent in the same instant
             if isinstance(error, TimeoutError):
@@ -82,6 +84,12 @@ class Acquisition:
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the pagestore did not settle all pages within {self._timeout_s:g} s")
+
+    async def wait_settled(self) -> None:
+        """Return when no more answers will come: only then do items that were not waited for leave the window."""
+        while self._sent and not self._final and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
 
     def deliver(self, response: pagestore_pb2.SessionResponse) -> bool:
         """See stream.Reply."""

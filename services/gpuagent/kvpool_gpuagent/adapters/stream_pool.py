@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvpool.client.index import IndexClient
 from kvpool.client.transfer import PageToWrite
 from kvpool.core.cluster import ChainQuery, Location, PageMetadata, RemoteSource, StaleLocation
-from kvpool.core.errors import ArenaFull, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool_gpuagent.adapters.stream_reading import BounceBuffers, PageReading, PeerClients
+from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
+from kvpool_gpuagent.adapters.stream_reading import PageReading
 from kvpool_gpuagent.ports import PageWish, ReadSlot, WriteSlot
 
 WRITE_TIMEOUT_S = 60.0
+RESERVE_WAIT_S = 5.0  # for other stores of this agent to end
+_WINDOW_PAGES_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBuffers:
+    """Halves of the agent's memory for pages in flight: neither loads nor stores can starve the others."""
+
+    reads: BounceBuffers
+    writes: BounceBuffers
+
+    @classmethod
+    def of(cls, capacity_bytes: int) -> StreamBuffers:
+        """Both halves of a budget."""
+        return cls(BounceBuffers(capacity_bytes // 2), BounceBuffers(capacity_bytes // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ class StreamPool:
         keyspace: bytes,
         spec: KeyspaceSpec,
         index: IndexClient,
-        buffers: BounceBuffers,
+        buffers: StreamBuffers,
         peers: PeerClients,
         host_id: str,
     ) -> None:
@@ -51,8 +67,8 @@ class StreamPool:
         self._sizes_bytes = [page_bytes(payload_bytes(spec, grid, shard)) for shard in range(grid.shard_count)]
         self._index, self._buffers, self._peers, self._host_id = index, buffers, peers, host_id
         self._reports: set[asyncio.Task[None]] = set()
-        # Half for reads and half for writes: neither can starve the other.
-        self.window_pages = max(1, min(256, buffers.capacity_bytes // 2 // max(self._sizes_bytes)))
+        fitting = buffers.writes.capacity_bytes // max(self._sizes_bytes)
+        self.window_pages = max(1, min(_WINDOW_PAGES_MAX, fitting))
 
     async def connect(self) -> None:
         """There is no session to open."""
@@ -67,86 +83,95 @@ class StreamPool:
         if not nodes:
             raise ServiceUnavailable("no pagestore is alive to take pages")
         present = await self._present(wishes)
-        answers: list[WriteSlot | int | KvPoolError] = []
-        for wish, size_bytes in zip(wishes, sizes_bytes, strict=True):
-            if present.get(wish.key.chunk_hash, 0) >> wish.key.shard & 1:
-                answers.append(int(Admission.EXISTS))
-                continue
-            page = self._buffers.take(size_bytes)
-            if page is None:
-                answers.append(ArenaFull("this agent's bounce buffers are all in flight"))
-                continue
-            metadata = PageMetadata(
-                parent_hash=wish.parent_hash, chunk_index=wish.chunk_index, group_head_hash=wish.group_head_hash
-            )
-            target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation, metadata)
-            answers.append(WriteSlot(key=wish.key, page=page, lease=target))
+        answers: list[WriteSlot | int | KvPoolError] = [int(Admission.EXISTS)] * len(wishes)
+        missing = [at for at, wish in enumerate(wishes) if wish.key.chunk_hash not in present]
+        pages = await self._take([sizes_bytes[at] for at in missing])
+        # Nothing is awaited from here on: a cancelled caller loses no buffer.
+        for at, page in zip(missing, pages, strict=True):
+            wish = wishes[at]
+            target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation, wish.metadata)
+            answers[at] = WriteSlot(key=wish.key, page=page, lease=target)
         return answers
+
+    async def _take(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
+        try:
+            async with asyncio.timeout(RESERVE_WAIT_S):
+                return await self._buffers.writes.take(sizes_bytes)
+        except TimeoutError:
+            raise Overloaded("other stores keep this agent's memory for pages in flight busy") from None
 
     async def commit(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
         """See ports.PagePool. Returns when the pagestores have verified the pages."""
-        results: list[KvPoolError | None] = [None] * len(slots)
+        results: list[KvPoolError | None] = [ServiceUnavailable(f"page {slot.key} was not written") for slot in slots]
         groups: dict[tuple[str, int], list[int]] = {}
         for position, slot in enumerate(slots):
-            target = _target(slot)
-            groups.setdefault((target.endpoint, target.incarnation), []).append(position)
-
-        def write(endpoint: str, incarnation: int, positions: Sequence[int]) -> None:
-            pages = [
-                PageToWrite(key=slots[at].key, page=slots[at].page, metadata=_target(slots[at]).metadata)
-                for at in positions
-            ]
-
-            def on_page(item: int, admission: Admission, error: KvPoolError | None) -> None:
-                results[positions[item]] = error if admission is Admission.REJECTED else None
-
-            self._peers.get(endpoint).write_pages(
-                [(self._keyspace, self._spec)],
-                pages,
-                on_page,
-                timeout_s=WRITE_TIMEOUT_S,
-                expected_incarnation=incarnation,
-            )
-
-        try:
-            jobs = [self._run(partial(write, *key, positions)) for key, positions in groups.items()]
-            await asyncio.gather(*jobs)
-        finally:
-            await self.abort(slots)
+            groups.setdefault((_target(slot).endpoint, _target(slot).incarnation), []).append(position)
+        jobs = [
+            self._peers.run(partial(self._write, endpoint, incarnation, slots, positions, results))
+            for (endpoint, incarnation), positions in groups.items()
+        ]
+        # Only when every thread has ended do the buffers have no other user.
+        failures = await asyncio.gather(*jobs, return_exceptions=True)
+        await self.abort(slots)
+        for failure in failures:
+            if isinstance(failure, BaseException) and not isinstance(failure, KvPoolError):
+                raise failure
         return results
+
+    def _write(
+        self,
+        endpoint: str,
+        incarnation: int,
+        slots: Sequence[WriteSlot],
+        positions: Sequence[int],
+        results: list[KvPoolError | None],
+    ) -> None:
+        """Runs on a thread of the peers."""
+
+        def on_page(item: int, admission: Admission, error: KvPoolError | None) -> None:
+            results[positions[item]] = error if admission is Admission.REJECTED else None
+
+        pages = [
+            PageToWrite(key=slots[at].key, page=slots[at].page, metadata=_target(slots[at]).metadata)
+            for at in positions
+        ]
+        self._peers.get(endpoint).write_pages(
+            [(self._keyspace, self._spec)],
+            pages,
+            on_page,
+            timeout_s=WRITE_TIMEOUT_S,
+            expected_incarnation=incarnation,
+        )
 
     async def abort(self, slots: Sequence[WriteSlot]) -> None:
         """See ports.PagePool."""
-        self._buffers.give_back(sum(len(slot.page) for slot in slots))
+        self._buffers.writes.give_back([slot.page for slot in slots])
 
     async def acquire(
         self, wishes: Sequence[PageWish], wait_s: float
     ) -> AsyncGenerator[tuple[int, ReadSlot | KvPoolError | None], None]:
         """See ports.PagePool. Each page is asked of its sources in turn."""
+        ends_at_s = asyncio.get_running_loop().time() + wait_s
+        try:
+            async with asyncio.timeout_at(ends_at_s):
+                pages = await self._buffers.reads.take([self._sizes_bytes[wish.key.shard] for wish in wishes])
+        except TimeoutError:
+            raise DeadlineExceeded("other loads keep this agent's memory for pages in flight busy") from None
         reading = PageReading(
-            (self._keyspace, self._spec),
-            wishes,
-            self._sizes_bytes,
-            self._buffers,
-            self._peers,
-            self.report_stale,
-            wait_s,
+            (self._keyspace, self._spec), wishes, pages, self._buffers.reads, self._peers, self.report_stale, ends_at_s
         )
-        worker = asyncio.ensure_future(reading.run())
         try:
             for _ in wishes:
                 position, answer = await reading.settled.get()
-                if answer is not None and not isinstance(answer, KvPoolError):
+                if isinstance(answer, ReadSlot):
                     reading.hand_out(position)
                 yield position, answer
         finally:
-            # A thread cannot be cancelled: it goes on into buffers that stay taken until it has ended.
-            reading.abandoned = True
-            worker.add_done_callback(lambda done: reading.give_back_rest())
+            reading.abandon()
 
     async def release(self, slots: Sequence[ReadSlot], corrupt: Sequence[ReadSlot] = ()) -> None:
         """See ports.PagePool."""
-        self._buffers.give_back(sum(len(slot.page) for slot in (*slots, *corrupt)))
+        self._buffers.reads.give_back([slot.page for slot in (*slots, *corrupt)])
         for slot in corrupt:
             assert isinstance(slot.lease, tuple)
             self.report_stale(*slot.lease)
@@ -155,6 +180,7 @@ class StreamPool:
         """See ports.PagePool."""
         for report in self._reports:
             report.cancel()
+        await asyncio.gather(*self._reports, return_exceptions=True)
 
     def report_stale(self, wish: PageWish, source: RemoteSource) -> None:
         """Tell the index, in the background, that a source did not hold what it was said to hold."""
@@ -162,7 +188,7 @@ class StreamPool:
             StaleLocation(
                 keyspace=self._keyspace,
                 chunk_hash=wish.key.chunk_hash,
-                group_head_hash=wish.group_head_hash,
+                group_head_hash=wish.metadata.group_head_hash,
                 location=Location(
                     node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << wish.key.shard
                 ),
@@ -180,11 +206,8 @@ class StreamPool:
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 
-    async def _run(self, job: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._peers.threads, job)
-
-    async def _present(self, wishes: Sequence[PageWish]) -> dict[bytes, int]:
-        """Shards of leading chunks that the cluster holds."""
+    async def _present(self, wishes: Sequence[PageWish]) -> set[bytes]:
+        """Hashes of leading chunks of which the cluster holds every shard asked for."""
         chunks = list({wish.key.chunk_hash: wish for wish in wishes}.values())
         shards = 0
         for wish in wishes:
@@ -192,12 +215,12 @@ class StreamPool:
         query = ChainQuery(
             keyspace=self._keyspace,
             chunk_hashes=b"".join(wish.key.chunk_hash for wish in chunks),
-            first_chunk_index=chunks[0].chunk_index,
-            group_head_hash=chunks[0].group_head_hash,
+            first_chunk_index=chunks[0].metadata.chunk_index,
+            group_head_hash=chunks[0].metadata.group_head_hash,
             shards=shards,
         )
         match = await self._index.match_stream.match(query)
-        return {wish.key.chunk_hash: shards for wish in chunks[: match.matched_chunks]}
+        return {wish.key.chunk_hash for wish in chunks[: match.matched_chunks]}
 
 
 def _target(slot: WriteSlot) -> _Target:

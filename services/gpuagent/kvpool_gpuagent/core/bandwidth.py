@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -13,28 +14,35 @@ class LoadSource(IntEnum):
     REMOTE = 3
 
 
-class Bandwidths:
-    """Exponentially weighted bytes per second, one figure per source.
+@dataclass(slots=True)
+class _Sums:
+    size_bytes: float = 0.0
+    duration_s: float = 0.0
 
-    A sample's weight grows with its bytes, so that a burst of tiny loads does not outvote a large one.
+
+class Bandwidths:
+    """Bytes per second, one figure per source: sums of bytes and of time that fade as more bytes are moved.
+
+    A sample counts by its bytes, so that one large load outvotes any number of tiny ones that came before.
     """
 
-    def __init__(self, full_weight_bytes: int = 64 << 20) -> None:
-        self._full_weight_bytes = full_weight_bytes
-        self._bytes_per_s: dict[LoadSource, float] = {}
+    def __init__(self, half_life_bytes: int = 256 << 20) -> None:
+        """half_life_bytes: after so many more bytes a sample counts half."""
+        self._half_life_bytes = half_life_bytes
+        self._sums = {source: _Sums() for source in LoadSource}
 
     def record(self, source: LoadSource, size_bytes: int, duration_s: float) -> None:
         """Add a sample; nonsense (no bytes, no time) is ignored."""
         if size_bytes <= 0 or duration_s <= 0:
             return
-        sample = size_bytes / duration_s
-        weight = min(0.5, size_bytes / self._full_weight_bytes)
-        known = self._bytes_per_s.get(source)
-        self._bytes_per_s[source] = sample if known is None else known + weight * (sample - known)
+        sums, fade = self._sums[source], 0.5 ** (size_bytes / self._half_life_bytes)
+        sums.size_bytes = sums.size_bytes * fade + size_bytes
+        sums.duration_s = sums.duration_s * fade + duration_s
 
     def bytes_per_s(self, source: LoadSource) -> float:
         """0.0 if nothing was measured yet."""
-        return self._bytes_per_s.get(source, 0.0)
+        sums = self._sums[source]
+        return sums.size_bytes / sums.duration_s if sums.duration_s else 0.0
 
     def estimate_ms(self, source: LoadSource, size_bytes: int) -> float:
         """Milliseconds to load size_bytes; 0.0 if nothing was measured yet."""

@@ -1,21 +1,24 @@
-"""What an engine asks of its agent, checked, and what it is told at the end."""
+"""What an engine asks of its agent, and what it is told at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.errors import InvalidRequest, KvPoolError
-from kvpool.core.grid import ShardGrid
+from kvpool.core.chunks import GROUP_CHUNKS
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import KvPoolError
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from kvpool.core.page import PageKey, page_bytes
+from kvpool.core.payload import payload_bytes
+from kvpool_gpuagent.core.bandwidth import LoadSource
 
 BlockIds = npt.NDArray[np.int64]
-HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +35,44 @@ class ChunkBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How long and how eagerly stored pages are kept; the defaults ask for nothing special."""
+
+    ttl_ms: int = 0
+    priority: int = 0
+    pinned_until_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpan:
     """Consecutive chunks of one chain.
 
     group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
     parent_hash: of the chunk before the first.
+    chain_head:  hash of chunk 0; may be empty for a load.
     """
 
     chunks: tuple[ChunkBlocks, ...]
     first_index: int
     parent_hash: bytes
     group_heads: tuple[bytes, ...]
-    chain_head: bytes
+    chain_head: bytes = b""
+    retention: Retention = Retention()
 
     def group_head(self, position: int) -> bytes:
         """Head of the group that the chunk at `position` (in the request) falls into."""
         return self.group_heads[(self.first_index + position) // GROUP_CHUNKS - self.first_index // GROUP_CHUNKS]
 
-    def parent(self, position: int) -> bytes:
-        """Hash of the chunk before the one at `position`."""
-        return self.chunks[position - 1].chunk_hash if position else self.parent_hash
+    def metadata(self, position: int) -> PageMetadata:
+        """What is kept beside the pages of the chunk at `position`."""
+        return PageMetadata(
+            parent_hash=self.chunks[position - 1].chunk_hash if position else self.parent_hash,
+            chunk_index=self.first_index + position,
+            group_head_hash=self.group_head(position),
+            ttl_ms=self.retention.ttl_ms,
+            priority=self.retention.priority,
+            pinned_until_us=self.retention.pinned_until_us,
+        )
 
     @property
     def hashes(self) -> list[bytes]:
@@ -63,27 +84,43 @@ class ChunkSpan:
 class Rank:
     """The part of the keyspace that one engine rank owns."""
 
-    keyspace: bytes
     spec: KeyspaceSpec
     grid: ShardGrid
     layout: EngineLayout
     shards: int  # bitmap
     load_only: bool = False
+    keyspace: bytes = b""  # 16-byte id; empty until the index has opened it
 
     @classmethod
-    def of(cls, keyspace: bytes, spec: KeyspaceSpec, layout: EngineLayout, *, load_only: bool = False) -> Rank:
-        """Raises PartitionRefused naming the grid when the rank's layers and heads are no union of shards."""
+    def of(cls, spec: KeyspaceSpec, layout: EngineLayout, *, load_only: bool = False) -> Rank:
+        """Raises InvalidRequest naming the argument; PartitionRefused naming the grid when the rank's layers and heads
+        are no union of shards."""
         grid = ShardGrid.of(spec)
         layout.validate(spec)
-        layers = range(layout.first_layer, layout.first_layer + len(layout.layers))
-        heads = range(layout.first_head, layout.first_head + layout.head_count)
-        shards = grid.bitmap_for(layers, heads)
-        return cls(keyspace=keyspace, spec=spec, grid=grid, layout=layout, shards=shards, load_only=load_only)
+        shards = grid.bitmap_for(layout.layer_range, layout.head_range)
+        return cls(spec=spec, grid=grid, layout=layout, shards=shards, load_only=load_only)
+
+    def opened(self, keyspace: bytes) -> Rank:
+        """The same rank once the index has named its keyspace."""
+        return replace(self, keyspace=keyspace)
 
     @property
     def blocks_per_chunk(self) -> int:
         """Block ids that name one chunk."""
         return self.spec.chunk_tokens // self.layout.block_tokens
+
+    @property
+    def shard_list(self) -> list[int]:
+        """Shards of this rank, ascending."""
+        return list(shards_in(self.shards))
+
+    def page_bytes(self, shard: int) -> int:
+        """Header, payload and sum table of one page."""
+        return page_bytes(payload_bytes(self.spec, self.grid, shard))
+
+    def key(self, span: ChunkSpan, position: int, shard: int) -> PageKey:
+        """Of one page of the chunk at `position`."""
+        return PageKey(self.keyspace, span.chunks[position].chunk_hash, shard)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,92 +134,20 @@ class StoreOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class LoadOutcome:
-    """End of a load: leading chunks that are in; everything after them is failed, `error` says why the first one is."""
+    """End of a load: leading chunks that are in; everything after them is failed, `error` says why the first one is.
+
+    tokens: of loaded chunks, by the slowest source that a chunk needed.
+    """
 
     chunk_count: int
     loaded_chunks: int = 0
     error: KvPoolError | None = None
-    staging_tokens: int = 0
-    disk_tokens: int = 0
-    remote_tokens: int = 0
+    tokens: dict[LoadSource, int] = field(default_factory=lambda: dict.fromkeys(LoadSource, 0))
 
     @property
     def failed_chunks(self) -> range:
         """Positions in the request that are not usable."""
         return range(self.loaded_chunks, self.chunk_count)
-
-
-def check_span(span: ChunkSpan, rank: Rank, *, max_chunks: int, unique_blocks: bool) -> None:
-    """Refuse a malformed request before anything is touched.
-
-    Raises InvalidRequest naming the argument and the item. unique_blocks: a load must not name a block twice.
-    """
-    count = len(span.chunks)
-    if not 0 < count <= max_chunks:
-        raise InvalidRequest(f"a request names 1 to {max_chunks} chunks, got {count}; split it")
-    if span.first_index < 0:
-        raise InvalidRequest(f"first_chunk_index must be >= 0, got {span.first_index}")
-    groups = (span.first_index + count - 1) // GROUP_CHUNKS - span.first_index // GROUP_CHUNKS + 1
-    if len(span.group_heads) != groups:
-        raise InvalidRequest(
-            f"chunks fall into {groups} chain groups but group_head_hashes has {len(span.group_heads)}"
-        )
-    if span.first_index == 0 and span.parent_hash != ROOT_HASH:
-        raise InvalidRequest("parent_hash of chunk 0 must be 16 zero bytes")
-    _check_hash_lengths(span)
-    for position, chunk in enumerate(span.chunks):
-        _check_blocks(position, chunk, rank)
-    if unique_blocks:
-        _check_unique(span, rank)
-
-
-def _check_hash_lengths(span: ChunkSpan) -> None:
-    for name, value in (("parent_hash", span.parent_hash), *(("group_head_hashes", head) for head in span.group_heads)):
-        if len(value) != HASH_BYTES:
-            raise InvalidRequest(f"{name} must have {HASH_BYTES} bytes, got {len(value)}")
-    for position, chunk in enumerate(span.chunks):
-        if len(chunk.chunk_hash) != HASH_BYTES:
-            raise InvalidRequest(
-                f"chunks[{position}].chunk_hash must have {HASH_BYTES} bytes, got {len(chunk.chunk_hash)}",
-                item_index=position,
-            )
-
-
-def _check_blocks(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
-    ids = chunk.block_ids
-    if ids.shape != (rank.blocks_per_chunk,):
-        raise InvalidRequest(
-            f"chunks[{position}].block_ids must name {rank.blocks_per_chunk} blocks "
-            f"of {rank.layout.block_tokens} tokens, "
-            f"got {ids.shape[0]}",
-            item_index=position,
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= rank.layout.block_count:
-        raise InvalidRequest(
-            f"chunks[{position}].block_ids must lie in [0, {rank.layout.block_count}), "
-            f"got {int(ids.min())} to {int(ids.max())}",
-            item_index=position,
-        )
-    if not 0 <= chunk.skip_tokens < rank.spec.chunk_tokens:
-        raise InvalidRequest(
-            f"chunks[{position}].skip_tokens must lie in [0, {rank.spec.chunk_tokens}), got {chunk.skip_tokens}",
-            item_index=position,
-        )
-    # An opaque cell cannot be written in part; a canonical page can start at any token.
-    if rank.spec.opaque is not None and chunk.skip_tokens % rank.layout.block_tokens:
-        raise InvalidRequest(
-            f"chunks[{position}].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) "
-            f"in an opaque keyspace",
-            item_index=position,
-        )
-
-
-def _check_unique(span: ChunkSpan, rank: Rank) -> None:
-    # Blocks that are skipped whole are not written, so they may repeat.
-    used = np.concatenate([chunk.block_ids[chunk.skip_tokens // rank.layout.block_tokens :] for chunk in span.chunks])
-    values, counts = np.unique(used, return_counts=True)
-    if values.size != used.size:
-        raise InvalidRequest(f"block_ids names block {int(values[counts > 1][0])} twice; destinations must be distinct")
 
 
 def windows(page_counts: Sequence[int], window_pages: int) -> list[range]:

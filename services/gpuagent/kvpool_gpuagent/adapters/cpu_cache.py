@@ -1,0 +1,164 @@
+"""One engine's cache in shared memory: pages out of it and into it, with numpy."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvpool.core import page as page_format
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, RowPlane
+from kvpool.core.page import PageFault
+from kvpool.core.payload import ShardPayload
+from kvpool_gpuagent.adapters.copy_threads import CopyThreads
+from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, ItemShape, PlaneItems
+from kvpool_gpuagent.ports import EngineEvent, PageCopy, StopFlag
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardView:
+    """What copies of one shard need. planes, items: in payload order, [layer][plane]; items with first_head first."""
+
+    payload: ShardPayload
+    first_head: int
+    planes: tuple[RowPlane, ...]
+    items: tuple[PlaneItems, ...]
+    shapes: frozenset[ItemShape]  # nearly always one
+
+
+class CpuCache:
+    """See ports.EngineCache."""
+
+    batch_bytes = _BATCH_BYTES
+
+    def __init__(
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        mappings: Sequence[mmap.mmap],
+        threads: CopyThreads,
+    ) -> None:
+        self._spec, self._grid, self._layout, self._threads = spec, grid, layout, threads
+        self._mappings = list(mappings)
+        self._memory: list[Bytes] = [np.frombuffer(mapping, dtype=np.uint8) for mapping in mappings]
+        self._block_rows = layout.rows_of_block(spec)
+        shards = range(grid.shard_count)
+        owned = grid.bitmap_for(layout.layer_range, layout.head_range)
+        self._shards = {shard: self._shard_view(shard) for shard in shards if owned >> shard & 1}
+
+    async def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> bool:
+        """See ports.EngineCache. A CPU engine's writes are in place when it asks, so `after` must be None."""
+        if after is not None:
+            raise InvalidRequest("a CPU cache has no device events; leave the event unset")
+        share = max(1, -(-len(copies) // self._threads.thread_count))
+        parts = [copies[start : start + share] for start in range(0, len(copies), share)]
+        done = await self._threads.run_all([partial(self._gather_part, part, stop) for part in parts])
+        return all(done)
+
+    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
+        """See ports.EngineCache. One call is one thread's work; calls run side by side."""
+        return await self._threads.run(lambda: [self._verify_and_scatter(copy) for copy in copies])
+
+    async def close(self) -> None:
+        """See ports.EngineCache."""
+        await self._threads.run(self._unmap)
+
+    def _gather_part(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
+        for copy in copies:
+            if stop():
+                return False
+            self._gather(copy)
+        return True
+
+    def _gather(self, copy: PageCopy) -> None:
+        shard = self._shards[copy.key.shard]
+        walk = BlockWalk(copy.block_ids)
+        payload = self._payload(shard, copy.page)
+        rows = {shape: shape.payload_items(payload, len(shard.planes)) for shape in shard.shapes}
+        for number, items in enumerate(shard.items):
+            walk.gather(items, rows[items.shape][number])
+        page_format.seal(copy.page, copy.key, self._spec.codec, shard.payload.payload_bytes)
+
+    def _verify_and_scatter(self, copy: PageCopy) -> PageFault | None:
+        shard = self._shards[copy.key.shard]
+        # All of the page first: a block of it that fails must find the cache untouched.
+        fault = page_format.verify(copy.page, copy.key, self._spec.codec, shard.payload.payload_bytes)
+        if fault is None:
+            self._scatter(shard, copy)
+        return fault
+
+    def _scatter(self, shard: _ShardView, copy: PageCopy) -> None:
+        payload = self._payload(shard, copy.page)
+        whole, part = divmod(copy.skip_tokens, self._layout.block_tokens)
+        if part:  # never in an opaque keyspace: the request was checked
+            self._scatter_part_of_block(shard, payload, int(copy.block_ids[whole]), whole, part)
+            whole += 1
+        if whole == copy.block_ids.size:
+            return
+        walk = BlockWalk(copy.block_ids[whole:])
+        rows = {shape: shape.payload_items(payload, len(shard.planes))[:, whole:] for shape in shard.shapes}
+        for number, items in enumerate(shard.items):
+            walk.scatter(items, rows[items.shape][number])
+
+    def _scatter_part_of_block(
+        self, shard: _ShardView, payload: Bytes, block: int, position: int, first_token: int
+    ) -> None:
+        for number, plane in enumerate(shard.planes):
+            shape = ItemShape.of(plane, self._block_rows, len(shard.payload.heads), by_token=True)
+            rows = shape.payload_items(payload, len(shard.planes))[number, position]
+            self._items(plane, shard.first_head, shape).blocks[block, first_token:] = rows[first_token:]
+
+    @staticmethod
+    def _payload(shard: _ShardView, page: memoryview) -> Bytes:
+        size_bytes = shard.payload.payload_bytes
+        return np.frombuffer(page, dtype=np.uint8, count=size_bytes, offset=page_format.HEADER_BYTES)
+
+    def _shard_view(self, shard: int) -> _ShardView:
+        payload = ShardPayload.of(self._spec, self._grid, shard)
+        first_head = payload.heads.start - self._layout.first_head
+        planes = tuple(
+            plane for layer in payload.layers for plane in self._layout.layers[layer - self._layout.first_layer].planes
+        )
+        shapes = [ItemShape.of(plane, self._block_rows, len(payload.heads)) for plane in planes]
+        items = tuple(self._items(plane, first_head, shape) for plane, shape in zip(planes, shapes, strict=True))
+        return _ShardView(payload, first_head, planes, items, frozenset(shapes))
+
+    def _items(self, plane: RowPlane, first_head: int, shape: ItemShape) -> PlaneItems:
+        return PlaneItems(self._memory[plane.handle], plane, first_head, self._layout.block_count, shape)
+
+    def _unmap(self) -> None:
+        self._shards = {}
+        self._memory = []
+        mappings, self._mappings = self._mappings, []
+        if not close_mappings(mappings):
+            _log.error("views of an engine's memory outlive its session; it is unmapped when the last of them goes")
+
+
+def close_mappings(mappings: Sequence[mmap.mmap]) -> bool:
+    """Unmap; False if views still live (their memory goes with the last of them)."""
+    left = [mapping for mapping in mappings if not _close(mapping)]
+    if left:
+        gc.collect()  # views that only a reference cycle keeps
+        left = [mapping for mapping in left if not _close(mapping)]
+    return not left
+
+
+def _close(mapping: mmap.mmap) -> bool:
+    try:
+        mapping.close()
+    except BufferError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""Refusals of malformed loads and stores, before anything is touched. Each names the argument and the item."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
+from kvpool.core.errors import InvalidRequest
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention
+
+HASH_BYTES = 16
+_PRIORITY_MAX = 100
+
+
+def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
+    """Raises InvalidRequest."""
+    _check_span(span, rank, max_chunks)
+    if len(span.chain_head) != HASH_BYTES:
+        raise InvalidRequest(f"chain_head_hash must have {HASH_BYTES} bytes, got {len(span.chain_head)}")
+    if span.first_index == 0 and span.chain_head != span.chunks[0].chunk_hash:
+        raise InvalidRequest("chain_head_hash must be the hash of chunk 0, which is in this request and differs")
+    _check_retention(span.retention)
+
+
+def check_load(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
+    """Raises InvalidRequest; also when a block that would be written is named twice."""
+    _check_span(span, rank, max_chunks)
+    block_tokens = rank.layout.block_tokens
+    for position, chunk in enumerate(span.chunks):
+        _check_skip(position, chunk, rank)
+    # Blocks that are skipped whole are not written, so they may repeat.
+    used = np.concatenate([chunk.block_ids[chunk.skip_tokens // block_tokens :] for chunk in span.chunks])
+    values, counts = np.unique(used, return_counts=True)
+    if values.size != used.size:
+        raise InvalidRequest(f"block_ids names block {int(values[counts > 1][0])} twice; destinations must be distinct")
+
+
+def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
+    count = len(span.chunks)
+    if not 0 < count <= max_chunks:
+        raise InvalidRequest(f"a request names 1 to {max_chunks} chunks, got {count}; split it")
+    if span.first_index < 0:
+        raise InvalidRequest(f"first_chunk_index must be >= 0, got {span.first_index}")
+    _check_hashes(span)
+    _check_group_heads(span)
+    for position, chunk in enumerate(span.chunks):
+        _check_blocks(position, chunk, rank)
+
+
+def _check_hashes(span: ChunkSpan) -> None:
+    if len(span.parent_hash) != HASH_BYTES:
+        raise InvalidRequest(f"parent_hash must have {HASH_BYTES} bytes, got {len(span.parent_hash)}")
+    if (span.first_index == 0) != (span.parent_hash == ROOT_HASH):
+        raise InvalidRequest("parent_hash must be 16 zero bytes for chunk 0, and for no other chunk")
+    for position, chunk in enumerate(span.chunks):
+        if len(chunk.chunk_hash) != HASH_BYTES:
+            raise InvalidRequest(
+                f"chunks[{position}].chunk_hash must have {HASH_BYTES} bytes, got {len(chunk.chunk_hash)}",
+                item_index=position,
+            )
+
+
+def _check_group_heads(span: ChunkSpan) -> None:
+    first_group = span.first_index // GROUP_CHUNKS
+    groups = (span.first_index + len(span.chunks) - 1) // GROUP_CHUNKS - first_group + 1
+    if len(span.group_heads) != groups:
+        raise InvalidRequest(
+            f"chunks fall into {groups} chain groups but group_head_hashes has {len(span.group_heads)}"
+        )
+    for number, head in enumerate(span.group_heads):
+        if len(head) != HASH_BYTES:
+            raise InvalidRequest(f"group_head_hashes[{number}] must have {HASH_BYTES} bytes, got {len(head)}")
+        position = (first_group + number) * GROUP_CHUNKS - span.first_index
+        # A wrong head would hide the chunk from every later match.
+        if position >= 0 and head != span.chunks[position].chunk_hash:
+            raise InvalidRequest(
+                f"group_head_hashes[{number}] must be the hash of chunks[{position}], where its group begins",
+                item_index=position,
+            )
+
+
+def _check_blocks(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
+    ids = chunk.block_ids
+    if ids.shape != (rank.blocks_per_chunk,):
+        raise InvalidRequest(
+            f"chunks[{position}].block_ids must name {rank.blocks_per_chunk} blocks "
+            f"of {rank.layout.block_tokens} tokens, got {ids.size}",
+            item_index=position,
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= rank.layout.block_count:
+        raise InvalidRequest(
+            f"chunks[{position}].block_ids must lie in [0, {rank.layout.block_count}), "
+            f"got {int(ids.min())} to {int(ids.max())}",
+            item_index=position,
+        )
+
+
+def _check_skip(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
+    if not 0 <= chunk.skip_tokens < rank.spec.chunk_tokens:
+        raise InvalidRequest(
+            f"chunks[{position}].skip_tokens must lie in [0, {rank.spec.chunk_tokens}), got {chunk.skip_tokens}",
+            item_index=position,
+        )
+    # An opaque cell cannot be written in part; a canonical page can start at any token.
+    if rank.spec.opaque is not None and chunk.skip_tokens % rank.layout.block_tokens:
+        raise InvalidRequest(
+            f"chunks[{position}].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) "
+            f"in an opaque keyspace",
+            item_index=position,
+        )
+
+
+def _check_retention(retention: Retention) -> None:
+    for name in ("ttl_ms", "pinned_until_us"):
+        if getattr(retention, name) < 0:
+            raise InvalidRequest(f"retention.{name} must be >= 0, got {getattr(retention, name)}")
+    if abs(retention.priority) > _PRIORITY_MAX:
+        raise InvalidRequest(f"retention.priority must lie in [-100, 100], got {retention.priority}")

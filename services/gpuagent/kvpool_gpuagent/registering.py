@@ -1,0 +1,64 @@
+"""From `register` to `ready`: keyspace, grid, descriptors, mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool_gpuagent.descriptors import DescriptorDesk
+from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
+from kvpool_gpuagent.messages import handles_from_proto, registration_from_proto
+from kvpool_gpuagent.session import EngineSession
+
+OFFER_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registrar:
+    """What registrations need beside the engine: where engines offer the descriptors of their memory."""
+
+    engine: GpuAgentEngine
+    desk: DescriptorDesk
+    descriptor_socket: Path
+
+    async def register(
+        self,
+        register: gpuagent_pb2.EngineRegister,
+        send: Callable[[gpuagent_pb2.EngineResponse], None],
+        on_session: Callable[[EngineSession], None],
+        end_stream: EndStream,
+    ) -> None:
+        """Open the session, take its descriptors, map them; sends `registered` and `ready`.
+
+        on_session: gets the session as soon as there is one; whoever has it must close it.
+        Raises what open_session does; InvalidRequest naming a handle that does not fit or is not offered in time.
+        """
+        handles = handles_from_proto(register)
+        session = await self.engine.open_session(registration_from_proto(register), end_stream)
+        on_session(session)
+        inbox = self.desk.open(handles.sizes_bytes)
+        try:
+            send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
+            # Nothing is awaited in between: the descriptors always have an owner.
+            await session.map_cache(handles.with_descriptors(await inbox.take(OFFER_TIMEOUT_S)))
+        finally:
+            self.desk.drop(inbox)
+        ready = gpuagent_pb2.EngineReady(
+            device=self.engine.device.name, max_request_chunks=self.engine.config.max_request_chunks
+        )
+        send(gpuagent_pb2.EngineResponse(ready=ready))
+
+    def _registered(self, session: EngineSession, token: bytes) -> gpuagent_pb2.EngineRegistered:
+        grid = session.rank.grid
+        return gpuagent_pb2.EngineRegistered(
+            session_id=session.session_id,
+            keyspace_id=session.rank.keyspace,
+            hash_key=session.hash_key,
+            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, head_groups=grid.head_groups),
+            shards=session.rank.shards,
+            descriptor_socket=str(self.descriptor_socket),
+            descriptor_token=token,
+            heartbeat_interval_ms=self.engine.config.heartbeat_interval_ms,
+        )

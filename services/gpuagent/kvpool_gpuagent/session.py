@@ -1,0 +1,226 @@
+"""One engine rank: match, store, load on its mapped cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvpool.core.errors import InvalidRequest, NotServed, Overloaded, Stopped
+from kvpool.core.payload import chunk_bytes
+from kvpool_gpuagent.config import GpuAgentConfig
+from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
+from kvpool_gpuagent.core.checks import check_load, check_store
+from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.core.sources import SourceRun
+from kvpool_gpuagent.loading import LoadRun, ReportProgress
+from kvpool_gpuagent.locations import ChainLocations
+from kvpool_gpuagent.metrics import AgentMetrics
+from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
+from kvpool_gpuagent.storing import AskKept, StoreRun
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMatch:
+    """Answer of a match: held chunks count as matched; runs speak of those after them."""
+
+    matched_chunks: int
+    runs: tuple[tuple[int, LoadSource, float], ...]  # chunk count, source, estimated milliseconds
+
+
+@dataclass(slots=True)
+class _Running:
+    """Work on the engine's memory that can be told to stop."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineSession:
+    """Belongs to one event loop. `unmapped` is set when nothing touches the engine's memory any more."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        engine_name: str,
+        keyspace_name: str,
+        layers_per_progress: int,
+        hash_key: bytes,
+        config: GpuAgentConfig,
+        device: Device,
+        index: IndexPort,
+        pool: PagePool,
+        metrics: AgentMetrics,
+        bandwidths: Bandwidths,
+        on_closed: Callable[[EngineSession], None],
+    ) -> None:
+        """Made by GpuAgentEngine.open_session."""
+        self.rank, self.engine_name, self.keyspace_name, self.hash_key = rank, engine_name, keyspace_name, hash_key
+        self.session_id = secrets.token_bytes(16)
+        self.unmapped = asyncio.Event()
+        self._layers_per_progress = layers_per_progress
+        self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
+        self._metrics, self._bandwidths = metrics, bandwidths
+        self._locations = ChainLocations(
+            rank, index, pool, metrics, host_id=config.host_id, max_chunks=config.max_remembered_chunks
+        )
+        self._cache: EngineCache | None = None
+        self._mapping = _Running()
+        self._mapping.ended.set()
+        self._running: dict[int, _Running] = {}
+        self._closing: asyncio.Future[None] | None = None
+
+    async def map_cache(self, handles: Sequence[MappedHandle]) -> None:
+        """Map the engine's memory and reach the pagestore. Owns the descriptors. Raises InvalidRequest naming the
+        handle, Stopped if the session was closed meanwhile."""
+        rank = self.rank
+        self._mapping.ended.clear()
+        try:
+            # Not while it is closing: the closer waits for `ended`, then unmaps what came of this.
+            self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles)
+        finally:
+            self._mapping.ended.set()
+        if self._closing is None:
+            await self._pool.connect()
+        if self._closing is not None:
+            raise Stopped("the session was closed while it was registered")
+
+    @property
+    def active_requests(self) -> int:
+        """Loads and stores now running."""
+        return len(self._running)
+
+    async def match(self, hashes: Sequence[bytes], held_chunks: int) -> EngineMatch:
+        """The longest prefix of a chain (from chunk 0), the engine's own `held_chunks` included."""
+        limit = self._config.max_request_chunks
+        if not 0 <= held_chunks <= len(hashes) <= limit:
+            raise InvalidRequest(
+                f"held_chunks must lie in [0, {len(hashes)}], and a chain has at most {limit} chunks; "
+                f"got {held_chunks} and {len(hashes)}"
+            )
+        if held_chunks == len(hashes):
+            return EngineMatch(matched_chunks=held_chunks, runs=())
+        with self._metrics.match_duration.time():
+            found = await self._locations.match(hashes, held_chunks)
+        for run in found:
+            self._metrics.matched_chunks.labels(run.source.name.lower()).inc(run.chunk_count)
+        found_chunks = sum(run.chunk_count for run in found)
+        self._metrics.unmatched_chunks.inc(len(hashes) - held_chunks - found_chunks)
+        return EngineMatch(matched_chunks=held_chunks + found_chunks, runs=tuple(self._estimated(run) for run in found))
+
+    async def store(self, request_id: int, span: ChunkSpan, ask_kept: AskKept) -> StoreOutcome:
+        """Store chunks; see StoreRun. Raises InvalidRequest before anything is touched."""
+        cache = self._ready_cache()
+        if self.rank.load_only:
+            raise NotServed("this rank registered as load_only: another rank writes its shards")
+        check_store(span, self.rank, max_chunks=self._config.max_request_chunks)
+        with self._request(request_id, "store") as running, self._metrics.store_duration.time():
+            run = StoreRun(self.rank, span, self._pool, cache, self._metrics)
+            outcome = await run.run(ask_kept, running.stop)
+        count = self._metrics.stored_chunks
+        count.labels("stored").inc(outcome.stored_chunks)
+        count.labels("deduplicated").inc(outcome.deduplicated_chunks)
+        count.labels("failed").inc(len(outcome.failed))
+        return outcome
+
+    async def load(self, request_id: int, span: ChunkSpan, wait_s: float, report: ReportProgress) -> LoadOutcome:
+        """Load chunks; see LoadRun. Raises InvalidRequest before anything is touched."""
+        cache, loop = self._ready_cache(), asyncio.get_running_loop()
+        check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
+        started_s = loop.time()
+        with self._request(request_id, "load") as running, self._metrics.load_duration.time():
+            sources = await self._locations.sources_of(span, running.stop, started_s + wait_s)
+            run = LoadRun(
+                self.rank,
+                span,
+                sources,
+                self._pool,
+                cache,
+                self._metrics,
+                layers_per_progress=self._layers_per_progress,
+            )
+            outcome = await run.run(report, running.stop, started_s + wait_s)
+        self._count_load(run.loaded_bytes, loop.time() - started_s, outcome)
+        return outcome
+
+    def cancel(self, request_id: int) -> None:
+        """Make a running load or store end early; unknown ones are ignored (they may have ended)."""
+        running = self._running.get(request_id)
+        if running is not None:
+            running.stop.set()
+
+    def begin_close(self) -> None:
+        """Refuse new requests, tell running ones to stop, and end the session in the background."""
+        if self._closing is None:
+            for running in self._running.values():
+                running.stop.set()
+            self._closing = asyncio.ensure_future(self._close())
+
+    async def close(self) -> None:
+        """Stop and wait for everything that touches the engine's memory, unmap it, end the pool's session. Idempotent;
+        a caller that is cancelled leaves it going on."""
+        self.begin_close()
+        assert self._closing is not None
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for running in (self._mapping, *list(self._running.values())):
+            await running.ended.wait()
+        try:
+            if self._cache is not None:
+                await self._cache.close()
+        except Exception:
+            _log.exception("an engine's memory could not be unmapped")
+        finally:
+            self.unmapped.set()
+        try:
+            await self._pool.close()
+        except Exception:
+            _log.exception("a page pool could not be closed")
+        finally:
+            self._on_closed(self)
+
+    def _ready_cache(self) -> EngineCache:
+        if self._closing is not None:
+            raise Stopped("the session is closing")
+        if self._cache is None:
+            raise InvalidRequest("the session is not ready; wait for `ready` before the first request")
+        return self._cache
+
+    @contextmanager
+    def _request(self, request_id: int, operation: str) -> Iterator[_Running]:
+        if request_id <= 0 or request_id in self._running:
+            raise InvalidRequest(f"request id {request_id} must be > 0 and unique in the session")
+        if len(self._running) >= self._config.max_running_requests:
+            raise Overloaded(f"{len(self._running)} loads and stores run in this session; wait for one to end")
+        running = self._running[request_id] = _Running()
+        gauge = self._metrics.active_requests.labels(operation)
+        gauge.inc()
+        try:
+            yield running
+        finally:
+            gauge.dec()
+            del self._running[request_id]
+            running.ended.set()
+
+    def _estimated(self, run: SourceRun) -> tuple[int, LoadSource, float]:
+        run_bytes = chunk_bytes(self.rank.spec, self.rank.grid, self.rank.shards) * run.chunk_count
+        return run.chunk_count, run.source, self._bandwidths.estimate_ms(run.source, run_bytes)
+
+    def _count_load(self, loaded_bytes: dict[LoadSource, int], duration_s: float, outcome: LoadOutcome) -> None:
+        metrics = self._metrics
+        used = [source for source, size_bytes in loaded_bytes.items() if size_bytes]
+        if len(used) == 1:  # a mixture says nothing about either
+            self._bandwidths.record(used[0], loaded_bytes[used[0]], duration_s)
+            metrics.bandwidth.labels(used[0].name.lower()).set(self._bandwidths.bytes_per_s(used[0]))
+        for source, tokens in outcome.tokens.items():
+            metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
+        if outcome.error is not None:
+            metrics.failed_chunks.labels(outcome.error.reason).inc(len(outcome.failed_chunks))
+            self._locations.forget()
