@@ -47,9 +47,11 @@ class PageStoreEngine:
         self._keyspaces = KeyspaceBook()
         self._announcer = Announcer(parts.index)
         self._draining = False
+        self._clearing = asyncio.Lock()
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
         self._ledger = Ledger(ledger_limits(config, parts.first_segment_id), self._announcer.staging)
+        self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
         self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
@@ -203,10 +205,8 @@ class PageStoreEngine:
         return [one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)]
 
     async def _clear(self, keyspaces: Sequence[bytes]) -> int:
-        count = 0
-        for keyspace in keyspaces:
-            count += await self._clear_one(keyspace)
-        return count
+        async with self._clearing:  # the end of one would let writes start beneath another
+            return sum([await self._clear_one(keyspace) for keyspace in keyspaces])
 
     async def _clear_one(self, keyspace: bytes) -> int:
         disk, write_back = self._disk, self._write_back
@@ -217,7 +217,10 @@ class PageStoreEngine:
             # What is being written must be on disk before it is deleted there.
             await write_back.hold(keyspace)
             try:
-                keys |= set(await disk.delete_keyspace(keyspace))
+                stored = await disk.delete_keyspace(keyspace)
+                for key in stored:  # read from disk before it was deleted there
+                    self._ledger.drop(key)
+                keys.update(stored)
             finally:
                 write_back.unhold(keyspace)
         # What was stored while this ran is told again.

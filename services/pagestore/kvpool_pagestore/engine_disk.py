@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -65,11 +65,13 @@ class DiskTier:
         """Build the map from what an earlier process left. Raises StoreFault."""
         for encoding in await self._readers.run(self._store.keyspaces):
             self._remembered.add(self._keyspaces.remember(encoding).keyspace)
-        pages = self._store.scan()
+        pages, useless = self._store.scan(), list[PageKey]()
         while found := await self._readers.run(_take, pages, _SCAN_PAGES):
-            for page in found:
-                self._take_stored(page)
-        self.used_bytes = await self._readers.run(self._store.used_bytes)
+            useless += [page.key for page in found if not self._take_stored(page)]
+        if useless:
+            await self._writers.run(self._store.delete_batch, useless)
+        await self._make_room()  # the budget may be smaller than it was
+        await self._measure()
 
     async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
         """Fill a slot with a page that the map names and verify it. None, or why it cannot be used.
@@ -114,9 +116,8 @@ class DiskTier:
     async def delete_keyspace(self, keyspace: bytes) -> list[PageKey]:
         """Forget a keyspace, durably; which pages it had. Raises StoreFault, and then they are still on disk."""
         await self._writers.run(self._store.delete_keyspace, keyspace)
-        keys = self.map.remove_keyspace(keyspace)
-        self.used_bytes = await self._writers.run(self._store.used_bytes)
-        return keys
+        await self._measure()
+        return self.map.remove_keyspace(keyspace)  # last, so that the caller can drop what was promoted meanwhile
 
     async def write(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         """Make pages durable; per key None or why it failed. Makes room first, so that the budget is never exceeded."""
@@ -128,7 +129,7 @@ class DiskTier:
             await asyncio.gather(*{self._deleting[page.key] for page in pages if page.key in self._deleting})
             await self._make_room()
             results = await self._writers.run(self._write_blocking, pages)
-            self.used_bytes = await self._writers.run(self._store.used_bytes)
+            await self._measure()
         except KvPoolError as error:
             results = {page.key: error for page in pages}
         finally:
@@ -166,12 +167,23 @@ class DiskTier:
         assert keyspace is not None  # remembered before the first page of it was written
         return keyspace.page_bytes(key.shard)
 
-    def _take_stored(self, page: StoredPage) -> None:
+    def _take_stored(self, page: StoredPage) -> bool:
+        """False if nobody could ever ask for the page."""
         keyspace = self._keyspaces.find(page.key.keyspace)
-        if keyspace is None or page.page_bytes != keyspace.page_bytes(page.key.shard):
-            _log.error("page %s of %d bytes on disk fits no known keyspace; ignored", page.key, page.page_bytes)
-            return
-        self.map.add(page.key, page.metadata)
+        try:
+            if keyspace is None:
+                raise KeyspaceUnknown(f"keyspace {page.key.keyspace.hex()} was not remembered")
+            check_page(keyspace, page.key, page.page_bytes)
+        except KvPoolError as error:
+            _log.error("page %s on disk is dropped: %s", page.key, error)
+            return False
+        return self.map.add(page.key, page.metadata)
+
+    async def _measure(self) -> None:
+        try:
+            self.used_bytes = await self._readers.run(self._store.used_bytes)
+        except KvPoolError as error:  # only a figure: what went before has still succeeded
+            _log.warning("the use of the disk cannot be told: %s", error)
 
     def _read_verified(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> int | None:
         size_bytes = self._store.get_into(key, destination)
@@ -220,7 +232,7 @@ class DiskTier:
     async def _delete(self, keys: list[PageKey], deleted: asyncio.Future[None]) -> None:
         try:
             await self._writers.run(self._store.delete_batch, keys)
-            self.used_bytes = await self._writers.run(self._store.used_bytes)
+            await self._measure()
         except KvPoolError as error:
             # The next start would find them again; each is verified before use, so that costs a miss at most.
             _log.error("%d pages could not be deleted from disk: %s", len(keys), error)

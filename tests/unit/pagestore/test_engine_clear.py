@@ -1,0 +1,87 @@
+"""What is cleared stays cleared, whatever goes on at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.core.outcome import Tier
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_pages import WantedPage
+from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore_calls import acquire, open_session, store
+
+
+class Stopped:
+    """A method of the store that waits to be let go, before or after it has done its work."""
+
+    def __init__(self, method: Callable[[bytes], None], *, after: bool) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._method, self._after = method, after
+
+    def __call__(self, keyspace: bytes) -> None:
+        if self._after:
+            self._method(keyspace)
+        self.reached.set()
+        assert self.go_on.wait(10)
+        if not self._after:
+            self._method(keyspace)
+
+
+async def on_disk_alone(world: World, number: int) -> None:
+    async with running_engine(world) as running:
+        await store(running, await open_session(running), [number])
+        await running.engine.flush(TENANT, b"")
+
+
+async def is_there(running: Running, peer: PeerSession, number: int) -> bool:
+    (answer,) = await acquire(running, peer, [WantedPage(key=page_key(number))])
+    if answer.grant is not None:
+        running.engine.pages.release(peer, [answer.grant.lease_id])
+    return answer.grant is not None
+
+
+async def test_a_page_promoted_while_it_is_cleared_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        await on_disk_alone(world, 1)
+        stopped = Stopped(world.memory.delete_keyspace, after=False)
+        monkeypatch.setattr(world.memory, "delete_keyspace", stopped)
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            clear = asyncio.create_task(running.engine.clear(TENANT, b""))
+            await eventually(stopped.reached.is_set)
+            assert await is_there(running, peer, 1)  # read from disk before it is deleted there
+            stopped.go_on.set()
+            assert await clear == 1
+            assert not await is_there(running, peer, 1)
+            assert world.index.shards(1, Tier.STAGING) == 0 and world.index.shards(1, Tier.DISK) == 0
+
+
+async def test_a_page_stored_while_one_of_two_clears_still_runs_is_known_if_it_is_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            stopped = Stopped(world.memory.delete_keyspace, after=True)
+            deletions: list[Callable[[bytes], None]] = [stopped, world.memory.delete_keyspace]
+
+            def delete(keyspace: bytes) -> None:
+                deletions.pop()(keyspace)
+
+            monkeypatch.setattr(world.memory, "delete_keyspace", delete)
+            first = asyncio.create_task(engine.clear(TENANT, b""))
+            second = asyncio.create_task(engine.clear(TENANT, b""))
+            await first
+            await eventually(stopped.reached.is_set)
+            await store(running, peer, [2])
+            flush = asyncio.create_task(engine.flush(TENANT, b""))
+            await asyncio.wait([flush], timeout=0.2)  # ends here only if the page is written meanwhile
+            stopped.go_on.set()
+            await second
+            assert await flush == (1, 0)
+            assert engine.gauges().disk_pages == 1 and len(list(world.memory.scan())) == 1
