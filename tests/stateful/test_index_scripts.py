@@ -1,0 +1,104 @@
+"""Redis's script and the in-memory store do the same to the same bytes, whatever the history."""
+
+import asyncio
+import secrets
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from kvpool.core.cluster import ALL_SHARDS, NodeInfo, NodeKind
+from kvpool.core.errors import LeaseLost
+from kvpool.testing import ManualClock
+from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_index.core.entries import Operation, TierMasks
+from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.ports import IndexStore, StreamFence
+from tests.fixtures.redis_server import RedisServer
+from tests.fixtures.redis_server import redis_server as redis_server
+
+KEYSPACE, HEAD = b"k" * 16, b"h" * 16
+CHUNKS = [bytes([number]) * 16 for number in range(3)]
+GRIDS = [0b1, 0xFF, (1 << 63) - 1, ALL_SHARDS, 0]
+
+bitmaps = st.one_of(st.just(0), st.just(0xFF), st.just(ALL_SHARDS), st.integers(0, 0xFF), st.integers(0, ALL_SHARDS))
+tier_masks = st.tuples(bitmaps, bitmaps, bitmaps)
+steps = st.lists(
+    st.tuples(
+        st.integers(1, 4),  # node
+        st.sampled_from(CHUNKS),
+        tier_masks,
+        tier_masks,
+        st.sampled_from(["apply", "apply", "remove", "reopen", "late"]),
+    ),
+    max_size=15,
+)
+
+
+class Side:
+    """One of the two stores, with streams of four nodes. The ordinals of its nodes are mapped to the nodes' numbers."""
+
+    def __init__(self, store: IndexStore) -> None:
+        self.store = store
+        self.epochs: dict[int, int] = {}
+        self.streams: dict[int, list[StreamFence]] = {}
+
+    async def open(self, number: int) -> StreamFence:
+        info = NodeInfo(node_id=bytes([number]) * 16, kind=NodeKind.PAGESTORE, endpoint="h:1", incarnation=10**6)
+        if number not in self.streams:
+            granted = await self.store.nodes.register(info, last_incarnation=0, lease_ttl_ms=100_000)
+            self.epochs[number], self.streams[number] = granted.announce_epoch, []
+        fence = await self.store.nodes.open_stream(info.node_id, 10**6, self.epochs[number])
+        self.streams[number].append(fence)
+        return fence
+
+    async def step(
+        self,
+        number: int,
+        chunk: bytes,
+        added: tuple[int, int, int],
+        removed: tuple[int, int, int],
+        kind: str,
+        grid: int,
+    ) -> object:
+        """What the step answered, without what differs between stores: versions and ordinals."""
+        if number not in self.streams or kind == "reopen":
+            await self.open(number)
+        fence = self.streams[number][0 if kind == "late" else -1]
+        # Numbers stand in for ordinals, so that both stores keep the same bytes.
+        operation = Operation(
+            ordinal=number, full_shards=grid, added=(0, 0, 0) if kind == "remove" else added, removed=removed
+        )
+        each = ChunkOperation(keyspace=KEYSPACE, chunk_hash=chunk, group_head=HEAD, operation=operation)
+        if kind == "remove":
+            (removed_state,) = await self.store.locations.remove([each])
+            return removed_state.value if removed_state is not None else None
+        try:
+            (state,) = await self.store.locations.apply(fence, [each])
+        except LeaseLost:
+            return "fenced"
+        return state.value
+
+    async def values(self) -> list[bytes | None]:
+        return await self.store.locations.read(KEYSPACE, [GroupRead(HEAD, [chunk[:8] for chunk in CHUNKS])])
+
+
+@settings(max_examples=80)
+@given(history=steps, grid=st.sampled_from(GRIDS))
+def test_the_script_does_what_the_reference_does(
+    redis_server: RedisServer,
+    history: list[tuple[int, bytes, TierMasks, TierMasks, str]],
+    grid: int,
+) -> None:
+    async def compare() -> None:
+        memory = Side(MemoryIndexStore(ManualClock()))
+        real = Side(RedisIndexStore(redis_server.url, key_prefix=secrets.token_hex(8)))
+        try:
+            for number, chunk, added, removed, kind in history:
+                expected = await memory.step(number, chunk, added, removed, kind, grid)
+                assert await real.step(number, chunk, added, removed, kind, grid) == expected
+                assert await real.values() == await memory.values()
+        finally:
+            await real.store.close()
+
+    asyncio.run(compare())
