@@ -75,11 +75,12 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}.kernels.*": Rule(may_import=("torch", "triton")),
     "{X}.servicer*": SERVICER,
     "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
-    "{X}.main": Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client")),
+    "{X}.main": Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client")),
     "{X}.*": ENGINE,  # `engine` and the modules that it is cut into
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
+    "kvpool_gpuagent.registering": SERVICER,
 }
 
 ONLY_IN_TESTS = "kvpool.testing"
