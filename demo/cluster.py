@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpool.cli.logs import last_lines, log_dir
-from kvpool.cli.state import ClusterState, read_state, start_ticks
+from kvpool.cli.state import ClusterState, StateLock, read_state, start_ticks
 from kvpool.core.errors import StartupFailed
 
 KEYSPACE_NAME = "demo"
@@ -38,18 +39,29 @@ class DemoCluster:
         self.directory = directory
         if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
             raise StartupFailed(f"{directory} is not empty and not of the demo; choose another --state-dir")
+        digest = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=6).hexdigest()
+        self._shared_memory = SHM_DIR / f"kvpool-demo-{os.getuid()}-{digest}"
+        self._memory = self._shared_memory
 
     def wipe(self) -> None:
         """Begin with nothing: an earlier run that was killed may have left a cluster and its pages."""
         self.down()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        (self.directory / MARKER).touch()
+        try:
+            if self.directory.exists():
+                shutil.rmtree(self.directory)
+            self.directory.mkdir(parents=True)
+            (self.directory / MARKER).touch()
+            self._memory = self._make_memory()
+        except OSError as error:
+            raise StartupFailed(
+                f"{error.filename} cannot be written ({error.strerror}); choose another --state-dir"
+            ) from error
 
     def up(self) -> None:
         """Start it, on what it had before if it ran before. Raises CommandFailed."""
+        memory = ("--shm-dir", str(self._memory.resolve()))
         sizes = ("--arena-bytes", str(ARENA_BYTES), "--disk-bytes", str(DISK_BYTES))
-        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--detach", *sizes, *self._shm_arguments())
+        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--detach", *sizes, *memory)
 
     def agent(self, number: int) -> str:
         """Endpoint of an agent."""
@@ -81,14 +93,34 @@ class DemoCluster:
             time.sleep(POLL_S)
 
     def down(self) -> None:
-        """End it if it runs, by force if it does not end otherwise."""
-        if not self.directory.exists() or read_state(self.directory) is None:
-            return
+        """End it if it runs, by force if it does not end otherwise, and free its memory."""
+        deadline_s = time.monotonic() + COMMAND_TIMEOUT_S
+        while self.directory.exists() and (read_state(self.directory) is not None or self._is_locked()):
+            if read_state(self.directory) is not None:
+                self._end()
+            elif time.monotonic() > deadline_s:
+                print(f"demo: a process holds {self.directory} and does not end", file=sys.stderr)
+                break
+            else:
+                time.sleep(POLL_S)  # it is starting or ending just now
+        shutil.rmtree(self._shared_memory, ignore_errors=True)
+
+    def _end(self) -> None:
         try:
             self._kvpool("down")
         except (CommandFailed, subprocess.TimeoutExpired) as error:
             print(f"demo: the cluster is killed, because it did not end by itself: {error}", file=sys.stderr)
             self.kill()
+            self._kvpool("down")  # forgets it
+
+    def _is_locked(self) -> bool:
+        lock = StateLock(self.directory)
+        try:
+            lock.acquire()
+        except StartupFailed:
+            return True
+        lock.release()
+        return False
 
     def remove_data(self) -> None:
         """Free the disk; logs and sockets' directory stay."""
@@ -108,26 +140,38 @@ class DemoCluster:
             raise CommandFailed(f"no cluster runs in {self.directory}")
         return state
 
-    def _shm_arguments(self) -> tuple[str, ...]:
-        """Containers often have a tiny /dev/shm; then files serve, a little slower."""
+    def _make_memory(self) -> Path:
+        """Where staging memory goes: containers often have a tiny /dev/shm; then files serve, a little slower.
+
+        A place of its own: a cluster that was killed and never started again leaves its staging memory behind.
+        """
         try:
             filesystem = os.statvfs(SHM_DIR)
             enough = filesystem.f_bavail * filesystem.f_frsize > 2 * ARENA_BYTES + (64 << 20)
         except OSError:
             enough = False
-        # What an earlier start chose must be chosen again: the arena is opened anew where it is.
-        chosen = self.directory / "shm"
-        if enough and not chosen.exists():
-            return ()
-        chosen.mkdir(exist_ok=True)
-        return ("--shm-dir", str(chosen.resolve()))
+        memory = self._shared_memory if enough else self.directory / "shm"
+        memory.mkdir(mode=0o700)  # fails if somebody else has made it
+        return memory
 
     def _kvpool(self, *arguments: str, text: str | None = None) -> str:
         command = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.directory), *arguments]
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        # A session of its own: Ctrl-C reaches the demo alone, which then ends the command in its own order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        try:
+            output, errors = process.communicate(text, timeout=COMMAND_TIMEOUT_S)
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # an `up` that is not done takes its cluster along
+            process.communicate()
+            raise
+        if process.returncode:
+            said = (errors or output).strip() or f"exit code {process.returncode}"
             raise CommandFailed(f"kvpool {arguments[0]}: {said.removeprefix('kvpool: ')}")
-        return done.stdout
+        return output

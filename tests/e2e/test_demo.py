@@ -78,10 +78,11 @@ def test_a_model_with_sliding_windows_is_refused_before_anything_starts(tmp_path
     assert not (tmp_path / "demo.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "when"), [(signal.SIGINT, "running"), (signal.SIGTERM, "starting")])
+def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals, when: str) -> None:
+    reached = {"running": running, "starting": read_state}[when]
     with demo(save_model(tmp_path / "model"), tmp_path) as process:
-        state = eventually_sync(lambda: running(tmp_path / "state"), deadline_s=60)
+        state = eventually_sync(lambda: reached(tmp_path / "state"), deadline_s=60)
         assert state is not None
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
