@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 
 from kvpool.core.errors import StartupFailed
+from kvpool_pagestore.adapters.durable_names import sync_directory
 
 
 class DataDirectory:
@@ -44,6 +45,7 @@ def _node_id(path: Path) -> bytes:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
+            sync_directory(path.parent)
         return uuid.UUID(path.read_text(encoding="ascii").strip()).bytes
     except OSError as error:
         raise StartupFailed(f"{path} cannot be read or written ({error.strerror}); repair the directory") from error

@@ -71,6 +71,7 @@ class RocksPageStore:
         except BaseException:
             database.close()
             raise
+        self._reclaim()  # what was dead when the last process ended
 
     def keyspaces(self) -> Sequence[bytes]:
         found = [keyspace_of_value_key(key) for key, _ in rows(self._database, VALUES)]
@@ -101,8 +102,7 @@ class RocksPageStore:
             failure = error
         for page in pages:
             on_durable(page.key, failure)
-        if failure is None:
-            self._reclaim()
+        self._reclaim()
 
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
         """Raises PageCorrupt if this page's bytes on disk are damaged (drop it), StoreFault if the disk fails."""

@@ -29,6 +29,7 @@ from rocksdict import (
 )
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
+from kvpool_pagestore.adapters.durable_names import make_directories
 from kvpool_pagestore.adapters.rocks_layout import (
     FORMAT_NAME,
     MEMBERS,
@@ -122,7 +123,10 @@ class RocksDatabase:
 
     def used_bytes(self) -> int:
         """Allocated bytes of all files below the directory; files that vanish meanwhile count as gone."""
-        return _allocated_bytes(str(self.directory))
+        try:
+            return _allocated_bytes(str(self.directory))
+        except OSError as error:
+            raise StoreFault(f"measuring {self.directory} failed: {error.strerror}") from error
 
     def close(self) -> None:
         """Sync the log and close. Raises StoreFault if the sync failed; closed in any case."""
@@ -232,7 +236,7 @@ def _common_options() -> Options:
 
 def _prepare_directory(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         probe = directory / "probe"
         probe.write_bytes(b"")
         probe.unlink()

@@ -9,7 +9,7 @@ from typing import Final
 
 from rocksdict import WriteBatch
 
-from kvpool.core.errors import PageCorrupt
+from kvpool.core.errors import PageCorrupt, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
 from kvpool_pagestore.adapters.rocks_layout import (
@@ -127,14 +127,22 @@ class RocksPages:
             volume = self._volume_for_batch()
             position = self._payloads.reserve(volume.number, size_bytes)
             volume.writer_count += 1
-            volume.total_bytes += size_bytes  # dead until the records point there; dead for good if the write fails
+            volume.total_bytes += size_bytes  # dead until the records point there
         try:
-            positions = self._payloads.append(volume.number, position, [(page.key, page.page) for page in pages])
+            positions = self._append(volume, position, pages, size_bytes)
             with self._lock:
                 self._point_records_at(volume, positions, pages, only_if)
         finally:
             with self._lock:
                 volume.writer_count -= 1
+
+    def _append(self, volume: Volume, position: int, pages: Sequence[PageWrite], size_bytes: int) -> Sequence[int]:
+        try:
+            return self._payloads.append(volume.number, position, [(page.key, page.page) for page in pages])
+        except BaseException:
+            with self._lock:
+                volume.total_bytes -= self._payloads.withdraw(volume.number, position, size_bytes)
+            raise
 
     def _volume_for_batch(self) -> Volume:
         volume = self._volumes.current()
@@ -142,6 +150,7 @@ class RocksPages:
             volume = Volume(number=self._volumes.last_number + 1)
             # No number comes twice: a record that a power loss brings back must not point into another volume.
             self._database.save_value(LAST_VOLUME_NAME, b"%d" % volume.number)
+            self._volumes.last_number = volume.number  # used up even if the volume cannot be made
             self._payloads.create(volume.number)
             self._volumes.add(volume)
         return volume
@@ -238,7 +247,7 @@ class RocksPages:
         try:
             if self._read(key, record, page):
                 return page
-        except PageCorrupt as error:
+        except (PageCorrupt, StoreFault) as error:  # a bad sector must not hold the space of all other pages
             _log.warning("dropping a page that cannot be moved: %s", error.message)
         self.forget([key])
         return None

@@ -12,7 +12,7 @@ _DEAD_SHARE = 8  # one part of this many of the live bytes may be dead before vo
 
 
 class PayloadVolumes(Protocol):
-    """Where page bytes lie. All raise StoreFault. The caller's lock is held for create, reserve and drop."""
+    """Where page bytes lie. All raise StoreFault. The caller's lock is held for all but append and read_into."""
 
     def sizes_bytes(self) -> Mapping[int, int]:
         """Bytes in each volume that was found at start, dead ones included."""
@@ -31,6 +31,10 @@ class PayloadVolumes(Protocol):
 
         Several batches may be written at once.
         """
+        ...
+
+    def withdraw(self, number: int, position: int, size_bytes: int) -> int:
+        """The batch at this place has failed: how many bytes of the volume are free again, for it or others before."""
         ...
 
     def read_into(self, number: int, position: int, key: PageKey, destination: memoryview) -> bool:
