@@ -63,6 +63,19 @@ async def test_reads_answer_in_order_across_groups(harness: Harness) -> None:
     assert await store.locations.read(secrets.token_bytes(16), reads) == [None] * 48
 
 
+async def test_a_large_batch_and_an_empty_one(harness: Harness) -> None:
+    store = harness.store
+    fence = await open_stream(store)
+    places = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(1100)]
+    operations = [change(fence.ordinal, chunk, head, added=staging(GRID)) for chunk, head in places]
+    states = await store.locations.apply(fence, operations)
+    assert [(state.chunk_hash, state.group_head) for state in states] == places
+    assert len({state.value for state in states}) == 1 and states[0].value
+    stale = [change(fence.ordinal, chunk, head, removed=staging(GRID)) for chunk, head in places]
+    assert all(state is not None and not state.value for state in await store.locations.remove(stale))
+    assert await store.locations.apply(fence, []) == [] and await store.locations.remove([]) == []
+
+
 async def test_shards_come_and_go_by_tier(harness: Harness) -> None:
     store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
     fence = await open_stream(store)

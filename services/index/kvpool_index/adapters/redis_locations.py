@@ -1,6 +1,6 @@
 """Chunk values in Redis: one hash for each chain group, changed by one script."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 from kvpool.core.errors import LeaseLost
@@ -16,6 +16,7 @@ _APPLY: Final = load_script("apply_change")
 _FENCED: Final = -1
 _CHANGED: Final = 1
 _META: Final = b""  # the field of a group that is no chunk
+_PART_OPERATIONS: Final = 512
 _SCAN_COUNT: Final = b"512"
 _GLOB: Final = frozenset(b"*?[]\\^-")
 
@@ -53,21 +54,26 @@ class RedisLocationStore:
         return values
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
-        checks = self._nodes.fence_commands(fence)
-        commands = [*checks, *(self._command(each, fence.number) for each in operations)]
-        replies = await self._changes.exchange_scripts(commands, [_APPLY])
-        self._nodes.check_fence(fence, replies[: len(checks)])
-        answers = replies[len(checks) :]
-        if any(status == _FENCED for status, _, _ in answers):
-            raise LeaseLost("a later announce stream of this node has taken over")
-        return [_state(each, answer) for each, answer in zip(operations, answers, strict=True)]
+        states: list[ChunkState] = []
+        for part in _parts(operations):
+            checks = self._nodes.fence_commands(fence)
+            commands = [*checks, *(self._command(each, fence.number) for each in part)]
+            replies = await self._changes.exchange_scripts(commands, [_APPLY])
+            self._nodes.check_fence(fence, replies[: len(checks)])
+            answers = replies[len(checks) :]
+            if any(status == _FENCED for status, _, _ in answers):
+                raise LeaseLost("a later announce stream of this node has taken over")
+            states += [_state(each, answer) for each, answer in zip(part, answers, strict=True)]
+        return states
 
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
-        replies = await self._changes.exchange_scripts([self._command(each, 0) for each in operations], [_APPLY])
-        return [
-            _state(each, reply) if reply[0] == _CHANGED else None
-            for each, reply in zip(operations, replies, strict=True)
-        ]
+        states: list[ChunkState | None] = []
+        for part in _parts(operations):
+            replies = await self._changes.exchange_scripts([self._command(each, 0) for each in part], [_APPLY])
+            states += [
+                _state(each, reply) if reply[0] == _CHANGED else None for each, reply in zip(part, replies, strict=True)
+            ]
+        return states
 
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
         pattern = _escaped(self._prefix + keyspace) + b"*"
@@ -102,6 +108,12 @@ class RedisLocationStore:
         key = self._prefix + each.keyspace + each.group_head
         field = each.chunk_hash[:FIELD_BYTES]
         return pack_script(_APPLY, [key], field, each.operation.pack(fence), self._tombstone_ms)
+
+
+def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:
+    """Pieces that Redis finishes well within a call's timeout, so that renewals get through between them."""
+    for start in range(0, len(operations), _PART_OPERATIONS):
+        yield operations[start : start + _PART_OPERATIONS]
 
 
 def _removal(keyspace: bytes, head: bytes, field: bytes, ordinal: int) -> ChunkOperation:
