@@ -124,7 +124,7 @@ class LedgerModel(RuleBasedStateMachine):
     def add_session(self, tenant: str) -> None:
         self.session_count += 1
         session = Session(self.session_count.to_bytes(16, "big"), tenant, "peer", WINDOW, 0.0)
-        self.ledger.open_session(session)
+        self.ledger.sessions.add(session)
         self.peers.append(Peer(session, tenant))
 
     def live(self, choice: int, tenant: str | None = None) -> Peer | None:

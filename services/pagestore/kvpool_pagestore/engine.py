@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 _INCARNATION = "incarnation"
 _GAUGES_TIMEOUT_S = 5.0
-_LAST_LOOK_MS = 500  # beyond the grace period, at shutdown
+_LAST_LOOKS = 20  # for peers that leave just before us
+_LAST_LOOK_S = 0.025
 
 
 class PageStoreEngine:
@@ -229,11 +230,10 @@ class PageStoreEngine:
         return len(keys)
 
     async def _end_quarantine(self) -> bool:
-        """Give peers that are gone, or just going, the time that the rules take. True if none is left."""
-        ends_s = self._clock.monotonic_s() + (self._config.quarantine_grace_ms + _LAST_LOOK_MS) / 1e3
-        while self._quarantine.anything_mapped and self._clock.monotonic_s() < ends_s:
-            await self._quarantine.settle()
-            if self._quarantine.anything_mapped:
-                await asyncio.sleep(self._config.quarantine_poll_ms / 1e3)
+        """Wait a moment for peers that are just going. True if none is left that may map the arena."""
+        for _ in range(_LAST_LOOKS):
+            if await self._quarantine.all_gone():
+                break
+            await asyncio.sleep(_LAST_LOOK_S)
         await self._quarantine.stop()
-        return not self._quarantine.anything_mapped
+        return await self._quarantine.all_gone()

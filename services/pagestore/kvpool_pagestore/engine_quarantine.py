@@ -63,10 +63,11 @@ class Quarantine:
         await self._resolve(session)
         await self._destroy_old()
 
-    @property
-    def anything_mapped(self) -> bool:
-        """Whether some peer may still map segments."""
-        return bool(self._ledger.sessions.ended or self._departing or self._old_bytes)
+    async def all_gone(self) -> bool:
+        """Whether no peer can map segments any more, those of an earlier process included."""
+        ended = {one.session_id for one in self._ledger.sessions.ended} | self._departing
+        gone = await self._workers.run(self._arena.gone_sessions, sorted(ended))
+        return ended == set(gone)
 
     async def settle(self) -> None:
         """Look once whether peers are gone, and give back what may be."""

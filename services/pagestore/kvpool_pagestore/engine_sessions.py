@@ -124,7 +124,7 @@ class PeerSessions:
             # Shared memory is never waited for; and a caller who left during an await would leave the file behind.
             peer.session_fd = self._arena.create_session_file(session.session_id)
         self._peers[session.session_id] = peer
-        self._ledger.open_session(session)
+        self._ledger.sessions.add(session)
         if self._watching is None:
             self._watching = background(self._watch_silence(), "watch-silence")
         return peer
@@ -135,7 +135,7 @@ class PeerSessions:
         session = Session(secrets.token_bytes(16), tenant, "bulk", self._times.max_leases, float("inf"))
         peer = PeerSession(session, b"")
         peer.keyspaces = {one.keyspace: one for one in named}
-        self._ledger.open_session(session)
+        self._ledger.sessions.add(session)
         return peer
 
     def add_keyspace(self, peer: PeerSession, keyspace: bytes, spec: KeyspaceSpec) -> None:

@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import pytest
 
 from kvpool.core.errors import (
-    KvPoolError,
+    ArenaFull,
+    InvalidRequest,
+    KeyspaceUnknown,
+    LeaseLost,
+    PageCorrupt,
+    SessionBusy,
+    SessionUnknown,
+    TenantDenied,
 )
-from kvpool.core.outcome import Tier
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
+from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.core.ledger import Grant
-from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
-from kvpool_pagestore.engine_sessions import PeerSession, SessionRequest
+from kvpool_pagestore.engine_sessions import SessionRequest
 from tests.fixtures.pagestore import (
-    KEYSPACES,
     PAGE_BYTES,
+    SPEC,
     TENANT,
-    Running,
-    fill_page,
-    metadata,
     new_world,
     page_key,
     running_engine,
+    sealed_page,
 )
-
-
-async def open_session(running: Running, **changes: object) -> PeerSession:
-    request = SessionRequest(tenant=TENANT, keyspaces=KEYSPACES, **changes)  # type: ignore[arg-type]
-    return await running.engine.open_session(request, 0)
-
-
-def reserve_item(number: int, shard: int = 0, page_bytes: int = PAGE_BYTES) -> ReserveItem:
-    return ReserveItem(key=page_key(number, shard), page_bytes=page_bytes, metadata=metadata(number))
-
-
-async def store(running: Running, peer: PeerSession, numbers: Sequence[int]) -> list[KvPoolError | None]:
-    """Reserve, fill and commit pages that are not there yet."""
-    answers = await running.engine.pages.reserve(peer, [reserve_item(number) for number in numbers])
-    grants = [answer for answer in answers if isinstance(answer, Grant)]
-    assert len(grants) == len(numbers), answers
-    for grant in grants:
-        fill_page(running.engine.pages.view(grant), grant.slot.page.key)
-    return await running.engine.pages.commit(peer, [grant.lease_id for grant in grants])
-
-
-async def acquire(
-    running: Running, peer: PeerSession, wanted: Sequence[WantedPage], wait_s: float = 5.0
-) -> list[Acquired]:
-    """Everything that an acquire answers, in item order."""
-    done = asyncio.get_running_loop().create_future()
-    settled: list[Acquired] = []
-
-    def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
-        settled.extend(acquired)
-        if final:
-            done.set_result(None)
-
-    running.engine.pages.acquire(peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
-    await done
-    return sorted(settled, key=lambda one: one.item_index)
+from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, reserve_item, store, wanted
 
 
 async def test_a_committed_page_is_served_from_staging_and_announced() -> None:
@@ -69,12 +37,156 @@ async def test_a_committed_page_is_served_from_staging_and_announced() -> None:
         async with running_engine(world) as running:
             peer = await open_session(running)
             assert await store(running, peer, [1, 2]) == [None, None]
-            (one, missing) = await acquire(running, peer, [WantedPage(key=page_key(1)), WantedPage(key=page_key(9))])
+            one, missing = await acquire(running, peer, [wanted(1), wanted(9)])
             assert one.grant is not None and one.source is Source.STAGING
-            expected = bytearray(PAGE_BYTES)
-            fill_page(memoryview(expected), page_key(1))
-            assert running.engine.pages.view(one.grant) == expected
+            assert running.engine.pages.view(one.grant) == sealed_page(page_key(1))
             assert missing.grant is None and missing.error is None
             await eventually(lambda: world.index.shards(1, Tier.STAGING) == 1)
             running.engine.pages.release(peer, [one.grant.lease_id])
             assert running.engine.gauges().leases == 0
+            assert running.metric("acquired_pages_total", source="staging") == 1
+            assert running.metric("missed_pages_total", reason="ABSENT") == 1
+
+
+async def test_a_page_has_one_writer_and_is_invisible_until_its_commit() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            writer, other = await open_session(running), await open_session(running)
+            (grant,) = await running.engine.pages.reserve(writer, [reserve_item(1)])
+            assert isinstance(grant, Grant)
+            assert await running.engine.pages.reserve(other, [reserve_item(1)]) == [Admission.PENDING]
+            assert (await acquire_one(running, other, wanted(1))).grant is None
+            running.engine.pages.view(grant)[:] = sealed_page(page_key(1))
+            assert await running.engine.pages.commit(writer, [grant.lease_id]) == [None]
+            assert await running.engine.pages.reserve(other, [reserve_item(1)]) == [Admission.EXISTS]
+            assert (await acquire_one(running, other, wanted(1))).grant is not None
+
+
+async def test_items_are_refused_one_by_one() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            stranger = await running.engine.open_session(SessionRequest(tenant=TENANT), 0)
+            wrong_size, outside, good = await running.engine.pages.reserve(
+                peer, [reserve_item(1, page_bytes=PAGE_BYTES + 1), reserve_item(1, shard=2), reserve_item(1)]
+            )
+            assert isinstance(wrong_size, InvalidRequest) and wrong_size.item_index == 0
+            assert isinstance(outside, InvalidRequest) and outside.item_index == 1
+            assert isinstance(good, Grant)
+            (unknown,) = await running.engine.pages.reserve(stranger, [reserve_item(2)])
+            assert isinstance(unknown, KeyspaceUnknown)
+            assert running.engine.gauges().leases == 1
+
+
+async def test_another_tenants_keyspace_is_refused() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
+            with pytest.raises(TenantDenied):
+                await open_session(running, keyspaces=((theirs, SPEC),))
+            peer = await open_session(running)
+            with pytest.raises(TenantDenied):
+                running.engine.sessions.add_keyspace(peer, theirs, SPEC)
+
+
+async def test_a_page_that_fails_its_sums_at_commit_is_never_visible() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
+            assert isinstance(grant, Grant)
+            page = bytearray(sealed_page(page_key(1)))
+            page[40_000] ^= 1
+            running.engine.pages.view(grant)[:] = page
+            (error,) = await running.engine.pages.commit(peer, [grant.lease_id])
+            assert isinstance(error, PageCorrupt)
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+            assert running.engine.gauges().arena_used_bytes == 0
+            assert running.metric("verification_failures_total", place="commit") == 1
+            (error,) = await running.engine.pages.commit(peer, [grant.lease_id])
+            assert isinstance(error, LeaseLost)
+
+
+async def test_a_page_of_another_key_is_not_committed() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
+            assert isinstance(grant, Grant)
+            running.engine.pages.view(grant)[:] = sealed_page(page_key(2))
+            assert isinstance((await running.engine.pages.commit(peer, [grant.lease_id]))[0], PageCorrupt)
+
+
+async def test_a_full_arena_with_everything_leased_is_said_per_item_and_passes() -> None:
+    with new_world(disk=False) as world:
+        async with running_engine(world, arena_bytes=8 << 20, segment_bytes=1 << 20, dirty_bytes=7 << 20) as running:
+            peer = await open_session(running)
+            slots, held = 0, None
+            while True:
+                answers = await running.engine.pages.reserve(peer, [reserve_item(slots)])
+                if not isinstance(answers[0], Grant):
+                    break
+                running.engine.pages.view(answers[0])[:] = sealed_page(page_key(slots))
+                assert await running.engine.pages.commit(peer, [answers[0].lease_id]) == [None]
+                held = (await acquire_one(running, peer, wanted(slots))).grant
+                assert held is not None
+                slots += 1
+            assert isinstance(answers[0], ArenaFull)
+            assert running.engine.gauges().arena_segment_bytes <= 8 << 20
+            assert held is not None
+            running.engine.pages.release(peer, [held.lease_id])
+            assert isinstance((await running.engine.pages.reserve(peer, [reserve_item(slots)]))[0], Grant)
+
+
+async def test_writers_leave_a_share_of_the_arena_to_promotion() -> None:
+    with new_world() as world:
+        async with running_engine(world, dirty_bytes=3 * PAGE_BYTES) as running:
+            peer = await open_session(running)
+            answers = await running.engine.pages.reserve(peer, [reserve_item(number) for number in range(4)])
+            assert [isinstance(answer, Grant) for answer in answers] == [True, True, False, False]
+            assert isinstance(answers[2], ArenaFull)
+
+
+async def test_a_session_has_a_window() -> None:
+    with new_world() as world:
+        async with running_engine(world, max_leases=2) as running:
+            peer, reader = await open_session(running), await open_session(running)
+            answers = await running.engine.pages.reserve(peer, [reserve_item(number) for number in range(3)])
+            assert isinstance(answers[2], SessionBusy)
+            for grant in answers[:2]:
+                assert isinstance(grant, Grant)
+                running.engine.pages.abort(peer, [grant.lease_id])
+            for number in range(3):
+                await store(running, peer, [number])
+            results = await acquire(running, reader, [wanted(number) for number in range(3)])
+            assert [one.grant is not None for one in results] == [True, True, False]
+            assert isinstance(results[2].error, SessionBusy)
+
+
+async def test_a_page_that_a_reader_found_corrupt_is_dropped_after_its_last_lease() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer, other = await open_session(running), await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            first, second = await acquire_one(running, peer, wanted(1)), await acquire_one(running, other, wanted(1))
+            assert first.grant is not None and second.grant is not None
+            running.engine.pages.release(peer, [], [first.grant.lease_id])
+            assert running.metric("verification_failures_total", place="reader") == 1
+            assert running.engine.pages.view(second.grant) == sealed_page(page_key(1)), "its slot was reused"
+            await eventually(lambda: world.index.shards(1, Tier.STAGING) == 0)
+            # The copy on disk is good, so the page comes back from there.
+            again = await acquire_one(running, peer, wanted(1))
+            assert again.source is Source.DISK
+            running.engine.pages.release(other, [second.grant.lease_id])
+
+
+async def test_calls_of_an_ended_session_are_refused() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            running.engine.sessions.end(peer, "test")
+            with pytest.raises(SessionUnknown):
+                await running.engine.pages.reserve(peer, [reserve_item(1)])
+            with pytest.raises(SessionUnknown):
+                await running.engine.pages.commit(peer, [1])

@@ -127,6 +127,8 @@ class TmpfsArena:
 
         remove: also delete the segments. Only when no peer can map them; else the next start counts them.
         """
+        if self._lock_fd < 0:
+            return
         for segment_id in list(self._open):
             if remove:
                 self.destroy_segment(segment_id)
@@ -135,16 +137,18 @@ class TmpfsArena:
                 os.close(mapping.fd)
                 mapping.view.release()
                 _unmap(mapping)
+        if remove:
+            self.destroy_old_segments()
+            self.forget_sessions(self.old_sessions())
         for fd in self._old.values():
             os.close(fd)
         self._old.clear()
-        if self._lock_fd >= 0:
-            if remove:
-                (self._directory / _LOCK_NAME).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # session files of peers that are still there
-                    self._directory.rmdir()
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        if remove:
+            (self._directory / _LOCK_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody else keeps something there
+                self._directory.rmdir()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
 
     def _check_room(self, capacity_bytes: int) -> None:
         """Memory is reserved segment by segment, so a budget that can never be filled is refused at once."""

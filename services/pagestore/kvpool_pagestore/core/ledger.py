@@ -46,6 +46,7 @@ class Ledger:
     def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
         self._limits = limits
         self._on_staging = on_staging
+        self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
         self.space = SegmentTable(
             capacity_bytes=limits.arena_bytes,
             segment_bytes=limits.segment_bytes,
@@ -236,9 +237,6 @@ class Ledger:
 
     # Sessions
 
-    def open_session(self, session: Session) -> None:
-        self.sessions.add(session)
-
     def close_session(self, session: Session) -> None:
         """A normal end: the peer touches nothing of this session any more."""
         self._give_back(session)
@@ -277,6 +275,7 @@ class Ledger:
         self._on_staging(slot.page, True)
 
     def _evicted(self, slot: Slot) -> None:
+        self.on_evicted()
         del self._ready[slot.page.key]
         self._on_staging(slot.page, False)
 

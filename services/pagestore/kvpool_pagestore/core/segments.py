@@ -36,7 +36,6 @@ class SegmentTable:
         self.segment_total_bytes = 0  # of all segments that exist or are being made, and of old ones
         self.used_bytes = 0  # of slots that are not FREE
         self.quarantined_bytes = 0  # of slots held by ended sessions, and of old segments
-        self.eviction_count = 0
         self.growth_allowed = True  # False: the file system has no room for a segment now, whatever the budget says
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
@@ -182,7 +181,6 @@ class SegmentTable:
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)
-        self.eviction_count += 1
         self.free(slot)
 
     def _idlest(self, wanted: Callable[[Segment], bool]) -> Segment | None:

@@ -1,0 +1,104 @@
+"""Arena segments on a real shared-memory file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import ArenaFull, StartupFailed
+from kvpool_pagestore.adapters.arena import TmpfsArena
+from kvpool_server import flock
+from tests.fixtures.pagestore import shared_memory_directory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with shared_memory_directory() as path:
+        yield path / "arena"
+
+
+def opened(directory: Path, capacity_bytes: int = 4 * MIB) -> TmpfsArena:
+    arena = TmpfsArena(directory, flock)
+    arena.open(capacity_bytes)
+    return arena
+
+
+def test_a_segment_has_all_its_memory_and_is_private(directory: Path) -> None:
+    arena = opened(directory)
+    arena.create_segment(7, MIB)
+    info = os.fstat(arena.descriptor(7))
+    assert (info.st_size, info.st_blocks * 512, info.st_mode & 0o777) == (MIB, MIB, 0o600)
+    with arena.view(7, 4096, 10) as view:
+        view[:] = b"0123456789"
+        assert os.pread(arena.descriptor(7), 10, 4096) == b"0123456789"
+    arena.destroy_segment(7)
+    with pytest.raises(KeyError):
+        arena.descriptor(7)
+    arena.close(remove=True)
+    assert not directory.exists()
+
+
+def test_a_directory_belongs_to_one_pagestore(directory: Path) -> None:
+    first = opened(directory)
+    with pytest.raises(StartupFailed, match="in use by another pagestore"):
+        opened(directory)
+    first.close(remove=True)
+    opened(directory).close(remove=True)
+
+
+def test_an_arena_that_can_never_fit_is_refused_at_start(directory: Path) -> None:
+    with pytest.raises(StartupFailed, match=r"grow /dev/shm or lower --arena-bytes"):
+        opened(directory, 1 << 50)
+
+
+def test_a_directory_that_cannot_be_made_is_named(directory: Path) -> None:
+    directory.parent.joinpath("file").write_text("")
+    with pytest.raises(StartupFailed, match="configure --shm-dir"):
+        opened(directory.parent / "file" / "arena")
+
+
+def test_no_room_for_a_segment_is_a_full_arena(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = opened(directory)
+
+    def no_space(fd: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(ArenaFull, match=r"grow /dev/shm or lower --arena-bytes"):
+        arena.create_segment(1, MIB)
+    assert not list(directory.glob("segment-*"))
+    arena.close(remove=True)
+
+
+def test_segments_of_an_earlier_process_are_found_counted_and_destroyed(directory: Path) -> None:
+    before = opened(directory)
+    before.create_segment(1, MIB)
+    before.create_segment(2, 2 * MIB)
+    fd = before.create_session_file(b"s" * 16)
+    before.close(remove=False)
+    arena = opened(directory)
+    assert arena.old_bytes == 3 * MIB
+    assert arena.old_sessions() == [b"s" * 16]
+    assert arena.gone_sessions([b"s" * 16, b"t" * 16]) == [b"t" * 16]
+    os.close(fd)
+    assert arena.gone_sessions([b"s" * 16]) == [b"s" * 16]
+    arena.forget_sessions([b"s" * 16])
+    arena.destroy_old_segments()
+    assert arena.old_bytes == 0 and not list(directory.glob("se*"))
+    arena.close(remove=True)
+
+
+def test_a_segment_that_somebody_still_looks_at_is_unlinked_all_the_same(directory: Path) -> None:
+    arena = opened(directory)
+    arena.create_segment(1, MIB)
+    view = arena.view(1, 0, 16)
+    arena.destroy_segment(1)
+    assert not list(directory.glob("segment-*"))
+    assert bytes(view) == bytes(16)  # still mapped: no crash
+    arena.close(remove=True)

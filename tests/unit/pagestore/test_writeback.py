@@ -1,0 +1,105 @@
+"""When dirty pages are written, and which together."""
+
+from __future__ import annotations
+
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.slots import PageRecord, Segment, Slot
+from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
+from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
+
+LIMITS = WriteBackLimits(
+    batch_pages=4, batch_bytes=1000, linger_s=1.0, max_batches=2, retry_first_s=1.0, retry_last_s=4.0
+)
+
+
+def slot(number: int, size_bytes: int = 100, keyspace: bytes = KEYSPACE) -> Slot:
+    record = PageRecord(page_key(number, keyspace=keyspace), size_bytes, metadata(number))
+    return Slot(Segment(1, "tenant", 4096, 4096), 0, record=record)
+
+
+def numbers(batch: list[DirtyPage]) -> list[int]:
+    return [int.from_bytes(page.record.key.chunk_hash, "big") for page in batch]
+
+
+def queue(*slots: Slot, now_s: float = 0.0) -> WriteQueue:
+    made = WriteQueue(LIMITS)
+    for one in slots:
+        made.add(one, now_s)
+    return made
+
+
+def test_a_page_lingers_for_company_and_not_longer() -> None:
+    waiting = queue(slot(1))
+    assert waiting.next_due_s(0.0) == 1.0
+    assert waiting.next_batch(0.99) == []
+    assert numbers(waiting.next_batch(1.0)) == [1]
+    assert waiting.next_due_s(1.0) is None
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    assert numbers(queue(*(slot(number) for number in range(5))).next_batch(0.0)) == [0, 1, 2, 3]
+    assert numbers(queue(slot(1, 600), slot(2, 600)).next_batch(0.0)) == [1]
+
+
+def test_a_page_larger_than_a_batch_is_written_alone() -> None:
+    assert numbers(queue(slot(1, 5000), slot(2)).next_batch(0.0)) == [1]
+
+
+def test_pages_of_one_chain_group_go_together() -> None:
+    waiting = queue(slot(0), slot(16), slot(1), slot(17), slot(2))
+    assert numbers(waiting.next_batch(0.0)) == [0, 1, 2, 16]
+
+
+def test_only_so_many_batches_are_in_flight() -> None:
+    waiting = queue(*(slot(number) for number in range(12)))
+    assert waiting.next_batch(0.0) and waiting.next_batch(0.0)
+    assert waiting.next_batch(99.0) == [] and waiting.next_due_s(99.0) is None
+    waiting.batch_ended()
+    assert waiting.next_batch(0.0)
+
+
+def test_a_failed_page_is_tried_again_later_and_later() -> None:
+    waiting = queue(slot(1))
+    now_s, gaps = 1.0, []
+    for _ in range(4):
+        (page,) = waiting.next_batch(now_s)
+        waiting.failed(page, now_s)
+        waiting.batch_ended()
+        due_s = waiting.next_due_s(now_s)
+        assert due_s is not None
+        assert waiting.next_batch(due_s - 0.01) == []
+        gaps.append(due_s - now_s)
+        now_s = due_s
+    assert gaps == [1.0, 2.0, 4.0, 4.0]
+    waiting.hurry(now_s - 2)
+    assert numbers(waiting.next_batch(now_s - 2)) == [1]
+
+
+def test_pages_that_were_dropped_are_not_written() -> None:
+    gone, cleared, kept = slot(1), slot(2), slot(3)
+    waiting = queue(gone, cleared, kept)
+    gone.record, cleared.doomed = None, True
+    assert numbers(waiting.next_batch(1.0)) == [3]
+    assert [page.state for page in waiting.pending] == [WriteState.WRITING]
+
+
+def test_a_keyspace_can_be_held_back() -> None:
+    other = b"o" * 16
+    waiting = queue(slot(1), slot(2, keyspace=other))
+    waiting.hold(KEYSPACE)
+    batch = waiting.next_batch(1.0)
+    assert [page.record.key.keyspace for page in batch] == [other]
+    assert waiting.next_batch(9.0) == [] and waiting.next_due_s(9.0) is None
+    waiting.unhold(KEYSPACE)
+    assert numbers(waiting.next_batch(9.0)) == [1]
+
+
+def test_everything_is_pending_until_it_is_durable() -> None:
+    waiting = queue(slot(1), slot(2))
+    (one, two) = waiting.next_batch(1.0)
+    waiting.written(one)
+    waiting.failed(two, 1.0)
+    waiting.batch_ended()
+    assert waiting.pending == [two] and waiting.oldest_s(5.0) == 5.0
+    assert (one.durable, two.durable) == (True, False)
+    assert isinstance(one.record.key, PageKey)
