@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 ReportProgress = Callable[[int, Sequence[int]], None]
 """Told (layers of the rank that are in, failed positions so far)."""
 
+_INTERNAL = "internal error in the agent; its log has the details"
 _WINDOWS_IN_FLIGHT = 2  # one is being copied while the next is promoted or pulled
 
 
@@ -53,6 +54,8 @@ class LoadRun:
         self._rank, self._span, self._sources = rank, span, sources
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._layers_per_progress = layers_per_progress
+        self._progress = _Progress([], self._layers_before, layers_per_progress)
+        self._report: ReportProgress = lambda layers, failed: None
         self._first_failed = len(span.chunks)
         self._error: KvPoolError | None = None
         self._source_of = [LoadSource.STAGING] * len(span.chunks)
@@ -64,7 +67,8 @@ class LoadRun:
         ends_at_s: on the loop's clock; what is not in by then is failed.
         """
         wanted = self._wanted()
-        progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
+        self._progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
+        self._report = report
         # Two half windows are held at once, so no more than one window ever is (invariant 8).
         half = max(1, self._pool.window_pages // _WINDOWS_IN_FLIGHT)
         places = asyncio.Semaphore(_WINDOWS_IN_FLIGHT)
@@ -74,11 +78,6 @@ class LoadRun:
                 await self._load_window(window, stop, ends_at_s)
             finally:
                 places.release()
-            for item in window:
-                progress.settled(item.layer_group)
-            layers = progress.layers_in()
-            if layers and self._first_failed:
-                report(layers, range(self._first_failed, len(self._span.chunks)))
 
         tasks: list[asyncio.Task[None]] = []
         for start in range(0, len(wanted), half):
@@ -113,6 +112,7 @@ class LoadRun:
     async def _load_window(self, window: Sequence[_Wanted], stop: asyncio.Event, ends_at_s: float) -> None:
         """Settle every page of a window: scattered, or its chunk failed. Never raises."""
         wanted = [item for item in window if item.position < self._first_failed]
+        self._settle([item for item in window if item.position >= self._first_failed])
         if not wanted:
             return
         unsettled = dict(enumerate(wanted))
@@ -122,7 +122,9 @@ class LoadRun:
             self._fail_all(unsettled.values(), error)
         except Exception:
             _log.exception("a load failed")
-            self._fail_all(wanted, KvPoolError("internal error in the agent; its log has the details"))
+            self._fail_all(wanted, KvPoolError(_INTERNAL))
+        finally:
+            self._settle(unsettled.values())
 
     async def _take_window(
         self, wanted: Sequence[_Wanted], unsettled: dict[int, _Wanted], stop: asyncio.Event, ends_at_s: float
@@ -141,6 +143,7 @@ class LoadRun:
                     item = unsettled.pop(number)
                     if not isinstance(answer, ReadSlot):
                         self._fail(item.position, answer or PageMissing(f"page {item.wish.key} is nowhere to be had"))
+                        self._settle([item])
                         continue
                     batch.append((item, answer))
                     batch_bytes += len(answer.page)
@@ -174,9 +177,13 @@ class LoadRun:
                 self._fail(item.position, PageCorrupt(f"page {item.wish.key} fails its check in the agent: {fault}"))
         except KvPoolError as error:
             self._fail_all([item for item, _ in batch], error)
+        except Exception:
+            _log.exception("a copy into an engine's cache failed")
+            self._fail_all([item for item, _ in batch], KvPoolError(_INTERNAL))
         finally:
             bad = {id(slot) for slot in corrupt}
             await self._pool.release([slot for _, slot in batch if id(slot) not in bad], corrupt)
+            self._settle([item for item, _ in batch])
 
     def _page_copy(self, item: _Wanted, slot: ReadSlot) -> PageCopy:
         chunk = self._span.chunks[item.position]
@@ -187,6 +194,14 @@ class LoadRun:
         self._source_of[item.position] = max(self._source_of[item.position], source)
         self.loaded_bytes[source] += size_bytes
         self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
+
+    def _settle(self, items: Iterable[_Wanted]) -> None:
+        """These pages are in, or their chunks failed. Reports what is due."""
+        for item in items:
+            self._progress.settled(item.layer_group)
+        layers = self._progress.layers_in()
+        if layers and self._first_failed:
+            self._report(layers, range(self._first_failed, len(self._span.chunks)))
 
     def _fail_all(self, items: Iterable[_Wanted], error: KvPoolError) -> None:
         self._fail(min((item.position for item in items), default=len(self._span.chunks)), error)

@@ -142,11 +142,12 @@ class StoreRun:
 
     async def _commit_slots(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
         try:
-            results = await self._pool.commit(slots) if slots else []
+            return await self._pool.commit(slots) if slots else []
+        except KvPoolError as error:
+            return [error] * len(slots)
         except Exception as error:
             _log.exception("a commit failed")
             return [KvPoolError(f"the pages could not be committed ({error})")] * len(slots)
-        return results
 
     async def _commit_ended(self) -> None:
         committing, self._committing = self._committing, None

@@ -1,0 +1,154 @@
+"""Stores and loads of one small rank on the fakes: chunk n lies in blocks 4n to 4n + 3, of 2 layer x 2 head groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
+from kvpool.core.cluster import RemoteSource
+from kvpool.core.elements import Codec, Dtype
+from kvpool.core.geometry import KvGroup
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout_presets import contiguous_layout
+from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
+from kvpool.core.payload import payload_bytes
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.loading import LoadRun
+from kvpool_gpuagent.metrics import AgentMetrics
+from kvpool_gpuagent.storing import StoreRun
+from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
+
+SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)
+GRID = ShardGrid(layers=4, kv_heads=4, layer_groups=2, head_groups=2)
+SHARDS = range(4)
+LAYOUT = contiguous_layout(SPEC, range(4), range(4), 8, 400)
+RANK = Rank(spec=SPEC, grid=GRID, layout=LAYOUT, shards=0b1111, keyspace=b"k" * 16)
+PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
+
+
+def chunk_hash(number: int) -> bytes:
+    """Never zero; its first byte is the number."""
+    return bytes([number, *b"c" * 15])
+
+
+def span(numbers: Sequence[int], *, skip_tokens: int = 0) -> ChunkSpan:
+    """Consecutive chunks of one chain; skip_tokens: of the first one."""
+    first = numbers[0]
+    heads = sorted({number // GROUP_CHUNKS * GROUP_CHUNKS for number in numbers})
+    chunks = tuple(
+        ChunkBlocks(
+            chunk_hash=chunk_hash(number),
+            block_ids=np.arange(4 * number, 4 * number + 4),
+            skip_tokens=skip_tokens if number == first else 0,
+        )
+        for number in numbers
+    )
+    return ChunkSpan(
+        chunks=chunks,
+        first_index=first,
+        parent_hash=chunk_hash(first - 1) if first else ROOT_HASH,
+        group_heads=tuple(chunk_hash(head) for head in heads),
+        chain_head=chunk_hash(0),
+    )
+
+
+def key(number: int, shard: int) -> PageKey:
+    return PageKey(RANK.keyspace, chunk_hash(number), shard)
+
+
+def content(number: int, shard: int) -> bytes:
+    """What the engine computed for a page."""
+    return f"kv {number} {shard}".encode()
+
+
+def true_page(number: int, shard: int) -> bytes:
+    page = bytearray(page_bytes(PAYLOAD_BYTES))
+    page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(number, shard).ljust(PAYLOAD_BYTES, b".")
+    seal(page, key(number, shard), Codec.RAW, PAYLOAD_BYTES)
+    return bytes(page)
+
+
+@dataclass
+class Bench:
+    """One rank's pool and cache, and runs on them."""
+
+    faults: Faults = field(default_factory=Faults)
+    cluster: MemoryCluster = field(default_factory=MemoryCluster)
+    window_pages: int = 16
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = AgentMetrics(self.registry)
+        self.pool = MemoryPool(self.cluster, window_pages=self.window_pages, faults=self.faults)
+        self.cache = MemoryCache(lambda shard: PAYLOAD_BYTES, faults=self.faults)
+        self.gathered: list[int] = []
+        self.progress: list[tuple[int, list[int]]] = []
+        self.kept: Callable[[int], bool] = lambda chunk_count: True
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvpool_gpuagent_{name}", labels) or 0.0
+
+    def compute(self, numbers: Sequence[int]) -> None:
+        """Have the KV of chunks in the engine's blocks."""
+        for number in numbers:
+            for shard in SHARDS:
+                self.cache.kv[(np.arange(4 * number, 4 * number + 4).tobytes(), shard)] = content(number, shard)
+
+    def offer(self, numbers: Sequence[int], shards: Sequence[int] = SHARDS) -> None:
+        """Have pages of chunks in the cluster."""
+        for number in numbers:
+            for shard in shards:
+                self.cluster.pages[key(number, shard)] = true_page(number, shard)
+
+    def loaded(self, number: int, shards: Sequence[int] = SHARDS) -> bool:
+        """Whether these pages of a chunk are in its blocks."""
+        blocks = np.arange(4 * number, 4 * number + 4).tobytes()
+        return all(self.cache.kv.get((blocks, shard)) == content(number, shard) for shard in shards)
+
+    async def ask_kept(self, chunk_count: int) -> bool:
+        self.gathered.append(chunk_count)
+        await self.faults.step("kept")
+        return self.kept(chunk_count)
+
+    async def store(self, numbers: Sequence[int], rank: Rank = RANK) -> StoreOutcome:
+        return await StoreRun(rank, span(numbers), self.pool, self.cache, self.metrics).run(self.ask_kept, self.stop)
+
+    async def load(
+        self,
+        numbers: Sequence[int],
+        *,
+        rank: Rank = RANK,
+        wait_s: float = 10.0,
+        skip_tokens: int = 0,
+        sources: Sequence[tuple[RemoteSource, ...]] | None = None,
+        layers_per_progress: int = 0,
+    ) -> LoadOutcome:
+        run = LoadRun(
+            rank,
+            span(numbers, skip_tokens=skip_tokens),
+            sources or [()] * len(numbers),
+            self.pool,
+            self.cache,
+            self.metrics,
+            layers_per_progress=layers_per_progress,
+        )
+
+        def report(layers: int, failed: Sequence[int]) -> None:
+            self.progress.append((layers, list(failed)))
+            shards = [shard for shard in rank.shard_list if GRID.layers_of(shard).stop <= layers]
+            for position, number in enumerate(numbers):
+                assert position in failed or self.loaded(number, shards), "reported before it was in"
+
+        return await run.run(report, self.stop, asyncio.get_running_loop().time() + wait_s)
+
+    def nothing_is_out(self) -> None:
+        assert self.pool.slots_out == 0
+        assert self.cache.running == 0
+        assert not self.cluster.writing
