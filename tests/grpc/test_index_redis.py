@@ -15,7 +15,7 @@ from kvpool.wire.status import error_from_rpc
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.groups import GroupRead
-from tests.fixtures.index_node import Chain, FakeNode, open_keyspace, refusal
+from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import RedisServer, running_redis
 
@@ -32,7 +32,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def store(redis: RedisServer) -> AsyncIterator[RedisIndexStore]:
-    made = RedisIndexStore(redis.url, timeout_s=0.5)
+    made = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
     yield made
     await made.close()
 
@@ -53,7 +53,7 @@ async def works(index: RunningIndex, chain: Chain) -> bool:
 
 
 async def test_replicas_share_what_they_know(index: RunningIndex, redis: RedisServer) -> None:
-    second = RedisIndexStore(redis.url)
+    second = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
     async with running_index(second, config=CONFIG) as other:
         chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
         assert await open_keyspace(other.stub) == chain.keyspace
@@ -104,7 +104,8 @@ async def test_without_redis_calls_fail_fast_and_recover(index: RunningIndex, re
     stream.cancel()
 
 
-async def test_a_redis_that_hangs_is_as_good_as_down(store: RedisIndexStore, redis: RedisServer) -> None:
+async def test_a_redis_that_hangs_is_as_good_as_down(redis: RedisServer) -> None:
+    store = RedisIndexStore(redis.url, timeout_s=0.5)
     async with running_index(store, config=CONFIG) as index:
         chain = Chain(await open_keyspace(index.stub))
         redis.command("CLIENT", "PAUSE", "100000", "ALL")
@@ -113,6 +114,7 @@ async def test_a_redis_that_hangs_is_as_good_as_down(store: RedisIndexStore, red
         for error in await asyncio.gather(*calls):
             assert isinstance(error, errors.StoreUnavailable)
         assert time.monotonic() - started_at_s < FAST_S
+    await store.close()
 
 
 async def test_announcements_survive_an_outage(index: RunningIndex, redis: RedisServer) -> None:
@@ -164,7 +166,7 @@ async def test_watchers_are_told_of_a_wiped_redis(index: RunningIndex, redis: Re
 
 
 async def test_death_is_announced_once_by_several_replicas(redis: RedisServer) -> None:
-    stores = [RedisIndexStore(redis.url) for _ in range(3)]
+    stores = [RedisIndexStore(redis.url, timeout_s=TIMEOUT_S) for _ in range(3)]
     config = IndexConfig(lease_ttl_ms=200)
     async with (
         running_index(stores[0], config=config) as one,

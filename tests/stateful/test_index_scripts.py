@@ -92,7 +92,7 @@ def test_the_script_does_what_the_reference_does(
 ) -> None:
     async def compare() -> None:
         memory = Side(MemoryIndexStore(ManualClock()))
-        real = Side(RedisIndexStore(redis_server.url, key_prefix=secrets.token_hex(8)))
+        real = Side(RedisIndexStore(redis_server.url, timeout_s=20.0, key_prefix=secrets.token_hex(8)))
         try:
             for number, chunk, added, removed, kind in history:
                 expected = await memory.step(number, chunk, added, removed, kind, grid)

@@ -13,7 +13,7 @@ from tests.contract.location_store.conftest import LEASE_MS, Harness
 
 GRID = (1 << 8) - 1
 KEYSPACE = bytes(range(16))
-LONG_MS = 60_000
+LONG_MS = 10 * LEASE_MS
 
 
 def staging(shards: int) -> TierMasks:

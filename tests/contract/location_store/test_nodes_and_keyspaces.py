@@ -13,7 +13,7 @@ from kvpool_index.core.nodes import NodeRecord
 from kvpool_index.ports import BoundKeyspace, IndexStore, NodeGrant
 from tests.contract.location_store.conftest import LEASE_MS, Harness
 
-LONG_MS = 60_000
+LONG_MS = 10 * LEASE_MS
 FOREVER_MS = 10**9
 
 
