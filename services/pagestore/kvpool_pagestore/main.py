@@ -79,11 +79,11 @@ def _load() -> PageStoreConfig:
 async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> None:
     """What is opened is closed by `stack`, the last first, however the start or the run ends."""
     tune_process()
-    clear_ready_file(config.ready_file)
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     registry = new_registry()
     directory = DataDirectory(config.data_dir)
     stack.callback(directory.close)
+    clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
     stack.callback(arena.close)
     parts = EngineParts(
