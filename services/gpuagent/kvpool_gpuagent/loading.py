@@ -23,6 +23,8 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 
 _INTERNAL = "internal error in the agent; its log has the details"
 _WINDOWS_IN_FLIGHT = 2  # one is being copied while the next is promoted or pulled
+_BATCHES = 4  # of a window at least, so that all threads have work and copying overlaps acquiring
+_SMALLEST_BATCH_BYTES = 1 << 20  # a hand-over costs about as much as copying a quarter of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class LoadRun:
             raise DeadlineExceeded("the load's time is up")
         copying: list[asyncio.Task[None]] = []
         batch: list[tuple[_Wanted, ReadSlot]] = []
-        batch_bytes = 0
+        batch_bytes, limit_bytes = 0, self._batch_limit(wanted)
         try:
             answers = self._pool.acquire([item.wish for item in wanted], remaining_s)
             async with aclosing(each_until_stopped(answers, stop, ends_at_s)) as settling:
@@ -147,7 +149,7 @@ class LoadRun:
                         continue
                     batch.append((item, answer))
                     batch_bytes += len(answer.page)
-                    if batch_bytes >= self._cache.batch_bytes:
+                    if batch_bytes >= limit_bytes:
                         copying.append(asyncio.ensure_future(self._copy(batch, stop)))
                         batch, batch_bytes = [], 0
         finally:
@@ -157,6 +159,11 @@ class LoadRun:
         for result in copied:
             if isinstance(result, BaseException):
                 raise result
+
+    def _batch_limit(self, wanted: Sequence[_Wanted]) -> int:
+        """Bytes from which on a batch is handed over: what the device likes, or less for a small window."""
+        window_bytes = sum(self._rank.page_bytes(item.wish.key.shard) for item in wanted)
+        return min(self._cache.batch_bytes, max(_SMALLEST_BATCH_BYTES, window_bytes // _BATCHES))
 
     async def _copy(self, batch: Sequence[tuple[_Wanted, ReadSlot]], stop: asyncio.Event) -> None:
         """Scatter what is still wanted of a batch, and release all of it."""
