@@ -259,7 +259,7 @@ async def test_close_ends_holds_when_the_agent_confirms() -> None:
 async def test_no_task_outlives_a_session_whose_agent_keeps_the_memory() -> None:
     async with engine(call_timeout_s=0.05) as one:
         session, stream = await one.open()
-        stream.end()
+        stream.end(ServiceUnavailable("the agent fell over"))
         assert not await session.close()
         assert not session.released.is_set()
         await eventually(lambda: not any("engine session" in task.get_name() for task in asyncio.all_tasks()))

@@ -14,7 +14,7 @@ from kvpool.core.cluster import LocationChange, NodeLease
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable, TenantDenied
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto
-from kvpool.wire.status import error_from_rpc
+from kvpool.wire.stream_status import StreamStatus
 
 _Call = grpc.aio.StreamStreamCall
 
@@ -73,7 +73,8 @@ class Announcer:
         self.last_progress_s = asyncio.get_running_loop().time()
         self._stream = asyncio.get_running_loop().create_future()
         call = endpoints.stub().Announce(metadata=endpoints.config.metadata)
-        tasks = [asyncio.create_task(self._write(call, lease)), asyncio.create_task(self._read(call))]
+        status = StreamStatus(call)
+        tasks = [asyncio.create_task(self._write(call, status, lease)), asyncio.create_task(self._read(call, status))]
         try:
             await asyncio.wait([*tasks, self._stream], return_when=asyncio.FIRST_COMPLETED)
             raise self._cause(tasks, self._stream)
@@ -100,7 +101,10 @@ class Announcer:
         return ServiceUnavailable("the announce stream was cancelled")
 
     async def _write(
-        self, call: _Call[index_pb2.AnnounceRequest, index_pb2.AnnounceResponse], lease: NodeLease
+        self,
+        call: _Call[index_pb2.AnnounceRequest, index_pb2.AnnounceResponse],
+        status: StreamStatus,
+        lease: NodeLease,
     ) -> None:
         opened = index_pb2.AnnounceOpen(
             node_id=self._node_id, incarnation=lease.incarnation, announce_epoch=lease.announce_epoch
@@ -121,7 +125,7 @@ class Announcer:
                 message = index_pb2.AnnounceBatch(sequence=batch.sequence, changes=changes)
                 await call.write(index_pb2.AnnounceRequest(batch=message))
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise status.error(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             await asyncio.sleep(self._linger_s)  # the call has ended: let the reader say why
             raise closed_channel_error(error) from error
@@ -136,7 +140,9 @@ class Announcer:
             self._snapshot_wanted = True  # the owner's iterator failed half-way
             raise
 
-    async def _read(self, call: _Call[index_pb2.AnnounceRequest, index_pb2.AnnounceResponse]) -> None:
+    async def _read(
+        self, call: _Call[index_pb2.AnnounceRequest, index_pb2.AnnounceResponse], status: StreamStatus
+    ) -> None:
         try:
             async for answer in call:
                 self._queue.acknowledge(answer.acknowledged_sequence)
@@ -144,7 +150,7 @@ class Announcer:
                 self._work.set()
                 await self._notify()
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise status.error(error) from error
         except grpc.aio.UsageError as error:
             raise closed_channel_error(error) from error
         raise ServiceUnavailable("the index ended the announce stream")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import grpc
 
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
-from kvpool.wire.status import error_from_reason, error_from_rpc
+from kvpool.wire.status import error_from_reason
+from kvpool.wire.stream_status import StreamStatus
 
 if TYPE_CHECKING:
     from grpc.aio import StreamStreamCall
@@ -85,6 +86,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
         on_broken: Callable[[KvPoolError], None] | None = None,
     ) -> None:
         self._call = call
+        self._status = StreamStatus(call)
         self._request_id_of = request_id_of
         self._name = name
         self._on_broken = on_broken
@@ -216,7 +218,8 @@ class RequestStream(Generic[RequestT, ResponseT]):
             self.ended_well = True
             error = ServiceUnavailable(f"{self._name}: the server ended the stream")
         except grpc.RpcError as rpc_error:
-            error = error_from_rpc(rpc_error)
+            self.ended_well = self._status.ended_well
+            error = self._status.error(rpc_error)
         except Exception as other:
             _log.exception("%s: an answer could not be read", self._name)
             error = ServiceUnavailable(f"{self._name}: an answer could not be read ({other})")

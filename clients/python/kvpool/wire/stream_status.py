@@ -25,7 +25,7 @@ class StreamStatus:
 
     def __init__(self, call: grpc.aio.Call) -> None:
         self._error: KvPoolError | None = None
-        self._ended_well = False
+        self.ended_well = False  # the server ended the stream with status OK
         # The callback gets the call itself, whatever the stubs say.
         call.add_done_callback(lambda _: self._keep(call))
 
@@ -35,7 +35,7 @@ class StreamStatus:
             return self._error
         if isinstance(raised, KvPoolError):
             return raised
-        if isinstance(raised, grpc.RpcError) and not self._ended_well:
+        if isinstance(raised, grpc.RpcError) and not self.ended_well:
             return error_from_rpc(raised)
         # A write after the end: asyncio.InvalidStateError, or the overwritten status of a stream that ended with OK.
         return ServiceUnavailable("the server has ended the stream")
@@ -44,7 +44,7 @@ class StreamStatus:
         code = _result_now(call.code())
         message = _result_now(call.details()) or ""
         if code is grpc.StatusCode.OK:
-            self._ended_well = True
+            self.ended_well = True
         elif code is grpc.StatusCode.INTERNAL and message == _LOST_STATUS:
             self._error = ServiceUnavailable("the stream broke while it was written to")
         else:
