@@ -75,5 +75,6 @@ async def serving(
         if not owner.close_after:
             os.close(owner.fd)
     # The default executor keeps its threads, and they have no descriptors.
-    assert open_fds() == before
+    # Sockets that earlier tests of this process left to gRPC may close meanwhile, so fewer is fine.
+    assert open_fds() <= before
     assert not path.exists()
