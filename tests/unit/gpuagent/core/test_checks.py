@@ -1,0 +1,172 @@
+"""Malformed loads and stores are refused by name, before anything is touched."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.core.chunks import ROOT_HASH
+from kvpool.core.errors import InvalidRequest, PartitionRefused
+from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
+from kvpool_gpuagent.core.checks import check_load, check_store
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention, windows
+from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
+
+MAX_CHUNKS = 64
+
+
+def change_chunk(whole: ChunkSpan, position: int, **changes: Any) -> ChunkSpan:
+    chunks = list(whole.chunks)
+    chunks[position] = replace(chunks[position], **changes)
+    return replace(whole, chunks=tuple(chunks))
+
+
+def test_what_engines_ask_passes() -> None:
+    for numbers in (range(1), range(3), range(16), range(15, 40), [17]):
+        check_store(span(numbers), RANK, max_chunks=MAX_CHUNKS)
+        check_load(span(numbers, skip_tokens=31), RANK, max_chunks=MAX_CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"chunks": ()}, "1 to 64 chunks, got 0"),
+        ({"first_index": -1}, "first_chunk_index"),
+        ({"parent_hash": b"short"}, "parent_hash must have 16 bytes"),
+        ({"parent_hash": chunk_hash(9)}, "parent_hash must be 16 zero bytes for chunk 0"),
+        ({"first_index": 1}, "parent_hash must be 16 zero bytes for chunk 0, and for no other"),
+        ({"group_heads": ()}, "1 chain groups but group_head_hashes has 0"),
+        ({"group_heads": (chunk_hash(0), chunk_hash(1))}, "has 2"),
+        ({"group_heads": (b"x",)}, r"group_head_hashes\[0\] must have 16 bytes"),
+        ({"group_heads": (chunk_hash(7),)}, r"group_head_hashes\[0\] must be the hash of chunks\[0\]"),
+    ],
+)
+def test_a_malformed_span_is_refused(changes: dict[str, Any], named: str) -> None:
+    for check in (check_store, check_load):
+        with pytest.raises(InvalidRequest, match=named):
+            check(replace(span(range(3)), **changes), RANK, max_chunks=MAX_CHUNKS)
+
+
+def test_a_group_that_begins_in_the_middle_must_be_named_after_its_first_chunk() -> None:
+    whole = span(range(14, 18))
+    check_load(whole, RANK, max_chunks=MAX_CHUNKS)
+    wrong = replace(whole, group_heads=(whole.group_heads[0], chunk_hash(17)))
+    with pytest.raises(InvalidRequest, match=r"group_head_hashes\[1\]") as refused:
+        check_load(wrong, RANK, max_chunks=MAX_CHUNKS)
+    assert refused.value.item_index == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"chunk_hash": b"short"}, r"chunks\[1\].chunk_hash"),
+        ({"block_ids": np.arange(3)}, r"chunks\[1\].block_ids must name 4 blocks of 8 tokens, got 3"),
+        ({"block_ids": np.arange(0)}, r"chunks\[1\].block_ids must name 4 blocks"),
+        ({"block_ids": np.array([0, 1, 2, 400])}, r"chunks\[1\].block_ids must lie in \[0, 400\), got 0 to 400"),
+        ({"block_ids": np.array([0, 1, -1, 3])}, r"got -1 to 3"),
+    ],
+)
+def test_a_malformed_chunk_is_refused_with_its_position(changes: dict[str, Any], named: str) -> None:
+    for check in (check_store, check_load):
+        with pytest.raises(InvalidRequest, match=named) as refused:
+            check(change_chunk(span(range(3)), 1, **changes), RANK, max_chunks=MAX_CHUNKS)
+        assert refused.value.item_index == 1
+
+
+def test_too_many_chunks_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="1 to 2 chunks, got 3"):
+        check_store(span(range(3)), RANK, max_chunks=2)
+
+
+def test_a_load_names_no_block_twice_but_a_store_may() -> None:
+    twice = change_chunk(span(range(3)), 2, block_ids=np.array([8, 9, 10, 5]))
+    with pytest.raises(InvalidRequest, match="block 5 twice"):
+        check_load(twice, RANK, max_chunks=MAX_CHUNKS)
+    check_store(twice, RANK, max_chunks=MAX_CHUNKS)
+
+
+def test_blocks_that_are_skipped_whole_may_repeat() -> None:
+    whole = change_chunk(span(range(2)), 0, block_ids=np.array([4, 4, 1, 2]), skip_tokens=16)
+    check_load(whole, RANK, max_chunks=MAX_CHUNKS)
+    with pytest.raises(InvalidRequest, match="block 4 twice"):
+        check_load(change_chunk(whole, 0, skip_tokens=15), RANK, max_chunks=MAX_CHUNKS)
+
+
+@pytest.mark.parametrize("skip_tokens", [-1, 32])
+def test_tokens_skipped_lie_in_the_chunk(skip_tokens: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"chunks\[0\].skip_tokens"):
+        check_load(span(range(1), skip_tokens=skip_tokens), RANK, max_chunks=MAX_CHUNKS)
+
+
+def test_an_opaque_cell_is_not_skipped_in_part() -> None:
+    opaque = OpaqueLayout(engine="e", layout_id="l", isa="", block_tokens=8, cell_bytes=64)
+    spec = replace(SPEC, payload=PayloadKind.OPAQUE, opaque=opaque)
+    layout = vllm_cpu_opaque_layout(spec, range(4), range(4), 8, 16)
+    rank = Rank.of(spec, layout)
+    check_load(span(range(1), skip_tokens=8), rank, max_chunks=MAX_CHUNKS)
+    with pytest.raises(InvalidRequest, match="multiple of the block"):
+        check_load(span(range(1), skip_tokens=4), rank, max_chunks=MAX_CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"chain_head": b""}, "chain_head_hash must have 16 bytes, got 0"),
+        ({"chain_head": chunk_hash(5)}, "chain_head_hash must be the hash of chunk 0"),
+        ({"retention": Retention(ttl_ms=-1)}, "retention.ttl_ms"),
+        ({"retention": Retention(priority=101)}, "retention.priority"),
+        ({"retention": Retention(pinned_until_us=-5)}, "retention.pinned_until_us"),
+    ],
+)
+def test_what_only_a_store_names_is_checked(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        check_store(replace(span(range(2)), **changes), RANK, max_chunks=MAX_CHUNKS)
+
+
+def test_retention_is_kept_beside_every_page() -> None:
+    kept = replace(span(range(2)), retention=Retention(ttl_ms=5, priority=-3, pinned_until_us=7)).metadata(1)
+    assert (kept.ttl_ms, kept.priority, kept.pinned_until_us) == (5, -3, 7)
+    assert kept.parent_hash == chunk_hash(0)
+    assert span(range(2)).metadata(0).parent_hash == ROOT_HASH
+
+
+def test_a_rank_owns_the_shards_of_its_layers_and_heads() -> None:
+    wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)  # 2 layer groups x 8 head groups
+    upper = Rank.of(wide, contiguous_layout(wide, range(16, 32), range(2, 4), 16, 64))
+    assert upper.shard_list == [10, 11]
+    assert upper.blocks_per_chunk == 16
+    assert upper.opened(b"k" * 16).keyspace == b"k" * 16
+
+
+def test_a_partition_that_is_no_union_of_shards_is_refused_naming_the_grid() -> None:
+    wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)
+    with pytest.raises(PartitionRefused, match="2 layer groups x 8 head groups"):
+        Rank.of(wide, contiguous_layout(wide, range(8), range(8), 16, 64))
+
+
+def test_a_layout_that_does_not_fit_is_refused_naming_the_argument() -> None:
+    with pytest.raises(InvalidRequest, match="block_tokens 7"):
+        Rank.of(SPEC, replace(LAYOUT, block_tokens=7))
+
+
+@pytest.mark.parametrize(
+    ("counts", "window", "expected"),
+    [
+        ([], 4, []),
+        ([4], 4, [range(1)]),
+        ([4, 4], 4, [range(1), range(1, 2)]),
+        ([2, 2, 2], 4, [range(2), range(2, 3)]),
+        ([9, 1, 1], 4, [range(1), range(1, 3)]),
+        ([1, 9], 4, [range(1), range(1, 2)]),
+    ],
+)
+def test_windows_hold_at_most_so_many_pages_but_one_item(counts: list[int], window: int, expected: list[range]) -> None:
+    assert windows(counts, window) == expected
+
+
+def test_block_ids_of_a_chunk_may_have_any_shape_but_one_axis() -> None:
+    chunk = ChunkBlocks(chunk_hash=chunk_hash(0), block_ids=np.zeros((2, 2), dtype=np.int64))
+    with pytest.raises(InvalidRequest, match="must name 4 blocks"):
+        check_store(replace(span(range(1)), chunks=(chunk,)), RANK, max_chunks=MAX_CHUNKS)

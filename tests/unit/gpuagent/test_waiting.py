@@ -1,0 +1,170 @@
+"""Waits that end early lose nothing and leave nothing running."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from kvpool.core.errors import DeadlineExceeded, Stopped
+from kvpool_gpuagent.adapters.budget import Budget
+from kvpool_gpuagent.waiting import each_until_stopped, until_stopped
+
+
+async def value(result: int = 7) -> int:
+    return result
+
+
+async def never(ended: list[str]) -> int:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("cancelled")
+    return 0
+
+
+async def test_work_that_ends_first_is_answered() -> None:
+    assert await until_stopped(value(), asyncio.Event()) == 7
+
+
+async def test_a_stop_cancels_the_work_and_waits_for_it() -> None:
+    stop, ended = asyncio.Event(), list[str]()
+    waiting = asyncio.ensure_future(until_stopped(never(ended), stop))
+    await asyncio.sleep(0)
+    stop.set()
+    with pytest.raises(Stopped):
+        await waiting
+    assert ended == ["cancelled"]
+
+
+async def test_the_time_may_be_up() -> None:
+    ended = list[str]()
+    with pytest.raises(DeadlineExceeded):
+        await until_stopped(never(ended), asyncio.Event(), timeout_s=0.01)
+    assert ended == ["cancelled"]
+
+
+async def test_after_a_stop_nothing_is_begun() -> None:
+    stop, ended = asyncio.Event(), list[str]()
+    stop.set()
+    with pytest.raises(Stopped):
+        await until_stopped(never(ended), stop)
+    assert ended == []
+
+
+async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
+    stop = asyncio.Event()
+
+    async def stubborn() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 5
+        return 0
+
+    waiting = asyncio.ensure_future(until_stopped(stubborn(), stop))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stop.set()
+    assert await waiting == 5
+
+
+async def numbers(closed: list[bool], gate: asyncio.Event) -> AsyncGenerator[int, None]:
+    try:
+        yield 1
+        await gate.wait()
+        yield 2
+    finally:
+        closed.append(True)
+
+
+async def test_answers_pass_until_they_end() -> None:
+    closed, gate = list[bool](), asyncio.Event()
+    gate.set()
+    ends_at_s = asyncio.get_running_loop().time() + 10
+    found = [number async for number in each_until_stopped(numbers(closed, gate), asyncio.Event(), ends_at_s)]
+    assert found == [1, 2]
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("how", ["stop", "time", "leave"])
+async def test_answers_are_closed_however_they_end(how: str) -> None:
+    closed, stop, found = list[bool](), asyncio.Event(), list[int]()
+    ends_at_s = asyncio.get_running_loop().time() + (0.01 if how == "time" else 10)
+
+    async def consume() -> None:
+        async with aclosing(each_until_stopped(numbers(closed, asyncio.Event()), stop, ends_at_s)) as answers:
+            async for number in answers:
+                found.append(number)
+                if how == "leave":
+                    return
+                if how == "stop":
+                    stop.set()
+
+    if how == "leave":
+        await consume()
+    else:
+        with pytest.raises(Stopped if how == "stop" else DeadlineExceeded):
+            await consume()
+    assert (found, closed) == ([1], [True])
+
+
+async def test_a_cancelled_consumer_leaves_nothing_running() -> None:
+    closed = list[bool]()
+
+    async def consume() -> None:
+        ends_at_s = asyncio.get_running_loop().time() + 10
+        async with aclosing(each_until_stopped(numbers(closed, asyncio.Event()), asyncio.Event(), ends_at_s)) as them:
+            async for _ in them:
+                pass
+
+    consuming = asyncio.ensure_future(consume())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    consuming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await consuming
+    assert closed == [True]
+
+
+async def test_a_budget_serves_in_order_and_forgets_who_left() -> None:
+    budget, granted = Budget(4), list[str]()
+
+    async def take(name: str, count: int) -> None:
+        await budget.take(count)
+        granted.append(name)
+
+    await take("first", 3)
+    large, small = asyncio.ensure_future(take("large", 4)), asyncio.ensure_future(take("small", 1))
+    await asyncio.sleep(0)
+    assert granted == ["first"]  # the small one fits, but came later
+    large.cancel()
+    await asyncio.gather(large, small, return_exceptions=True)
+    assert granted == ["first", "small"]
+    assert budget.used == 4
+    budget.give(4)
+    assert budget.used == 0
+
+
+async def test_a_grant_that_comes_as_its_taker_leaves_goes_back() -> None:
+    budget = Budget(1)
+    await budget.take(1)
+    waiting = asyncio.ensure_future(budget.take(1))
+    await asyncio.sleep(0)
+    budget.give(1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert budget.used == 0
+
+
+async def test_a_budget_that_shrinks_grants_a_large_wish_only_when_nothing_is_out() -> None:
+    budget = Budget(4)
+    await budget.take(1)
+    waiting = asyncio.ensure_future(budget.take(4))
+    await asyncio.sleep(0)
+    budget.resize(2)
+    assert not waiting.done()
+    budget.give(1)
+    await waiting
+    assert budget.used == 4
