@@ -34,6 +34,7 @@ class ScriptedPool:
     held: list[Callable[[], None]] = field(default_factory=list)
     matches: list[tuple[int, int]] = field(default_factory=list)  # (chain length, held chunks)
     loads: list[ChunkSpan] = field(default_factory=list)
+    timeouts_s: list[float] = field(default_factory=list)  # of loads
     stores: list[ChunkSpan] = field(default_factory=list)
     closed: bool = False
 
@@ -51,8 +52,9 @@ class ScriptedPool:
             count += 1
         return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
 
-    def load(self, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
+    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
         self.loads.append(span)
+        self.timeouts_s.append(timeout_s)
         limit = len(span.blocks) if self.load_limit is None else self.load_limit
         for position, (chunk_hash, block) in enumerate(zip(span.hashes, span.blocks, strict=True)):
             content = self.chunks[chunk_hash] if position < limit else b"\x7f" * self.block_bytes

@@ -26,7 +26,7 @@ LAYOUT = contiguous_layout(SPEC, range(2), range(2), SPEC.chunk_tokens, 8)
 
 
 def pool_of(one: Engine) -> AgentPool:
-    config = replace(one.config, agent_endpoint=one.plan.endpoint, load_timeout_s=0.2)
+    config = replace(one.config, agent_endpoint=one.plan.endpoint)
     return AgentPool(SPEC, LAYOUT, "tiny", "test", config, offer=one.memory.offer)
 
 
@@ -77,7 +77,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
     async with opened() as (pool, stream, _):
         watch = Watch()
         span = ChunkSpan(CHAIN[:18], (5, 2))
-        loading = asyncio.create_task(asyncio.to_thread(pool.load, span, watch.on_released))
+        loading = asyncio.create_task(asyncio.to_thread(pool.load, span, 5.0, watch.on_released))
         request = await stream.next("load")
         assert [chunk.chunk_hash for chunk in request.load.chunks] == [CHAIN[16], CHAIN[17]]
         assert [np.frombuffer(chunk.block_ids, "<i8").tolist() for chunk in request.load.chunks] == [[5], [2]]
@@ -94,7 +94,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
 async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:
     async with opened() as (pool, stream, _):
         watch = Watch()
-        loading = asyncio.create_task(asyncio.to_thread(pool.load, ChunkSpan(CHAIN[:1], (0,)), watch.on_released))
+        loading = asyncio.create_task(asyncio.to_thread(pool.load, ChunkSpan(CHAIN[:1], (0,)), 0.2, watch.on_released))
         request = await stream.next("load")
         loaded = await loading
         assert (loaded.chunk_count, watch.released) == (0, 0)
@@ -168,6 +168,7 @@ async def test_a_wrong_configuration_is_raised_at_once() -> None:
         pool = pool_of(one)
         opening = asyncio.create_task(asyncio.to_thread(pool.open))
         stream = await one.agent.streams.next()
+        await stream.next("register")
         stream.end(KeyspaceMismatch("keyspace tiny has another dtype"))
         with pytest.raises(KeyspaceMismatch, match="dtype"):
             await opening

@@ -212,3 +212,31 @@ def test_slow_loads_are_left_alone_once_the_prefill_speed_is_known() -> None:
     engine = Engine(pool)
     engine.cache.note_prefill(16, 16000.0)
     assert engine.run(PROMPT).loaded.chunk_count == 3
+
+
+def test_a_load_may_take_as_long_as_computing_would() -> None:
+    pool = ScriptedPool(chunks=shared_chunks())
+    for prefill_ms in (0.0, 16.0, 80_000.0, 1e9):
+        engine = Engine(pool)
+        if prefill_ms:
+            engine.cache.note_prefill(CHUNK, prefill_ms)
+        engine.run(PROMPT)
+    assert pool.timeouts_s == [30.0, 1.0, 30.0, 30.0]
+    engine = Engine(pool)
+    engine.cache.note_prefill(CHUNK, 2000.0)
+    engine.run(PROMPT)
+    assert pool.timeouts_s[-1] == 3 * 2.0
+
+
+def test_what_is_available_is_told_without_loading() -> None:
+    pool = ScriptedPool(chunks=shared_chunks())
+    engine = Engine(pool)
+    assert engine.cache.available_chunks(list(PROMPT)) == 3
+    assert pool.loads == []
+    engine.run(PROMPT[:20], generated=0)
+    pool.chunks = {}
+    assert engine.cache.available_chunks(list(PROMPT)) == 1
+    pool.match_error = ServiceUnavailable("gone")
+    with pytest.raises(ServiceUnavailable):
+        engine.cache.available_chunks(list(PROMPT))
+    assert Engine().cache.available_chunks(list(PROMPT)) == 0

@@ -94,11 +94,11 @@ class AgentPool:
             raise found.error
         return found.runs
 
-    def load(self, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
+    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
         """See PrefixPool."""
         pool = self._reached()
         # A caller who is interrupted leaves; the load goes on to its end, which is soon, and then releases the blocks.
-        return self._loop.start(lambda: self._load(pool, span, on_released)).result()
+        return self._loop.start(lambda: self._load(pool, span, timeout_s, on_released)).result()
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
         """See PrefixPool."""
@@ -143,9 +143,15 @@ class AgentPool:
                 _log.error("kvpool: not used in this process: %s", error)
                 return
 
-    async def _load(self, pool: KvPool, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
+    async def _load(
+        self, pool: KvPool, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]
+    ) -> LoadedChunks:
         report = await pool.load(
-            self._chain(span.chain), _block_table(span), first_chunk=span.first_index, end_chunk=len(span.chain)
+            self._chain(span.chain),
+            _block_table(span),
+            first_chunk=span.first_index,
+            end_chunk=len(span.chain),
+            timeout_s=timeout_s,
         )
         if report.hold.ended:
             on_released()

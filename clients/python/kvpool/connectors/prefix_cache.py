@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 # The engine's own chunks are found without the pool, also before it was ever reached.
 _OWN_KEY = b"chunks in the engine's own cache"
 _PREFILL_WEIGHT = 0.3  # of the newest measurement of the prefill speed
+_LOAD_TIMEOUT_MIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,12 @@ class FoundPrefix:
 class PrefixCache:
     """Blocks of one chunk each, of which the ledger here decides. One request at a time; callbacks on any thread."""
 
-    def __init__(self, pool: PrefixPool | None, *, block_count: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, pool: PrefixPool | None, *, block_count: int, chunk_tokens: int, load_timeout_s: float = 30.0
+    ) -> None:
+        """load_timeout_s: of one load, as long as nothing is known of how fast the engine computes."""
         self.chunk_tokens = chunk_tokens
+        self._load_timeout_s = load_timeout_s
         self._pool = pool
         self._ledger = ChunkLedger(block_count)
         self._lock = threading.Lock()
@@ -133,7 +138,7 @@ class PrefixCache:
             blocks = self._take(worthwhile_chunks(runs, self._prefill_ms_per_token * self.chunk_tokens))
             if blocks:
                 span = ChunkSpan(tuple(chain[: found.own_chunks + len(blocks)]), tuple(blocks))
-                loaded = pool.load(span, lambda: self._unpin(blocks))
+                loaded = pool.load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks))
                 failure = loaded.failure
         except KvPoolError as error:
             failure = str(error)
@@ -150,6 +155,13 @@ class PrefixCache:
             load_ms=(ended_s - matched_s) * 1e3 if blocks else 0.0,
             failure=failure,
         )
+
+    def _patience_s(self, chunk_count: int) -> float:
+        """A load that takes longer than computing is not waited for: that bounds what a sick pool can cost."""
+        if not self._prefill_ms_per_token:
+            return self._load_timeout_s
+        compute_s = chunk_count * self.chunk_tokens * self._prefill_ms_per_token / 1e3
+        return min(self._load_timeout_s, max(_LOAD_TIMEOUT_MIN_S, compute_s))
 
     def _take(self, count: int) -> list[int]:
         """Up to `count` blocks to load into, pinned until the pool lets go of them."""

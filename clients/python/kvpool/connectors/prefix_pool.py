@@ -62,8 +62,8 @@ class PrefixPool(Protocol):
     def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
         """What the pool has of a chain after its first `held_chunks`. Raises KvPoolError."""
 
-    def load(self, span: ChunkSpan, on_released: Callable[[], None]) -> LoadedChunks:
-        """Load chunks into the engine's blocks. Raises KvPoolError if none can be used."""
+    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
+        """Load chunks into the engine's blocks, as many as come in time. Raises KvPoolError if none can be used."""
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
         """Begin to store chunks from the engine's blocks and return. on_done is called once, at the end."""

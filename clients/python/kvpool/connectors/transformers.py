@@ -80,6 +80,7 @@ class SharedPrefixGenerator:
         model_revision: what the weights are; by default a digest over all of them, which reads them once.
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
         cache_bytes: shared memory for the engine's own chunks, which the agent copies from and to.
+        load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
         An agent that cannot be reached now is tried again later; until then everything is computed.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest.
@@ -101,7 +102,7 @@ class SharedPrefixGenerator:
             block_layout(spec, block_count),
             keyspace_name or default_keyspace_name(spec),
             engine_name,
-            ClientConfig(agent_endpoint=agent, load_timeout_s=load_timeout_s),
+            ClientConfig(agent_endpoint=agent),
         )
         try:
             blocks = KvBlocks(spec, block_count, pool.memory)
@@ -109,7 +110,8 @@ class SharedPrefixGenerator:
         except BaseException:
             pool.close()
             raise
-        return cls(model, blocks, PrefixCache(pool, block_count=block_count, chunk_tokens=chunk_tokens), pool)
+        cache = PrefixCache(pool, block_count=block_count, chunk_tokens=chunk_tokens, load_timeout_s=load_timeout_s)
+        return cls(model, blocks, cache, pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
         """`model.generate(input_ids, **arguments)`, computing only the part of the prompt that cannot be had.
