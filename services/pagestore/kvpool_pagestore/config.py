@@ -34,7 +34,7 @@ class PageStoreConfig:
     dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
     batch_pages: Annotated[int, "pages written to disk together, at most"] = 64
-    batch_bytes: Annotated[int, "bytes written to disk together, about"] = 64 << 20
+    batch_bytes: Annotated[int, "bytes written to disk together, about; a small disk tier takes less"] = 64 << 20
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000

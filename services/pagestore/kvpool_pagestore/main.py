@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import kvpool
 from kvpool.core.clock import SystemClock
@@ -16,7 +17,7 @@ from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory, host_identity
-from kvpool_pagestore.adapters.disk_tier import live_page_bytes, open_disk_tier
+from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
@@ -97,7 +98,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         first_segment_id=(secrets.randbits(40) << 16) + 1,  # never an id that an earlier process gave to a peer
     )
     metrics = PageStoreMetrics(registry)
-    engine = PageStoreEngine(config, parts, metrics)
+    engine = PageStoreEngine(_with_fitting_batches(config), parts, metrics)
     stack.push_async_callback(engine.close)
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
@@ -199,6 +200,11 @@ class PageStoreServers:
     def _fetch(self, peer: PeerCredentials, token: bytes, number: int) -> FdGrant:
         found = self._engine.sessions.descriptor(token, number)
         return FdGrant(found.fd, found.size_bytes, 0, close_after=found.give_up)
+
+
+def _with_fitting_batches(config: PageStoreConfig) -> PageStoreConfig:
+    largest_bytes = largest_batch_bytes(config.disk_bytes, config.write_threads)
+    return replace(config, batch_bytes=min(config.batch_bytes, largest_bytes))
 
 
 async def _open_store(config: PageStoreConfig) -> PageStore | None:

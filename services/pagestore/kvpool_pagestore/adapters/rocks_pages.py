@@ -29,7 +29,7 @@ from kvpool_pagestore.ports import PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
 
-_MOVE_BYTES: Final = 32 << 20  # read into memory at once when a volume is emptied
+_MOVE_BYTES: Final = 32 << 20  # read into memory at once when a volume is emptied, at most
 
 
 class RocksPages:
@@ -40,6 +40,7 @@ class RocksPages:
         self._database = database
         self._payloads = payloads
         self._volumes = Volumes(volume_bytes)
+        self._move_bytes = min(_MOVE_BYTES, volume_bytes // 2)  # so that no volume grows far beyond its size
         self._lock = threading.Lock()
         self._reclaiming = threading.Lock()
         self._load()
@@ -88,14 +89,13 @@ class RocksPages:
             self._subtract(found)
 
     def reclaim(self) -> None:
-        """Give space of dead pages back until little enough is dead. Returns at once if another thread is at it."""
-        if not self._reclaiming.acquire(blocking=False):
-            return
-        try:
+        """Give space of dead pages back until little enough is dead.
+
+        If another thread is at it, this one waits: writers that went on meanwhile would outrun the budget.
+        """
+        with self._reclaiming:
             while (victim := self._take_victim()) is not None:
                 self._empty(victim)
-        finally:
-            self._reclaiming.release()
 
     def _load(self) -> None:
         database = self._database
@@ -223,7 +223,7 @@ class RocksPages:
             batch.append(PageWrite(key=key, page=payload, metadata=record.metadata))
             expected[key] = record
             size_bytes += len(payload)
-            if size_bytes >= _MOVE_BYTES:
+            if size_bytes >= self._move_bytes:
                 self._write(batch, expected)
                 batch, expected, size_bytes = [], {}, 0
         if batch:

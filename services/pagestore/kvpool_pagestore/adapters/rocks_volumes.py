@@ -118,8 +118,9 @@ class Volumes:
 
 
 def live_limit_bytes(capacity_bytes: int, volume_bytes: int) -> int:
-    """Page bytes that may be live so that the files stay within a capacity: beside them lie dead pages, up to two
-    volumes (one being filled beyond its size, one being emptied), records, logs and the manifest.
+    """Page bytes that may be live so that the files stay within a capacity: beside them lie dead pages, the copy of a
+    volume being emptied (half as large again as it should be), what writers at once have replaced but not yet given
+    back (together no more than a volume, if their batches are that small), records, logs and the manifest.
     """
     fixed_bytes = 3 * volume_bytes + (24 << 20)
     return max(0, (capacity_bytes - fixed_bytes) * _DEAD_SHARE // (_DEAD_SHARE + 1))
