@@ -125,6 +125,23 @@ def test_a_pagestore_killed_under_an_engine_costs_recomputing_only(cluster: Clus
         eventually_sync(lambda: stored(generator, cluster, model, after), deadline_s=RECOVERY_S)
 
 
+def test_a_hung_agent_delays_a_request_by_little(cluster: Cluster, model: Any) -> None:
+    before, after = prompt(5 * CHUNK, seed=7), prompt(5 * CHUNK, seed=8)
+    with connect(cluster, model) as generator:
+        run(generator, before)
+        assert generator.flush_stores(30)
+        pid = cluster.state.of_role("agent")[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            result = run(generator, after)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert result.sequences[0].tolist() == alone(model, after)
+        assert "did not answer within 0.5 s" in result.stats.failure
+        assert result.stats.match_ms < 2000
+        eventually_sync(lambda: stored(generator, cluster, model, after), deadline_s=RECOVERY_S)
+
+
 def test_an_engine_starts_without_an_agent(cluster: Cluster, model: Any) -> None:
     input_ids = prompt(3 * CHUNK, seed=6)
     generator = SharedPrefixGenerator.connect(
