@@ -4,91 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvpool.client.config import ClientConfig
-from kvpool.client.page_items import AcquireItem, AcquireResult, PageSource, ReserveItem
-from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from kvpool.client.page_items import PageSource
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import RemoteSource
-from kvpool.core.page import verify
-from kvpool.testing import eventually_sync
-from tests.fixtures.pagestore import (
-    KEYSPACES,
-    PAGE_BYTES,
-    SPEC,
-    TENANT,
-    fill_page,
-    metadata,
-    page_key,
-    shared_memory_directory,
-)
+from tests.fixtures.pagestore import shared_memory_directory
+from tests.fixtures.pagestore_process import CLIENT, Process, read, refused, start_process, write
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-CLIENT = ClientConfig(connect_timeout_s=20.0, call_timeout_s=20.0)
-
-
-@dataclass(slots=True)
-class Process:
-    """A running pagestore."""
-
-    child: subprocess.Popen[str]
-    ready: dict[str, Any]
-
-    @property
-    def endpoint(self) -> str:
-        return f"unix:{self.ready['socket']}"
-
-    def stop(self) -> int:
-        """End it in order; its exit code."""
-        self.child.send_signal(signal.SIGTERM)
-        return self.child.wait(60)
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait(60)
-
-    async def open(self, **changes: Any) -> PageStoreSession:
-        values: dict[str, Any] = {"endpoint": self.endpoint, "peer_name": "test", "keyspaces": KEYSPACES}
-        return await PageStoreSession.open(SessionPlan(**(values | changes)), CLIENT)
-
-
 Start = Callable[..., Process]
-
-
-def command(directory: Path, shm: Path, *flags: str) -> list[str]:
-    defaults = {
-        "--data-dir": str(directory),
-        "--shm-dir": str(shm),
-        "--listen": "127.0.0.1:0",
-        "--bulk-listen": "127.0.0.1:0",
-        "--arena-bytes": "32MiB",
-        "--segment-bytes": "4MiB",
-        "--disk-bytes": "256MiB",
-        "--tenant": TENANT,
-        "--ready-file": str(directory) + ".ready",
-        "--quarantine-grace-ms": "50",
-    }
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    pairs = [part for pair in (defaults | given).items() for part in pair]
-    return [sys.executable, "-m", "kvpool_pagestore.main", *pairs]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 @pytest.fixture
@@ -100,57 +32,15 @@ def shm() -> Iterator[Path]:
 @pytest.fixture
 def start(tmp_path: Path, shm: Path) -> Iterator[Start]:
     """Starts pagestores by name; the same name means the same data directory."""
-    children: list[subprocess.Popen[str]] = []
+    processes: list[Process] = []
 
     def run(name: str = "store", *flags: str) -> Process:
-        directory = tmp_path / name
-        ready_file = Path(str(directory) + ".ready")
-        ready_file.unlink(missing_ok=True)
-        child = subprocess.Popen(command(directory, shm, *flags), env=environment(), text=True)
-        children.append(child)
-        eventually_sync(lambda: ready_file.exists() or child.poll() is not None, 60)
-        assert child.poll() is None, "the pagestore did not start"
-        return Process(child, json.loads(ready_file.read_text()))
+        processes.append(start_process(tmp_path / name, shm, *flags))
+        return processes[-1]
 
     yield run
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-        child.wait(60)
-
-
-def refused(directory: Path, shm: Path, *flags: str) -> str:
-    """The one line with which a pagestore refuses to start."""
-    done = subprocess.run(
-        command(directory, shm, *flags), env=environment(), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    return done.stderr.strip().splitlines()[-1]
-
-
-async def write(session: PageStoreSession, numbers: range) -> None:
-    results = await session.reserve([ReserveItem(page_key(one), PAGE_BYTES, metadata(one)) for one in numbers])
-    leases = []
-    for number, result in zip(numbers, results, strict=True):
-        assert result.slot is not None, result
-        with session.slot_view(result.slot) as view:
-            fill_page(view, page_key(number))
-        leases.append(result.slot.lease_id)
-    assert await session.commit(leases) == [None] * len(leases)
-
-
-async def read(session: PageStoreSession, numbers: range, *sources: RemoteSource) -> list[AcquireResult]:
-    """Answers in item order, verified and released."""
-    items = [AcquireItem(page_key(one), sources, metadata(one)) for one in numbers]
-    results: list[AcquireResult] = []
-    async with session.acquire(items, wait_s=20) as answers:
-        async for answer in answers:
-            results.append(answer)
-            if answer.slot is not None:
-                with session.slot_view(answer.slot) as view:
-                    assert verify(view, page_key(numbers[answer.item_index]), SPEC.codec) is None
-    await session.release([one.slot.lease_id for one in results if one.slot is not None])
-    return sorted(results, key=lambda one: one.item_index)
+    for process in processes:
+        process.kill()
 
 
 async def test_pages_survive_an_orderly_end_and_nothing_is_left_in_memory(start: Start, shm: Path) -> None:

@@ -48,6 +48,7 @@ class ArenaSpace:
             elif answer is SpaceNeed.RETIREMENT:
                 await self.reap()
             elif not isinstance(answer, SpaceNeed):
+                self._grow_ahead(tenant, slot_bytes_for(page_bytes))
                 return answer
             else:
                 break
@@ -59,6 +60,11 @@ class ArenaSpace:
             self._reaping = asyncio.ensure_future(self._tasks.finish(self._reap(), "reap-segments"))
             self._reaping.add_done_callback(self._reaped)
         await asyncio.shield(self._reaping)
+
+    def _grow_ahead(self, tenant: str, slot_bytes: int) -> None:
+        """Making a segment takes tens of milliseconds: begin before the last slot is gone."""
+        if (tenant, slot_bytes) not in self._growing and self._ledger.space.runs_short(tenant, slot_bytes):
+            self._tasks.start(self._grow(tenant, slot_bytes), "grow-ahead")
 
     async def _grow(self, tenant: str, slot_bytes: int) -> None:
         at = (tenant, slot_bytes)

@@ -123,6 +123,15 @@ class SegmentTable:
 
     # Segments
 
+    def runs_short(self, tenant: str, slot_bytes: int) -> bool:
+        """Whether it is time to make the next segment of a class, so that nobody has to wait for it."""
+        if not self._new_segment_bytes(slot_bytes) or any(
+            one.state is SegmentState.PLANNED and one.tenant == tenant for one in self._segments.values()
+        ):
+            return False
+        free_count = sum(len(one.free) for one in self._class(tenant, slot_bytes).open.values())
+        return 2 * free_count * slot_bytes < self._segment_bytes
+
     def plan_segment(self, tenant: str, slot_bytes: int) -> Segment | None:
         """Book the bytes of a new segment that the caller is about to make; None if the budget has no room for it."""
         size_bytes = self._new_segment_bytes(slot_bytes)

@@ -1,0 +1,146 @@
+"""How the arena's space is cut, and what makes room for what."""
+
+from __future__ import annotations
+
+from kvpool_pagestore.core.segments import SegmentTable
+from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
+from tests.fixtures.pagestore import metadata, page_key
+
+KIB = 1024
+
+
+class Table:
+    """A segment table whose segments are made as soon as they are wanted."""
+
+    def __init__(self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB) -> None:
+        self.evicted: list[int] = []
+        self.space = SegmentTable(
+            capacity_bytes=capacity_bytes,
+            segment_bytes=segment_bytes,
+            first_segment_id=10,
+            on_evict=lambda slot: self.evicted.append(slot.page.metadata.chunk_index),
+        )
+
+    def allocate(self, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot | SpaceNeed:
+        answer = self.space.allocate(tenant, slot_bytes)
+        if answer is SpaceNeed.SEGMENT:
+            segment = self.space.plan_segment(tenant, slot_bytes)
+            assert segment is not None
+            self.space.segment_made(segment)
+            answer = self.space.allocate(tenant, slot_bytes)
+        return answer
+
+    def page(self, number: int, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot:
+        """A clean page in staging."""
+        slot = self.allocate(slot_bytes, tenant)
+        assert isinstance(slot, Slot)
+        self.space.occupy(slot, SlotState.READY)
+        slot.record = PageRecord(page_key(number), slot_bytes, metadata(number))
+        self.space.settle(slot)
+        self.space.touch(slot)
+        return slot
+
+
+def test_a_slot_is_whole_memory_pages() -> None:
+    assert [slot_bytes_for(size) for size in (1, 4096, 4097)] == [4096, 4096, 8192]
+
+
+def test_the_budget_is_filled_before_anything_is_evicted_then_the_oldest_goes() -> None:
+    table = Table()
+    slots = [table.page(number) for number in range(16)]
+    assert table.space.segment_total_bytes == 64 * KIB and not table.evicted
+    table.space.touch(slots[0])
+    slots[1].readers = 1
+    table.space.settle(slots[1])
+    table.page(100)
+    table.page(101)
+    assert table.evicted == [2, 3]
+
+
+def test_the_last_segment_takes_what_is_left_of_the_budget() -> None:
+    table = Table(capacity_bytes=24 * KIB)
+    for number in range(6):
+        table.page(number)
+    assert table.space.segment_total_bytes == 24 * KIB
+
+
+def test_a_page_larger_than_a_segment_gets_one_of_its_own() -> None:
+    table = Table()
+    slot = table.page(1, 40 * KIB)
+    assert slot.segment.size_bytes == 40 * KIB and slot.segment.slot_count == 1
+
+
+def test_a_segment_of_another_size_is_emptied_when_its_own_class_has_nothing() -> None:
+    table = Table()
+    for number in range(16):
+        table.page(number)
+    slot = table.page(100, 16 * KIB)
+    assert table.evicted == [0, 1, 2, 3]  # the segment that was unused for longest
+    assert slot.segment.slot_count == 1 and slot.offset == 0
+
+
+def test_a_segment_in_use_is_left_alone() -> None:
+    table = Table()
+    slots = [table.page(number) for number in range(16)]
+    for slot in slots[::4]:
+        slot.pins = 1
+        table.space.settle(slot)
+    assert table.allocate(16 * KIB) is SpaceNeed.FULL
+    assert not table.evicted
+
+
+def test_a_segment_never_changes_tenant() -> None:
+    table = Table()
+    for number in range(16):
+        table.page(number)
+    assert table.allocate(tenant="b") is SpaceNeed.RETIREMENT
+    (dying,) = table.space.reapable()
+    assert dying.tenant == "a" and table.evicted == [0, 1, 2, 3]
+    assert table.allocate(tenant="b") is SpaceNeed.RETIREMENT, "no second one goes while the first is on its way"
+    table.space.segment_gone(dying)
+    slot = table.allocate(tenant="b")
+    assert isinstance(slot, Slot) and slot.segment.tenant == "b"
+    assert slot.segment.segment_id != dying.segment_id
+
+
+def test_a_segment_that_a_peer_maps_is_not_taken_for_another_tenant() -> None:
+    table = Table(capacity_bytes=16 * KIB)
+    slot = table.page(1)
+    slot.segment.mappers.add(b"s" * 16)
+    assert table.allocate(tenant="b") is SpaceNeed.FULL
+    table.space.forget_mapper(b"s" * 16)
+    assert table.allocate(tenant="b") is SpaceNeed.RETIREMENT
+
+
+def test_old_segments_count_against_the_budget() -> None:
+    table = Table()
+    table.space.hold_old_bytes(64 * KIB)
+    assert table.allocate() is SpaceNeed.FULL
+    assert table.space.quarantined_bytes == 64 * KIB
+    table.space.hold_old_bytes(-64 * KIB)
+    assert isinstance(table.allocate(), Slot)
+
+
+def test_a_segment_that_could_not_be_made_gives_its_bytes_back_and_pages_are_evicted_instead() -> None:
+    table = Table()
+    for number in range(4):
+        table.page(number)
+    planned = table.space.plan_segment("a", 4 * KIB)
+    assert planned is not None
+    table.space.segment_gone(planned)
+    assert table.space.segment_total_bytes == 16 * KIB
+    table.space.growth_allowed = False
+    table.page(100)
+    assert table.evicted == [0]
+
+
+def test_the_next_segment_is_wanted_before_the_last_slot_is_gone() -> None:
+    table = Table()
+    table.page(0)
+    assert not table.space.runs_short("a", 4 * KIB)
+    table.page(1)
+    assert not table.space.runs_short("a", 4 * KIB)
+    table.page(2)
+    assert table.space.runs_short("a", 4 * KIB)
+    assert table.space.plan_segment("a", 4 * KIB) is not None
+    assert not table.space.runs_short("a", 4 * KIB), "one is being made"
