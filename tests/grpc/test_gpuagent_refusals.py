@@ -1,0 +1,132 @@
+"""What an agent refuses an engine, and how: by name, and without hurting the session."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Overloaded, PartitionRefused
+from kvpool.core.layout_presets import vllm_nhd_layout
+from kvpool.testing import eventually
+from tests.fixtures.agent import SPEC, EngineProcess, World, prompt, run_load, run_store, running_agent
+
+
+async def test_bad_requests_are_refused_and_the_session_goes_on() -> None:
+    world = World()
+    async with running_agent(world, max_request_chunks=4) as agent:
+        engine = EngineProcess(agent.endpoint)
+        session = await engine.open()
+        assert session.max_request_chunks == 4
+        chain = prompt(session, 6)
+        span = engine.span(chain, range(3))
+        twice = replace(span, chunks=(span.chunks[0], replace(span.chunks[1], block_ids=span.chunks[0].block_ids)))
+        outside = replace(span, chunks=(replace(span.chunks[0], block_ids=np.array([0, 1, 2, 10_000])),))
+        for bad, named in (
+            (twice, "twice"),
+            (outside, r"chunks\[0\].block_ids must lie in"),
+            (engine.span(chain, range(5)), "1 to 4 chunks, got 5"),
+            (replace(span, group_head_hashes=()), "group_head_hashes"),
+        ):
+            with pytest.raises(InvalidRequest, match=named):
+                await run_load(session, bad)
+        engine.compute(chain, range(3))
+        assert (await run_store(session, span)).stored_chunks == 3
+        await session.close()
+        engine.close()
+
+
+async def test_a_load_only_rank_does_not_store() -> None:
+    async with running_agent(World()) as agent:
+        engine = EngineProcess(agent.endpoint, load_only=True)
+        session = await engine.open()
+        with pytest.raises(NotServed, match="load_only"):
+            await run_store(session, engine.span(prompt(session, 1), range(1)))
+        await session.close()
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"block_tokens": 7}, InvalidRequest, "block_tokens 7"),
+        ({"first_layer": 3}, InvalidRequest, "layers"),
+        ({"block_count": 10_000}, InvalidRequest, r"layers\[0\].planes\[0\]"),
+    ],
+)
+async def test_a_layout_that_does_not_fit_is_refused_by_name_before_anything_is_opened(
+    changes: dict[str, int], error: type[Exception], named: str
+) -> None:
+    world = World()
+    async with running_agent(world) as agent:
+        engine = EngineProcess(agent.endpoint)
+        engine.plan = replace(engine.plan, layout=replace(engine.plan.layout, **changes))  # type: ignore[arg-type]
+        with pytest.raises(error, match=named):
+            await engine.open()
+        assert world.index.opened == []
+        assert not agent.engine.sessions
+        engine.close()
+
+
+async def test_a_partition_that_is_no_union_of_shards_is_refused_naming_the_grid() -> None:
+    async with running_agent(World()) as agent:
+        engine = EngineProcess(agent.endpoint)
+        layout = vllm_nhd_layout(SPEC, range(2), range(2), 8, 4)
+        engine.plan = replace(engine.plan, layout=layout, regions=engine.regions[:2])
+        engine.plan = replace(
+            engine.plan, layout=replace(layout, handle_sizes=tuple(region.size_bytes for region in engine.regions[:2]))
+        )
+        with pytest.raises(PartitionRefused, match="1 layer groups x 2 head groups"):
+            await engine.open()
+        engine.close()
+
+
+async def test_what_the_index_refuses_the_engine_learns() -> None:
+    world = World()
+
+    def refuse(step: str) -> None:
+        if step == "open_keyspace":
+            raise KeyspaceMismatch("keyspace chat differs in dtype", field="dtype")
+
+    world.faults.before = refuse
+    async with running_agent(world) as agent:
+        engine = EngineProcess(agent.endpoint)
+        with pytest.raises(KeyspaceMismatch, match="dtype"):
+            await engine.open()
+        assert not agent.engine.sessions
+        engine.close()
+
+
+async def test_sessions_are_counted_and_limited() -> None:
+    async with running_agent(World(), max_sessions=1) as agent:
+        engine = EngineProcess(agent.endpoint)
+        session = await engine.open()
+        other = EngineProcess(agent.endpoint)
+        with pytest.raises(Overloaded, match="1 engine sessions"):
+            await other.open()
+        await session.close()
+        await eventually(lambda: not agent.engine.sessions)
+        again = await other.open()
+        await again.close()
+        engine.close()
+        other.close()
+
+
+async def test_requests_beyond_the_limit_are_refused_while_answers_still_come() -> None:
+    """The stream is read on: the running stores wait for `kept`, which comes on it."""
+    world = World()
+    async with running_agent(world, max_running_requests=1) as agent:
+        engine = EngineProcess(agent.endpoint)
+        session = await engine.open()
+        chain = prompt(session, 6)
+        world.faults.gates["reserve"] = asyncio.Event()
+        handles = [await session.store(engine.span(chain, [chunk])) for chunk in range(6)]
+        for handle in handles[2:]:
+            with pytest.raises(Overloaded):
+                await handle.done(5)
+        world.faults.gates["reserve"].set()
+        assert (await handles[0].done(5)).stored_chunks == 1
+        await session.close()
+        engine.close()
