@@ -97,13 +97,8 @@ class SharedPrefixGenerator:
             raise InvalidRequest(
                 f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
             )
-        pool = AgentPool(
-            spec,
-            block_layout(spec, block_count),
-            keyspace_name or default_keyspace_name(spec),
-            engine_name,
-            ClientConfig(agent_endpoint=agent),
-        )
+        layout, config = block_layout(spec, block_count), ClientConfig(agent_endpoint=agent)
+        pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config)
         try:
             blocks = KvBlocks(spec, block_count, pool.memory)
             pool.open()
