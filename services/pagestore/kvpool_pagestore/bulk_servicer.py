@@ -6,9 +6,8 @@ stream ended, failed or lost its client, gRPC lets go of the generators below, a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +25,13 @@ from kvpool.wire.frames import (
     decode_write_request,
     encode_page_frame,
 )
+from kvpool_pagestore.bulk_watch import StreamWatch, watched
 from kvpool_pagestore.bulk_writes import write_pages
 from kvpool_pagestore.ports import BulkGateway, BulkSession, ReadGrant
 
 SERVICE_NAME = "kvpool.v1.PageTransferService"
 READ_KEYS_MAX = 1024
 KEYSPACES_MAX = 64
-
-_NO_DEADLINE_S = 10 * 365 * 86400.0  # a call without a deadline has more left: gRPC gives it one after the year 2100
 
 WriteMessage = BulkFrame | pb.WritePagesOpen | InvalidRequest
 
@@ -44,7 +42,8 @@ class BulkLimits:
 
     window_pages: int = 8  # leased at a time by a reading stream
     acquire_timeout_s: float = 30.0  # of one window, when pages have to come from disk
-    stream_cap_s: float = 600.0  # of a stream whose client has set no deadline
+    stream_cap_s: float = 600.0  # of a whole stream, whatever deadline its client has set
+    idle_timeout_s: float = 60.0  # between two pages read or two pieces written; longer than acquire_timeout_s
 
 
 class PageTransferServicer:
@@ -71,32 +70,36 @@ class PageTransferServicer:
     def ReadPages(self, request: pb.ReadPagesRequest, context: grpc.ServicerContext) -> Iterator[BulkFrame]:
         keys = convert_items(request.keys, page_key_from_proto, "key", most=READ_KEYS_MAX)
         frame_bytes = _frame_bytes(request.frame_bytes)
-        with self._session(context, request.keyspaces, request.expected_incarnation) as session:
+        with (
+            self._watched(context) as watch,
+            self._session(request.keyspaces, request.expected_incarnation) as session,
+        ):
             for start in range(0, len(keys), self._limits.window_pages):
                 window = keys[start : start + self._limits.window_pages]
                 granted = session.acquire(window, self._acquire_timeout_s(context))
-                yield from _window_frames(session, start, granted, frame_bytes)
+                yield from _window_frames(session, start, granted, frame_bytes, watch)
 
     def WritePages(
         self, requests: Iterator[WriteMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.WritePagesResponse]:
-        received = _received(requests)
-        opening = next(received, None)
-        if isinstance(opening, InvalidRequest):
-            raise opening
-        if not isinstance(opening, pb.WritePagesOpen):
-            raise InvalidRequest("the first message of WritePages must be `open`")
-        with self._session(context, opening.keyspaces, opening.expected_incarnation) as session:
-            yield from write_pages(session, _frames(received))
+        with self._watched(context) as watch:
+            received = _received(requests, watch)
+            opening = next(received, None)
+            if isinstance(opening, InvalidRequest):
+                raise opening
+            if not isinstance(opening, pb.WritePagesOpen):
+                raise InvalidRequest("the first message of WritePages must be `open`")
+            with self._session(opening.keyspaces, opening.expected_incarnation) as session:
+                yield from write_pages(session, _frames(received))
+
+    def _watched(self, context: grpc.ServicerContext) -> AbstractContextManager[StreamWatch]:
+        return watched(context, idle_timeout_s=self._limits.idle_timeout_s, cap_s=self._limits.stream_cap_s)
 
     @contextmanager
-    def _session(
-        self, context: grpc.ServicerContext, keyspaces: Sequence[pb.SessionKeyspace], expected_incarnation: int
-    ) -> Iterator[BulkSession]:
+    def _session(self, keyspaces: Sequence[pb.SessionKeyspace], expected_incarnation: int) -> Iterator[BulkSession]:
         specs = convert_items(keyspaces, session_keyspace_from_proto, "keyspace", most=KEYSPACES_MAX)
-        with _capped(context, self._limits.stream_cap_s):
-            with closing(self._gateway.open_bulk(self._tenant(), specs, expected_incarnation)) as session:
-                yield session
+        with closing(self._gateway.open_bulk(self._tenant(), specs, expected_incarnation)) as session:
+            yield session
 
     def _acquire_timeout_s(self, context: grpc.ServicerContext) -> float:
         return max(0.0, min(self._limits.acquire_timeout_s, context.time_remaining()))
@@ -110,10 +113,12 @@ def _decode_write_request(message: bytes) -> WriteMessage:
         return error
 
 
-def _received(requests: Iterator[WriteMessage]) -> Iterator[WriteMessage]:
+def _received(requests: Iterator[WriteMessage], watch: StreamWatch) -> Iterator[WriteMessage]:
     """The messages of a stream; a client that left or ran out of time is no fault of ours."""
     try:
-        yield from requests
+        for request in requests:
+            watch.moved()
+            yield request
     except grpc.RpcError as error:
         raise ServiceUnavailable("the writer has gone away") from error
 
@@ -136,12 +141,17 @@ def _frame_bytes(asked: int) -> int:
 
 
 def _window_frames(
-    session: BulkSession, start: int, granted: Sequence[ReadGrant | KvPoolError | None], frame_bytes: int
+    session: BulkSession,
+    start: int,
+    granted: Sequence[ReadGrant | KvPoolError | None],
+    frame_bytes: int,
+    watch: StreamWatch,
 ) -> Iterator[BulkFrame]:
     """Frames of one window. The pages are given back when the last one is sent, or when the stream ends."""
     grants = [answer for answer in granted if isinstance(answer, ReadGrant)]
     try:
         for index, answer in enumerate(granted, start):
+            watch.moved()
             if isinstance(answer, ReadGrant):
                 yield from _page_frames(index, answer, frame_bytes)
             else:
@@ -162,18 +172,3 @@ def _page_frames(index: int, grant: ReadGrant, frame_bytes: int) -> Iterator[Bul
         with grant.page[offset : offset + frame_bytes] as piece:
             yield BulkFrame(head, piece)
         head = pb.PageFrame(item_index=index, offset=offset + frame_bytes)
-
-
-@contextmanager
-def _capped(context: grpc.ServicerContext, cap_s: float) -> Iterator[None]:
-    """End a call whose client has set no deadline; gRPC itself sees to the others."""
-    if context.time_remaining() < _NO_DEADLINE_S:
-        yield
-        return
-    timer = threading.Timer(cap_s, context.cancel)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

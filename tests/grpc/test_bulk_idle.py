@@ -1,0 +1,88 @@
+"""Peers that hold a stream open and do nothing with it: their threads and slots come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event
+
+import grpc
+import pytest
+
+from kvpool.testing import eventually_sync
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
+from kvpool_pagestore.bulk_servicer import BulkLimits
+from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
+from tests.grpc.test_bulk_reads import drained, fill, read, read_request
+from tests.grpc.test_bulk_writes import frames_of, requests
+
+FAR_S = 9 * 365 * 86400.0  # a deadline that nobody lives to see
+IDLE = BulkLimits(idle_timeout_s=0.2, stream_cap_s=60)
+
+
+@contextmanager
+def one_thread(gateway: MemoryGateway, limits: BulkLimits) -> Iterator[tuple[str, pb_grpc.PageTransferServiceStub]]:
+    with bulk_server(gateway, threads=1, limits=limits) as endpoint, grpc.insecure_channel(endpoint) as channel:
+        yield endpoint, pb_grpc.PageTransferServiceStub(channel)
+
+
+def serves_others(gateway: MemoryGateway, endpoint: str) -> None:
+    page = gateway.store(0, 1000)
+    eventually_sync(lambda: read(endpoint, [len(page)])[1] == [(0, None, True)])
+
+
+@pytest.mark.parametrize("deadline_s", [None, FAR_S])
+@pytest.mark.parametrize("sent", [0, 1, 2], ids=["nothing", "open", "half a page"])
+def test_a_writer_that_says_nothing_more_is_let_go(sent: int, deadline_s: float | None) -> None:
+    gateway, hold = MemoryGateway(), Event()
+
+    def unfinished() -> Iterator[pb.WritePagesRequest]:
+        yield from list(requests(frames_of(0, bytes(sealed_page(0, 200_000)))))[:sent]
+        hold.wait(10)
+
+    with one_thread(gateway, IDLE) as (endpoint, stub):
+        call = stub.WritePages(unfinished(), timeout=deadline_s)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        hold.set()
+        serves_others(gateway, endpoint)
+        eventually_sync(lambda: drained(gateway))
+
+
+@pytest.mark.parametrize("deadline_s", [None, FAR_S])
+def test_a_reader_that_takes_nothing_more_is_let_go(deadline_s: float | None) -> None:
+    gateway = MemoryGateway()
+    fill(gateway)
+    with one_thread(gateway, IDLE) as (endpoint, stub):
+        call = stub.ReadPages(read_request(40), timeout=deadline_s)
+        next(call)
+        serves_others(gateway, endpoint)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        eventually_sync(lambda: drained(gateway))
+
+
+def test_a_deadline_beyond_the_cap_does_not_lift_it() -> None:
+    gateway = MemoryGateway()
+    fill(gateway)
+    with one_thread(gateway, BulkLimits(stream_cap_s=0.2)) as (endpoint, stub):
+        call = stub.ReadPages(read_request(40), timeout=FAR_S)
+        next(call)
+        serves_others(gateway, endpoint)
+        call.cancel()
+
+
+def test_who_keeps_moving_is_not_let_go() -> None:
+    gateway, pause = MemoryGateway(), Event()
+    page = bytes(sealed_page(0, 400_000))
+
+    def slow() -> Iterator[pb.WritePagesRequest]:
+        for request in requests(frames_of(0, page)):
+            pause.wait(0.1)  # seven pieces: longer in all than a stream may idle
+            yield request
+
+    with one_thread(gateway, BulkLimits(idle_timeout_s=0.4)) as (_, stub):
+        (answer,) = stub.WritePages(slow(), timeout=10)
+        assert answer.admission == pb.ADMISSION_RESERVED
+        eventually_sync(lambda: drained(gateway))
