@@ -53,6 +53,8 @@ class DiskTier:
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deleting: dict[PageKey, asyncio.Future[None]] = {}
+        self._undeleted: set[PageKey] = set()  # still on disk, forgotten here: deleted once the tier is well again
+        self._unreadable: set[PageKey] = set()  # the disk failed at them once
         self.map = DiskMap(self._page_bytes)
         self.used_bytes = 0  # as the file system counted them last
         self.fault = ""
@@ -88,6 +90,7 @@ class DiskTier:
             return error
         except StoreFault as error:
             self.set_fault(error)
+            self._suspect(key)
             return error
         except KvPoolError as error:  # no room in the queue, or closing
             return error
@@ -98,6 +101,7 @@ class DiskTier:
             self.discard([key])
             return PageMissing(f"page {key} is not on disk as it was said to be")
         self.map.touch(key)
+        self._unreadable.discard(key)
         return None
 
     async def recheck(self, key: PageKey, keyspace: Keyspace) -> None:
@@ -127,6 +131,7 @@ class DiskTier:
         try:
             # A deletion that was asked for earlier must not hit the new copy.
             await asyncio.gather(*{self._deleting[page.key] for page in pages if page.key in self._deleting})
+            self._undeleted.difference_update(page.key for page in pages)
             await self._make_room()
             results = await self._writers.run(self._write_blocking, pages)
             await self._measure()
@@ -217,7 +222,22 @@ class DiskTier:
         for key in keys:
             self._forget(key)
         self._metrics.evicted_pages.labels("disk").inc(len(keys))
-        await self._writers.run(self._store.delete_batch, keys)
+        await self._delete_stored(keys)
+
+    async def _delete_stored(self, keys: Sequence[PageKey]) -> None:
+        try:
+            await self._writers.run(self._store.delete_batch, keys)
+        except KvPoolError:
+            self._undeleted.update(keys)
+            raise
+
+    def _suspect(self, key: PageKey) -> None:
+        """The disk failed at this page. If it did so before, the page is given up, or each reader would end service."""
+        if key in self._unreadable:
+            self._unreadable.discard(key)
+            self.discard([key])
+        else:
+            self._unreadable.add(key)
 
     def _forget(self, key: PageKey) -> None:
         metadata = self.map.metadata(key)
@@ -231,11 +251,12 @@ class DiskTier:
 
     async def _delete(self, keys: list[PageKey], deleted: asyncio.Future[None]) -> None:
         try:
-            await self._writers.run(self._store.delete_batch, keys)
+            await self._delete_stored(keys)
             await self._measure()
         except KvPoolError as error:
-            # The next start would find them again; each is verified before use, so that costs a miss at most.
             _log.error("%d pages could not be deleted from disk: %s", len(keys), error)
+            if isinstance(error, StoreFault):
+                self.set_fault(error)
         finally:
             deleted.set_result(None)
             for key in keys:
@@ -257,6 +278,9 @@ class DiskTier:
         _log.warning("the disk tier is in service again")
         self._probe_task = None
         self.fault = ""
+        if self._undeleted:
+            undeleted, self._undeleted = self._undeleted, set()
+            self.discard(list(undeleted))
         self.on_change()
 
 
