@@ -97,21 +97,24 @@ class PageStoreEngine:
         self.incarnation = incarnation
 
     async def stop(self, drain_s: float) -> bool:
-        """Take no new work, make dirty pages durable, end sessions. True if no peer can map the arena any more."""
+        """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
         self._draining = True
+        await self.sessions.stop()
         try:
             async with asyncio.timeout(drain_s):
-                if self._write_back is not None:
+                # More than once: a commit that was being verified adds its pages only now.
+                while self._write_back is not None and self.dirty_page_count:
                     await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
         except TimeoutError:
             _log.error("%d pages are not durable: no time left", self.dirty_page_count)
         except KvPoolError as error:
             _log.error("%d pages are not durable: %s", self.dirty_page_count, error)
-        await self.sessions.stop()
         return await self._end_quarantine()
 
     async def close(self) -> None:
         """Wait for what runs and close the disk tier. Call after `stop`, with peers closed and no callers left."""
+        if self._write_back is not None:
+            self._write_back.stop()
         await self._tasks.drain()
         if self._disk is not None:
             await self._disk.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, SessionUnknown
+from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, SessionUnknown
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Grant, Ledger
@@ -22,7 +22,7 @@ _MAX_JOINS = 8  # of flights that others began and that failed, before an item g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquireItem:
-    """One page that a reader wants. keyspace: None if the session has not named it, and then it is a miss."""
+    """One page that a reader wants. keyspace: None if the session has not named it; then the page is refused."""
 
     key: PageKey
     keyspace: Keyspace | None
@@ -86,7 +86,11 @@ class Acquisition:
         if not self._items:
             self._on_acquired((), True)
         for item in self._items:
-            self._advance(item, Source.STAGING)
+            if item.wanted.keyspace is None:  # never looked for: it may be another tenant's
+                item.error = KeyspaceUnknown(f"the session has not named keyspace {item.wanted.key.keyspace.hex()}")
+                self._settle(item, None, Source.STAGING)
+            else:
+                self._advance(item, Source.STAGING)
         if self._open_count:
             self._deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, wait_s)
         self._flush()
@@ -121,8 +125,6 @@ class Acquisition:
         wanted = item.wanted
         if self._flights.find(wanted.key) is not None:
             return item.joins < _MAX_JOINS
-        if wanted.keyspace is None:
-            return False
         if not item.disk_tried and self._flights.disk_metadata(wanted.key) is not None:
             return True
         return item.sources_tried < len(wanted.sources)

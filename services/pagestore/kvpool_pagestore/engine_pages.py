@@ -103,8 +103,15 @@ class PageCalls:
     def acquire(
         self, peer: PeerSession, wanted: Sequence[WantedPage], *, wait_s: float, on_acquired: OnAcquired
     ) -> None:
-        """Lease pages as they become ready; `on_acquired` gets every item once. Raises SessionUnknown."""
+        """Lease pages as they become ready; `on_acquired` gets every item once.
+
+        Raises SessionUnknown, and InvalidRequest for a shard that does not exist; then nothing was begun.
+        """
         peer.check_live()
+        for index, one in enumerate(wanted):
+            keyspace = peer.keyspace(one.key.keyspace)
+            if keyspace is not None and one.key.shard >= keyspace.grid.shard_count:
+                raise InvalidRequest(f"item {index}: shard {one.key.shard} is not in the keyspace's grid")
 
         def settled(acquired: Sequence[Acquired], final: bool) -> None:
             if final:
@@ -139,7 +146,7 @@ class PageCalls:
         try:
             check_page(keyspace, item.key, item.page_bytes)
         except InvalidRequest as error:
-            return InvalidRequest(str(error), item_index=index)
+            return InvalidRequest(f"item {index}: {error}", item_index=index)
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
             return Admission.EXISTS

@@ -42,6 +42,7 @@ class WriteBack:
         self._metrics = metrics
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
         disk.on_change = self._disk_changed
 
@@ -77,6 +78,11 @@ class WriteBack:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
         return sum(1 for page in wanted if page.durable), failed_count
 
+    def stop(self) -> None:
+        """Begin no more writes; those under way end by themselves."""
+        self._stopped = True
+        self._pump()
+
     async def hold(self, keyspace: bytes) -> None:
         """Start no write of a keyspace any more, and wait until those under way have ended."""
         self._queue.hold(keyspace)
@@ -96,6 +102,9 @@ class WriteBack:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._stopped:
+            self._wake()
+            return
         now_s = self._clock.monotonic_s()
         while batch := self._queue.next_batch(now_s):
             for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on

@@ -233,3 +233,17 @@ async def _writing_begun(running: Running) -> None:
     write_back = running.engine._write_back
     assert write_back is not None
     await eventually(lambda: write_back._queue.batches_in_flight == 1)
+
+
+async def test_an_orderly_end_waits_for_what_is_still_being_verified_and_written() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=60_000) as running:
+            peer = await open_session(running)
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
+            assert isinstance(grant, Grant)
+            fill_page(running.engine.pages.view(grant), page_key(1))
+            committing = asyncio.ensure_future(running.engine.pages.commit(peer, [grant.lease_id]))
+            await store(running, peer, [2])
+            await committing
+            await running.engine.stop(5.0)
+            assert {page.key for page in world.memory.scan()} == {page_key(1), page_key(2)}

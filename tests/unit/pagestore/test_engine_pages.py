@@ -19,6 +19,7 @@ from kvpool.core.outcome import Admission, Tier
 from kvpool.testing import eventually
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import SessionRequest
 from tests.fixtures.pagestore import (
     PAGE_BYTES,
@@ -190,3 +191,23 @@ async def test_calls_of_an_ended_session_are_refused() -> None:
                 await running.engine.pages.reserve(peer, [reserve_item(1)])
             with pytest.raises(SessionUnknown):
                 await running.engine.pages.commit(peer, [1])
+
+
+async def test_no_session_reads_or_learns_of_pages_of_a_keyspace_that_it_has_not_named() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), [1])
+            stranger = await running.engine.open_session(SessionRequest(tenant="somebody else"), 0)
+            for number in (1, 2):  # the one that is there, and one that is not
+                answer = await acquire_one(running, stranger, wanted(number))
+                assert answer.grant is None and isinstance(answer.error, KeyspaceUnknown)
+
+
+async def test_a_shard_that_does_not_exist_is_refused_before_anything_begins() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            with pytest.raises(InvalidRequest, match="item 1"):
+                await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=2))])
+            assert running.engine.gauges().leases == 0

@@ -68,10 +68,6 @@ class Ledger:
         """The slot of a visible page."""
         return self._ready.get(key)
 
-    def is_writing(self, key: PageKey) -> bool:
-        """Whether a session holds the right to write the page, or its commit is being verified."""
-        return key in self._writing
-
     def ready_pages(self) -> list[PageRecord]:
         """All visible pages."""
         return [slot.page for slot in self._ready.values()]

@@ -93,10 +93,6 @@ class SessionTable:
         session = self._ended.get(session_id)
         return session if session is not None and session.tenant in (tenant, "") else None
 
-    def find_live(self, session_id: bytes, tenant: str) -> Session | None:
-        session = self._live.get(session_id)
-        return session if session is not None and session.tenant == tenant else None
-
     def silent(self, now_s: float) -> list[Session]:
         """Live sessions whose peers have said nothing for the limit."""
         return [one for one in self._live.values() if now_s - one.heard_s >= self._silence_limit_s]

@@ -161,7 +161,11 @@ class SessionStream:
             except asyncio.QueueFull:
                 self._engine.sessions.end(self._peer, "its peer does not read")
 
-        self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
+        try:
+            self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
+        except KvPoolError:  # nothing was begun
+            self._in_flight -= 1
+            raise
 
     def _take_turn(self) -> None:
         if self._in_flight >= self._limits.max_requests_in_flight:
