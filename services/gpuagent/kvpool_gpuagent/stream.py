@@ -42,7 +42,7 @@ class EngineStream:
 
     async def serve(self, requests: AsyncIterator[Request], write: Callable[[Response], Awaitable[None]]) -> None:
         """Until the engine closes, leaves or is silent. Raises the error that ends the stream."""
-        self._outbox = Outbox(write, lambda: self.end(Overloaded("the engine does not read its answers")))
+        self._outbox = Outbox(write, lambda: self._left(Overloaded("the engine does not read its answers")))
         reader = asyncio.ensure_future(self._read_all(requests))
         try:
             await asyncio.wait((reader, self._over), return_when=asyncio.FIRST_COMPLETED)

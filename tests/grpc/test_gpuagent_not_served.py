@@ -1,0 +1,83 @@
+"""Exactly what of the agent's API this version answers with UNIMPLEMENTED, each with a line that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvpool.core.elements import Codec
+from kvpool.core.errors import NotServed
+from kvpool.v1 import gpuagent_pb2
+from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
+from kvpool.wire.convert_keyspace import spec_to_proto
+from kvpool_gpuagent.config import GpuAgentConfig
+from tests.fixtures.agent import SPEC, EngineProcess, World, running_agent
+from tests.fixtures.raw_engine import raw_engine
+
+SERVICE = gpuagent_pb2.DESCRIPTOR.services_by_name["GpuAgentService"]
+SERVED = {"EngineSession", "GetAgentStatus"}
+CUDA = gpuagent_pb2.CudaIpcHandle(device_uuid="GPU-1", handle=b"h" * 64, allocation_bytes=1 << 20)
+
+
+def quantized() -> Any:
+    spec = spec_to_proto(SPEC)
+    spec.codec = int(Codec.INT8_GROUP8)  # type: ignore[assignment]
+    return spec
+
+
+async def test_calls_that_are_not_served() -> None:
+    async with running_agent(World()) as agent, grpc.aio.insecure_channel(agent.tcp_endpoint) as channel:
+        stub: Any = GpuAgentServiceStub(channel)
+        not_served = {}
+        for method in SERVICE.methods:
+            if method.client_streaming or method.server_streaming:
+                continue
+            request = getattr(gpuagent_pb2, method.input_type.name)()
+            try:
+                await getattr(stub, method.name)(request, timeout=5)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+                not_served[method.name] = error.details()
+        assert set(not_served) == {method.name for method in SERVICE.methods} - SERVED == {"PeerPull"}
+        assert "load from staging" in (not_served["PeerPull"] or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("cuda handle", r"handles\[0\] is a CUDA IPC handle.*register shared memory"),
+        ("events", "interprocess CUDA events.*leave `events` empty"),
+        ("codec", "codec INT8_GROUP8.*RAW"),
+    ],
+)
+async def test_registrations_that_are_not_served(change: str, named: str) -> None:
+    world = World()
+    async with running_agent(world) as agent:
+        engine = EngineProcess(agent.endpoint)
+        async with raw_engine(agent.endpoint) as raw:
+            register = gpuagent_pb2.EngineRegister()
+            register.MergeFrom(raw.registration(engine))
+            if change == "cuda handle":
+                register.handles[0].cuda_ipc.CopyFrom(CUDA)
+            elif change == "events":
+                register.events.add(device_uuid="GPU-1", handle=b"e" * 64)
+            else:
+                register.spec.CopyFrom(quantized())
+                for layer in register.layout.layers:
+                    for plane in layer.planes:
+                        plane.row_bytes = 64 * 4
+            await raw.send(1, register=register)
+            error = await raw.end()
+            assert isinstance(error, NotServed)
+            with pytest.raises(NotServed, match=named):
+                raise error
+        assert world.index.opened == []
+        engine.close()
+
+
+def test_the_cuda_device_is_refused_with_a_clear_line() -> None:
+    with pytest.raises(ValueError, match="device cuda is not served by this version; use cpu"):
+        GpuAgentConfig(data_dir="d", index_endpoints=("i:1",), socket="s", device="cuda")  # type: ignore[arg-type]
