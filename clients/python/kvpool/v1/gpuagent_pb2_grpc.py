@@ -65,7 +65,7 @@ class GpuAgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetAgentStatus(self, request, context):
-        """Device, sessions, bandwidths.
+        """Device, sessions, bandwidths. No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class GpuAgentServiceStub:
     FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for CUDA handles until the CUDA device is served.
     """
     GetAgentStatus: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]
-    """Device, sessions, bandwidths."""
+    """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]
     """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED."""
 
@@ -52,7 +52,7 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for CUDA handles until the CUDA device is served.
     """
     GetAgentStatus: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]  # type: ignore[assignment]
-    """Device, sessions, bandwidths."""
+    """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]  # type: ignore[assignment]
     """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED."""
 
@@ -75,7 +75,7 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gpuagent_pb2.GetAgentStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.GetAgentStatusResponse, _abc.Awaitable[_gpuagent_pb2.GetAgentStatusResponse]]:
-        """Device, sessions, bandwidths."""
+        """Device, sessions, bandwidths. No errors of its own."""
 
     @_abc_1.abstractmethod
     def PeerPull(

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class IndexServiceStub(object):
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     def __init__(self, channel):
@@ -120,7 +120,7 @@ class IndexServiceStub(object):
 
 class IndexServiceServicer(object):
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     def OpenKeyspace(self, request, context):
@@ -132,35 +132,36 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListKeyspaces(self, request, context):
-        """The tenant's keyspaces, ordered by name.
+        """The tenant's keyspaces, ordered by name. No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterNode(self, request, context):
-        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint.
+        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
+        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop).
+        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndLease(self, request, context):
-        """Ends a lease at once; the node's locations leave every match. Idempotent.
+        """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
-        """Live nodes.
+        """Live nodes. INVALID_ARGUMENT for an unknown kind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,7 +169,8 @@ class IndexServiceServicer(object):
 
     def Announce(self, request_iterator, context):
         """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT for a malformed batch (nothing of it applied).
+        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
+        UNIMPLEMENTED for replace_range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,21 +184,23 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MatchStream(self, request_iterator, context):
-        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails answers with error set and leaves the stream open.
+        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
+        leaves the stream open. No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity.
+        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
+        malformed hash or count, NOT_FOUND for an unknown keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportStale(self, request, context):
-        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone.
+        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,13 +208,15 @@ class IndexServiceServicer(object):
 
     def Watch(self, request, context):
         """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
+        INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropKeyspaceLocations(self, request, context):
-        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace.
+        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
+        INVALID_ARGUMENT for a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,7 +237,7 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetIndexInfo(self, request, context):
-        """Limits and versions of this server.
+        """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -330,7 +336,7 @@ def add_IndexServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class IndexService(object):
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     @staticmethod

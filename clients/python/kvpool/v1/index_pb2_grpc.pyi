@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class IndexServiceStub:
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     @_typing.overload
@@ -40,42 +40,53 @@ class IndexServiceStub:
     FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
     """
     ListKeyspaces: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]
-    """The tenant's keyspaces, ordered by name."""
+    """The tenant's keyspaces, ordered by name. No errors of its own."""
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
-    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint."""
+    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
+    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+    """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
-    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop)."""
+    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
     EndLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]
-    """Ends a lease at once; the node's locations leave every match. Idempotent."""
+    """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
     ListNodes: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]
-    """Live nodes."""
+    """Live nodes. INVALID_ARGUMENT for an unknown kind."""
     Announce: _grpc.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]
     """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT for a malformed batch (nothing of it applied).
+    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
+    UNIMPLEMENTED for replace_range.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]
     """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
     MatchStream: _grpc.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]
-    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails answers with error set and leaves the stream open."""
+    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
+    leaves the stream open. No errors of its own.
+    """
     Place: _grpc.UnaryUnaryMultiCallable[_index_pb2.PlaceRequest, _index_pb2.PlaceResponse]
-    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity."""
+    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
+    malformed hash or count, NOT_FOUND for an unknown keyspace.
+    """
     ReportStale: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone."""
+    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
     Watch: _grpc.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]
-    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present."""
+    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
+    INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+    """
     DropKeyspaceLocations: _grpc.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]
-    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace."""
+    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
+    INVALID_ARGUMENT for a malformed id.
+    """
     Route: _grpc.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]
     """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED."""
     ReconcileDigests: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]
     """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
-    """Limits and versions of this server."""
+    """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
 
 @_typing.type_check_only
 class IndexServiceAsyncStub(IndexServiceStub):
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -84,41 +95,52 @@ class IndexServiceAsyncStub(IndexServiceStub):
     FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
     """
     ListKeyspaces: _aio.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]  # type: ignore[assignment]
-    """The tenant's keyspaces, ordered by name."""
+    """The tenant's keyspaces, ordered by name. No errors of its own."""
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
-    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint."""
+    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
+    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+    """
     RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop)."""
+    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
     EndLease: _aio.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]  # type: ignore[assignment]
-    """Ends a lease at once; the node's locations leave every match. Idempotent."""
+    """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
     ListNodes: _aio.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]  # type: ignore[assignment]
-    """Live nodes."""
+    """Live nodes. INVALID_ARGUMENT for an unknown kind."""
     Announce: _aio.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]  # type: ignore[assignment]
     """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT for a malformed batch (nothing of it applied).
+    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
+    UNIMPLEMENTED for replace_range.
     """
     Match: _aio.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]  # type: ignore[assignment]
     """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
     MatchStream: _aio.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]  # type: ignore[assignment]
-    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails answers with error set and leaves the stream open."""
+    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
+    leaves the stream open. No errors of its own.
+    """
     Place: _aio.UnaryUnaryMultiCallable[_index_pb2.PlaceRequest, _index_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity."""
+    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
+    malformed hash or count, NOT_FOUND for an unknown keyspace.
+    """
     ReportStale: _aio.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]  # type: ignore[assignment]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone."""
+    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
     Watch: _aio.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]  # type: ignore[assignment]
-    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present."""
+    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
+    INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+    """
     DropKeyspaceLocations: _aio.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]  # type: ignore[assignment]
-    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace."""
+    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
+    INVALID_ARGUMENT for a malformed id.
+    """
     Route: _aio.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]  # type: ignore[assignment]
     """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED."""
     ReconcileDigests: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]  # type: ignore[assignment]
     """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
-    """Limits and versions of this server."""
+    """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
 
 class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on).
+    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
     """
 
     @_abc_1.abstractmethod
@@ -137,7 +159,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ListKeyspacesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ListKeyspacesResponse, _abc.Awaitable[_index_pb2.ListKeyspacesResponse]]:
-        """The tenant's keyspaces, ordered by name."""
+        """The tenant's keyspaces, ordered by name. No errors of its own."""
 
     @_abc_1.abstractmethod
     def RegisterNode(
@@ -145,7 +167,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RegisterNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RegisterNodeResponse, _abc.Awaitable[_index_pb2.RegisterNodeResponse]]:
-        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint."""
+        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
+        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+        """
 
     @_abc_1.abstractmethod
     def RenewLease(
@@ -153,7 +177,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RenewLeaseResponse, _abc.Awaitable[_index_pb2.RenewLeaseResponse]]:
-        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop)."""
+        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
 
     @_abc_1.abstractmethod
     def EndLease(
@@ -161,7 +185,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.EndLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.EndLeaseResponse, _abc.Awaitable[_index_pb2.EndLeaseResponse]]:
-        """Ends a lease at once; the node's locations leave every match. Idempotent."""
+        """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
 
     @_abc_1.abstractmethod
     def ListNodes(
@@ -169,7 +193,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ListNodesResponse, _abc.Awaitable[_index_pb2.ListNodesResponse]]:
-        """Live nodes."""
+        """Live nodes. INVALID_ARGUMENT for an unknown kind."""
 
     @_abc_1.abstractmethod
     def Announce(
@@ -178,7 +202,8 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.AnnounceResponse], _abc.AsyncIterator[_index_pb2.AnnounceResponse]]:
         """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT for a malformed batch (nothing of it applied).
+        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
+        UNIMPLEMENTED for replace_range.
         """
 
     @_abc_1.abstractmethod
@@ -195,7 +220,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_index_pb2.MatchStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.MatchStreamResponse], _abc.AsyncIterator[_index_pb2.MatchStreamResponse]]:
-        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails answers with error set and leaves the stream open."""
+        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
+        leaves the stream open. No errors of its own.
+        """
 
     @_abc_1.abstractmethod
     def Place(
@@ -203,7 +230,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.PlaceResponse, _abc.Awaitable[_index_pb2.PlaceResponse]]:
-        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity."""
+        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
+        malformed hash or count, NOT_FOUND for an unknown keyspace.
+        """
 
     @_abc_1.abstractmethod
     def ReportStale(
@@ -211,7 +240,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ReportStaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ReportStaleResponse, _abc.Awaitable[_index_pb2.ReportStaleResponse]]:
-        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone."""
+        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -219,7 +248,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.WatchResponse], _abc.AsyncIterator[_index_pb2.WatchResponse]]:
-        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present."""
+        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
+        INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+        """
 
     @_abc_1.abstractmethod
     def DropKeyspaceLocations(
@@ -227,7 +258,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.DropKeyspaceLocationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.DropKeyspaceLocationsResponse, _abc.Awaitable[_index_pb2.DropKeyspaceLocationsResponse]]:
-        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace."""
+        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
+        INVALID_ARGUMENT for a malformed id.
+        """
 
     @_abc_1.abstractmethod
     def Route(
@@ -251,6 +284,6 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.GetIndexInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.GetIndexInfoResponse, _abc.Awaitable[_index_pb2.GetIndexInfoResponse]]:
-        """Limits and versions of this server."""
+        """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
 
 def add_IndexServiceServicer_to_server(servicer: IndexServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -90,7 +90,7 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed.
+        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,13 +98,14 @@ class PageStoreServiceServicer(object):
 
     def Clear(self, request, context):
         """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
+        UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPageStoreStatus(self, request, context):
-        """Budgets, use, sessions.
+        """Budgets, use, sessions. No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -375,6 +376,9 @@ class PageStoreService(object):
 
 class PageTransferServiceStub(object):
     """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
     """
 
     def __init__(self, channel):
@@ -397,6 +401,9 @@ class PageTransferServiceStub(object):
 
 class PageTransferServiceServicer(object):
     """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
     """
 
     def ReadPages(self, request, context):
@@ -438,6 +445,9 @@ def add_PageTransferServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class PageTransferService(object):
     """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
     """
 
     @staticmethod

@@ -42,11 +42,13 @@ class PageStoreServiceStub:
     FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
     """
     Flush: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]
-    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed."""
+    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
     Clear: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released."""
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
+    UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+    """
     GetPageStoreStatus: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]
-    """Budgets, use, sessions."""
+    """Budgets, use, sessions. No errors of its own."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]
     """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED."""
     Pin: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]
@@ -68,11 +70,13 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
     """
     Flush: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]  # type: ignore[assignment]
-    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed."""
+    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
     Clear: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]  # type: ignore[assignment]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released."""
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
+    UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+    """
     GetPageStoreStatus: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]  # type: ignore[assignment]
-    """Budgets, use, sessions."""
+    """Budgets, use, sessions. No errors of its own."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED."""
     Pin: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]  # type: ignore[assignment]
@@ -103,7 +107,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.FlushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.FlushResponse, _abc.Awaitable[_pagestore_pb2.FlushResponse]]:
-        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed."""
+        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
 
     @_abc_1.abstractmethod
     def Clear(
@@ -111,7 +115,9 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.ClearResponse, _abc.Awaitable[_pagestore_pb2.ClearResponse]]:
-        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released."""
+        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
+        UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+        """
 
     @_abc_1.abstractmethod
     def GetPageStoreStatus(
@@ -119,7 +125,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.GetPageStoreStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.GetPageStoreStatusResponse, _abc.Awaitable[_pagestore_pb2.GetPageStoreStatusResponse]]:
-        """Budgets, use, sessions."""
+        """Budgets, use, sessions. No errors of its own."""
 
     @_abc_1.abstractmethod
     def Prefetch(
@@ -148,7 +154,11 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_PageStoreServiceServicer_to_server(servicer: PageStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PageTransferServiceStub:
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece."""
+    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -165,7 +175,11 @@ class PageTransferServiceStub:
 
 @_typing.type_check_only
 class PageTransferServiceAsyncStub(PageTransferServiceStub):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece."""
+    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReadPages: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ReadPagesRequest, _pagestore_pb2.PageFrame]  # type: ignore[assignment]
@@ -178,7 +192,11 @@ class PageTransferServiceAsyncStub(PageTransferServiceStub):
     """
 
 class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece."""
+    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
+    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
+    CANCELLED (the stream did not move, or was open for too long).
+    """
 
     @_abc_1.abstractmethod
     def ReadPages(
