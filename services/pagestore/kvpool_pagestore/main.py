@@ -128,6 +128,7 @@ class _Arena:
     def __init__(self, config: PageStoreConfig, node_id: bytes) -> None:
         self.unused = False
         self.segments = TmpfsArena(config.shm_dir / f"kvpool-{node_id.hex()}", flock)
+        self.segments.sweep_abandoned()
         self.segments.open(config.arena_bytes)
 
     def close(self) -> None:

@@ -102,3 +102,28 @@ def test_a_segment_that_somebody_still_looks_at_is_unlinked_all_the_same(directo
     assert not list(directory.glob("segment-*"))
     assert bytes(view) == bytes(16)  # still mapped: no crash
     arena.close(remove=True)
+
+
+def test_only_arenas_whose_owner_and_peers_are_gone_are_swept(directory: Path) -> None:
+    root = directory.parent
+    living, mapped, abandoned = (TmpfsArena(root / f"kvpool-{name * 32}", flock) for name in "abc")
+    for arena in (living, mapped, abandoned):
+        arena.open(MIB)
+        arena.create_segment(1, MIB)
+    fd = mapped.create_session_file(b"s" * 16)
+    os.close(abandoned.create_session_file(b"s" * 16))
+    mapped.close(remove=False)
+    abandoned.close(remove=False)
+    (root / "kvpool-notes").mkdir()
+    (root / "kvpool-notes" / "segment-1").write_text("not ours")
+    sweeper = TmpfsArena(root / f"kvpool-{'d' * 32}", flock)
+    assert sweeper.sweep_abandoned() == 1
+    left = sorted(path.parent.name for path in root.glob("*/segment-*"))
+    assert left == [f"kvpool-{'a' * 32}", f"kvpool-{'b' * 32}", "kvpool-notes"]
+    os.close(fd)
+    assert sweeper.sweep_abandoned() == 1
+    # An owner that comes back finds its arena empty, and starts.
+    abandoned.open(MIB)
+    assert abandoned.old_bytes == 0 and abandoned.old_sessions() == []
+    for arena in (living, abandoned):
+        arena.close(remove=True)

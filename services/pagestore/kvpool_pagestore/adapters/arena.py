@@ -11,6 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "segment-"
 _LOCK_NAME = "lock"
+_NODE_DIRECTORY = re.compile(r"kvpool-[0-9a-f]{32}")
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 
@@ -66,6 +68,23 @@ class TmpfsArena:
             # Opened, so that the memory can be counted for as long as it exists.
             self._old[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._check_room(capacity_bytes)
+
+    def sweep_abandoned(self) -> int:
+        """Empty the arenas beside this one whose owner and peers are all gone: how many.
+
+        A node that was killed and whose data directory was removed never comes back to do it, and shared memory has no
+        other end than a reboot. The lock of each is held meanwhile; directory and lock file stay, for an owner that
+        starts in this very moment.
+        """
+        swept = 0
+        for sibling in self._directory.parent.glob("kvpool-*"):
+            if sibling == self._directory or _NODE_DIRECTORY.fullmatch(sibling.name) is None:
+                continue
+            try:
+                swept += self._sweep(sibling)
+            except OSError as error:  # another user's, or gone meanwhile
+                _log.info("the abandoned arena %s is left alone: %s", sibling, error)
+        return swept
 
     @property
     def old_bytes(self) -> int:
@@ -149,6 +168,27 @@ class TmpfsArena:
                 self._directory.rmdir()
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+    def _sweep(self, sibling: Path) -> bool:
+        segments = list(sibling.glob(f"{_PREFIX}*"))
+        if not segments:
+            return False
+        lock_fd = os.open(sibling / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            sessions = self._locks.list_session_files(sibling)
+            if any(self._locks.peer_alive(sibling, session_id) for session_id in sessions):
+                return False
+            for segment in segments:
+                segment.unlink()
+            for session_id in sessions:
+                self._locks.remove_session_file(sibling, session_id)
+        except BlockingIOError:  # its owner lives
+            return False
+        finally:
+            os.close(lock_fd)
+        _log.warning("%d segments of the abandoned arena %s were removed", len(segments), sibling)
+        return True
 
     def _check_room(self, capacity_bytes: int) -> None:
         """Memory is reserved segment by segment, so a budget that can never be filled is refused at once."""
