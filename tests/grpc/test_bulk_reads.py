@@ -133,6 +133,7 @@ def test_malformed_requests_name_what_is_wrong(
     error = error_from_rpc(raised.value)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert isinstance(error, InvalidRequest) and part in error.message
+    assert error.item_index == (int(part[-1]) if " " in part else None)
     assert gateway.opened_count == 0
 
 

@@ -69,8 +69,9 @@ async def test_of_a_malformed_batch_nothing_is_applied(index: RunningIndex) -> N
     bad_keyspace[1].keyspace_id = b""
     for batch in (bad_hash, bad_tier, bad_keyspace):
         async with node.announcing() as stream:
-            with pytest.raises(errors.InvalidRequest, match="change 1"):
+            with pytest.raises(errors.InvalidRequest, match="change 1") as raised:
                 await stream.send(batch)
+            assert raised.value.item_index == 1
     async with node.announcing() as stream:
         with pytest.raises(errors.InvalidRequest, match="at most 64"):
             await stream.send(chain.added([0]) * 65)

@@ -96,6 +96,7 @@ async def test_malformed_questions(index: RunningIndex) -> None:
     for bad, named in ((cut, "40"), (many, "64"), (headless, "group_head_hash"), (wide, "shard")):
         error = await refusal(index.stub.Match(bad))
         assert isinstance(error, errors.InvalidRequest) and named in error.message
+        assert error.item_index == (40 if bad is cut else None)
     call = index.stub.Match(unknown)
     assert isinstance(await refusal(call), errors.KeyspaceUnknown)
     assert await call.code() is grpc.StatusCode.NOT_FOUND

@@ -96,8 +96,9 @@ def test_hashes_come_back(hashes: list[bytes]) -> None:
 def test_malformed_hashes_are_refused_by_index() -> None:
     with pytest.raises(InvalidRequest, match="hash 1 "):
         convert.hashes_to_bytes([HASH, b"short"])
-    with pytest.raises(InvalidRequest, match="item 2 is cut off"):
+    with pytest.raises(InvalidRequest, match="item 2 is cut off") as raised:
         convert.hashes_from_bytes(HASH * 2 + b"x")
+    assert raised.value.item_index == 2
     with pytest.raises(InvalidRequest, match="at most 1"):
         convert.hashes_from_bytes(HASH * 2, most=1)
 
@@ -106,8 +107,9 @@ def test_batches_name_the_malformed_item() -> None:
     def check(value: bytes) -> bytes:
         return convert.check_id(value, "key")
 
-    with pytest.raises(InvalidRequest, match="change 1: key must be 16 bytes"):
+    with pytest.raises(InvalidRequest, match="change 1: key must be 16 bytes") as raised:
         convert.convert_items([HASH, b"", HASH], check, "change")
+    assert raised.value.item_index == 1
     with pytest.raises(InvalidRequest, match="at most 2"):
         convert.convert_items([HASH] * 3, check, most=2)
     answers = convert.convert_each([HASH, b"x"], check)

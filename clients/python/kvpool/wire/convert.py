@@ -76,7 +76,7 @@ def hashes_to_bytes(hashes: Iterable[bytes]) -> bytes:
     parts = list(hashes)
     for index, value in enumerate(parts):
         if len(value) != HASH_BYTES:
-            raise InvalidRequest(f"hash {index} must be {HASH_BYTES} bytes, got {len(value)}")
+            raise InvalidRequest(f"hash {index} must be {HASH_BYTES} bytes, got {len(value)}", item_index=index)
     return b"".join(parts)
 
 
@@ -84,7 +84,8 @@ def hashes_from_bytes(packed: bytes, name: str = "chunk_hashes", *, most: int | 
     """Split concatenated 16-byte hashes. Raises InvalidRequest for a part left over or more than `most`."""
     count, left = divmod(len(packed), HASH_BYTES)
     if left:
-        raise InvalidRequest(f"{name} has {len(packed)} bytes: item {count} is cut off; send {HASH_BYTES} bytes a hash")
+        message = f"{name} has {len(packed)} bytes: item {count} is cut off; send {HASH_BYTES} bytes a hash"
+        raise InvalidRequest(message, item_index=count)
     if most is not None and count > most:
         raise InvalidRequest(f"{name} has {count} hashes, at most {most} are allowed; split the request")
     return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
@@ -93,7 +94,7 @@ def hashes_from_bytes(packed: bytes, name: str = "chunk_hashes", *, most: int | 
 def convert_items(
     items: Sequence[ItemT], convert: Callable[[ItemT], ResultT], name: str = "item", *, most: int | None = None
 ) -> list[ResultT]:
-    """Convert a batch all or nothing. Raises InvalidRequest that names the failed item's index."""
+    """Convert a batch all or nothing. Raises InvalidRequest that names the failed item and carries its index."""
     if most is not None and len(items) > most:
         raise InvalidRequest(f"{len(items)} {name}s in one batch, at most {most} are allowed; split the request")
     results: list[ResultT] = []
@@ -101,7 +102,7 @@ def convert_items(
         try:
             results.append(convert(item))
         except InvalidRequest as error:
-            raise InvalidRequest(f"{name} {index}: {error.message}") from error
+            raise InvalidRequest(f"{name} {index}: {error.message}", item_index=index) from error
     return results
 
 

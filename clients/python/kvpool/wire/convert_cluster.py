@@ -176,7 +176,7 @@ def chain_query_from_proto(message: index_pb2.MatchRequest, *, chunks_max: int) 
     """Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing."""
     whole, left = divmod(len(message.chunk_hashes), 16)
     if left:
-        raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash")
+        raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash", item_index=whole)
     check_count(whole, "number of chunk_hashes", most=chunks_max)
     first = check_count(message.first_chunk_index, "first_chunk_index")
     head = check_optional_id(message.group_head_hash, "group_head_hash")
