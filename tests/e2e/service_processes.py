@@ -1,0 +1,121 @@
+"""Services as real processes, each started, killed and started again by a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvpool.testing import eventually_sync
+
+START_S = 30.0
+
+
+class Process:
+    """One service process with a data directory of its own."""
+
+    def __init__(self, module: str, directory: Path, *flags: str) -> None:
+        directory.mkdir()
+        self._ready, self._log = directory / "ready.json", directory / "log"
+        command = [sys.executable, "-m", f"{module}.main", "--ready-file", str(self._ready), *flags]
+        self._command = [*command, "--parent-pid", str(os.getpid())]
+        self.ready: dict[str, Any] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it runs; `wait_ready` when it serves."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+        self._ready.unlink(missing_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, env=kept, stderr=log, stdout=log)
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Its endpoints."""
+        eventually_sync(lambda: self._ready.exists() or self._process.poll() is not None, START_S)
+        assert self._process.poll() is None, self.log()
+        self.ready = json.loads(self._ready.read_text())
+        return self.ready
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; its exit code."""
+        self._process.terminate()
+        return self._process.wait(30)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class ServiceCluster:
+    """An index in memory, pagestores and agents; each pagestore is a host of its own."""
+
+    def __init__(self, directory: Path, shm: Path) -> None:
+        self._directory, self._shm = directory, shm
+        self.index = Process("kvpool_index", directory / "index", "--listen", "127.0.0.1:0", "--lease-ttl-ms", "1000")
+        self._processes = [self.index]
+
+    def pagestore(self, name: str) -> Process:
+        """A pagestore on host `name`."""
+        directory = self._directory / f"pagestore-{name}"
+        process = Process(
+            "kvpool_pagestore",
+            directory,
+            *("--data-dir", str(directory / "data"), "--index-endpoints", self.index.wait_ready()["endpoint"]),
+            *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
+            *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
+            *("--arena-bytes", str(64 << 20), "--segment-bytes", str(8 << 20), "--disk-bytes", str(256 << 20)),
+            *("--heartbeat-interval-ms", "200", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+        )
+        self._processes.append(process)
+        return process
+
+    def agent(self, name: str, *, host: str = "", **options: str) -> Process:
+        """An agent; on the host of a pagestore, or on one that has none."""
+        directory = self._directory / f"agent-{name}"
+        local = ("--pagestore-socket", str(self.socket(f"{host}.store"))) if host else ()
+        flags = [part for flag, value in options.items() for part in (f"--{flag.replace('_', '-')}", value)]
+        process = Process(
+            "kvpool_gpuagent",
+            directory,
+            *("--data-dir", str(directory / "data"), "--index-endpoints", self.index.wait_ready()["endpoint"]),
+            *("--socket", str(self.socket(f"{name}.agent")), "--host-id", host or f"host of {name}", *local, *flags),
+        )
+        self._processes.append(process)
+        return process
+
+    def socket(self, name: str) -> Path:
+        return self._shm / name
+
+    def wait_ready(self) -> None:
+        for process in self._processes:
+            process.wait_ready()
+
+    def kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+@contextmanager
+def service_cluster(tmp_path: Path) -> Iterator[ServiceCluster]:
+    """Killed with everything it has left in shared memory when the block ends."""
+    shm = Path("/dev/shm") / f"kvpool-test-{os.getpid()}-{tmp_path.name[-20:]}"
+    shm.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, shm, ignore_errors=True)
+        cluster = ServiceCluster(tmp_path, shm)
+        stack.callback(cluster.kill_all)
+        yield cluster
