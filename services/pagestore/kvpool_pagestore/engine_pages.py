@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt
 from kvpool.core.outcome import Admission
-from kvpool.core.page import PageKey, verify
+from kvpool.core.page import PageFaultKind, PageKey, verify
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.core.ledger import Grant, Ledger
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
@@ -79,12 +80,11 @@ class PageCalls:
 
     async def reserve(self, peer: PeerSession, items: Sequence[ReserveItem]) -> list[ReserveAnswer]:
         """Per item, in order. Raises SessionUnknown if the session ends meanwhile."""
-        answers: list[ReserveAnswer] = []
-        for index, item in enumerate(items):
-            answer = await self._reserve_one(peer, index, item)
+        with self._metrics.request_duration.labels("reserve").time():
+            answers = [await self._reserve_one(peer, index, item) for index, item in enumerate(items)]
+        for answer in answers:
             label = answer.name if isinstance(answer, Admission) else "RESERVED" if isinstance(answer, Grant) else None
             self._metrics.reserved_pages.labels(label or "REJECTED").inc()
-            answers.append(answer)
         return answers
 
     async def commit(self, peer: PeerSession, lease_ids: Sequence[int]) -> list[KvPoolError | None]:
@@ -92,7 +92,8 @@ class PageCalls:
         peer.check_live()
         begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
-        faults = iter(await self._tasks.finish(self._finish_commits(slots), "commit")) if slots else iter(())
+        with self._metrics.request_duration.labels("commit").time():
+            faults = iter(await self._tasks.finish(self._finish_commits(slots), "commit") if slots else ())
         return [next(faults) if isinstance(one, Slot) else one for one in begun]
 
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
@@ -113,9 +114,12 @@ class PageCalls:
             if keyspace is not None and one.key.shard >= keyspace.grid.shard_count:
                 raise InvalidRequest(f"item {index}: shard {one.key.shard} is not in the keyspace's grid")
 
+        started_s = time.perf_counter()
+
         def settled(acquired: Sequence[Acquired], final: bool) -> None:
             if final:
                 peer.acquisitions.discard(acquisition)
+                self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
             on_acquired(acquired, final)
 
         items = [
@@ -177,14 +181,20 @@ class PageCalls:
                     self._write_back.add(slot)
         return errors
 
-    def _verify_all(self, slots: Sequence[Slot]) -> list[PageCorrupt | None]:
+    def _verify_all(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
         return [self._verify(slot) for slot in slots]
 
-    def _verify(self, slot: Slot) -> PageCorrupt | None:
-        key = slot.page.key
+    def _verify(self, slot: Slot) -> KvPoolError | None:
+        key, view = slot.page.key, self._space.view(slot)
         keyspace = self._keyspace(key)
-        fault = verify(self._space.view(slot), key, keyspace.spec.codec, keyspace.payload_bytes(key.shard))
-        return None if fault is None else PageCorrupt(f"page {key}: {fault}")
+        payload_bytes = keyspace.payload_bytes(key.shard)
+        fault = verify(view, key, keyspace.spec.codec, payload_bytes)
+        if fault is None:
+            return None
+        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
+            # Whole as it was sealed, so that no byte was lost: the writer means another codec.
+            return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
+        return PageCorrupt(f"page {key}: {fault}")
 
     def _keyspace(self, key: PageKey) -> Keyspace:
         keyspace = self._keyspaces.find(key.keyspace)

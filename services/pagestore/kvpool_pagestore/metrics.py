@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+_REQUEST_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0)
 _LAG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -73,6 +74,14 @@ class PageStoreMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         prefix = "kvpool_pagestore"
+        # Sessions and bulk streams live long, so that what gRPC measures of them says nothing about a request.
+        self.request_duration = Histogram(
+            f"{prefix}_request_duration_seconds",
+            "Wall time of one request of a session or bulk stream, waiting for room, disk and peers included.",
+            ["request"],
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
         self.acquired_pages = Counter(
             f"{prefix}_acquired_pages", "Pages leased to readers, by where they were.", ["source"], registry=registry
         )
@@ -109,6 +118,22 @@ class PageStoreMetrics:
         self.ended_sessions = Counter(
             f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=registry
         )
+        self._show_zeros()
+
+    def _show_zeros(self) -> None:
+        """What has not happened yet is exported as 0: the first failure is a change that an alert can see."""
+        for metric, labels in (
+            (self.request_duration, ("reserve", "commit", "acquire")),
+            (self.acquired_pages, ("staging", "disk", "remote")),
+            (self.acquired_bytes, ("staging", "disk", "remote")),
+            (self.reserved_pages, ("RESERVED", "EXISTS", "PENDING", "REJECTED")),
+            (self.verification_failures, ("commit", "reader", "disk", "peer")),
+            (self.evicted_pages, ("staging", "disk")),
+            (self.written_pages, ("written", "failed")),
+            (self.ended_sessions, ("closed", "abnormal")),
+        ):
+            for label in labels:
+                metric.labels(label)
 
     def watch(self, read: Callable[[], StoreGauges]) -> None:
         """Have the gauges read at each scrape; `read` is called from the scraping thread."""
