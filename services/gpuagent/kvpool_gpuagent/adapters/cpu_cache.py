@@ -19,7 +19,7 @@ from kvpool.core.layout import EngineLayout, RowPlane
 from kvpool.core.page import PageFault
 from kvpool.core.payload import ShardPayload
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
-from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, ItemShape, PlaneItems
+from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, ItemShape, PlaneItems, PlaneRun, plane_runs
 from kvpool_gpuagent.ports import EngineEvent, PageCopy, StopFlag
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _BATCH_BYTES = 16 << 20  # 2 to 4 ms; in batches of 4 MiB the hand-overs took as
 
 @dataclass(frozen=True, slots=True)
 class _ShardView:
-    """What copies of one shard need. planes, items: in payload order, [layer][plane]; items with first_head first."""
+    """What copies of one shard need. planes: in payload order, [layer][plane]; items: of all, in as few as possible."""
 
     payload: ShardPayload
     first_head: int
@@ -88,8 +88,8 @@ class CpuCache:
         walk = BlockWalk(copy.block_ids)
         payload = self._payload(shard, copy.page)
         rows = {shape: shape.payload_items(payload, len(shard.planes)) for shape in shard.shapes}
-        for number, items in enumerate(shard.items):
-            walk.gather(items, rows[items.shape][number])
+        for items in shard.items:
+            walk.gather(items, items.of_payload(rows[items.shape]))
         page_format.seal(copy.page, copy.key, self._spec.codec, shard.payload.payload_bytes)
 
     def _verify_and_scatter(self, copy: PageCopy) -> PageFault | None:
@@ -110,8 +110,8 @@ class CpuCache:
             return
         walk = BlockWalk(copy.block_ids[whole:])
         rows = {shape: shape.payload_items(payload, len(shard.planes))[:, whole:] for shape in shard.shapes}
-        for number, items in enumerate(shard.items):
-            walk.scatter(items, rows[items.shape][number])
+        for items in shard.items:
+            walk.scatter(items, items.of_payload(rows[items.shape]))
 
     def _scatter_part_of_block(
         self, shard: _ShardView, payload: Bytes, block: int, position: int, first_token: int
@@ -119,7 +119,8 @@ class CpuCache:
         for number, plane in enumerate(shard.planes):
             shape = ItemShape.of(plane, self._block_rows, len(shard.payload.heads), by_token=True)
             rows = shape.payload_items(payload, len(shard.planes))[number, position]
-            self._items(plane, shard.first_head, shape).blocks[block, first_token:] = rows[first_token:]
+            items = self._items(PlaneRun(plane, number), shard.first_head, shape)
+            items.blocks[0, block, first_token:] = rows[first_token:]
 
     @staticmethod
     def _payload(shard: _ShardView, page: memoryview) -> Bytes:
@@ -132,12 +133,14 @@ class CpuCache:
         planes = tuple(
             plane for layer in payload.layers for plane in self._layout.layers[layer - self._layout.first_layer].planes
         )
-        shapes = [ItemShape.of(plane, self._block_rows, len(payload.heads)) for plane in planes]
-        items = tuple(self._items(plane, first_head, shape) for plane, shape in zip(planes, shapes, strict=True))
-        return _ShardView(payload, first_head, planes, items, frozenset(shapes))
+        items = tuple(
+            self._items(run, first_head, ItemShape.of(run.first, self._block_rows, len(payload.heads)))
+            for run in plane_runs(planes)
+        )
+        return _ShardView(payload, first_head, planes, items, frozenset(each.shape for each in items))
 
-    def _items(self, plane: RowPlane, first_head: int, shape: ItemShape) -> PlaneItems:
-        return PlaneItems(self._memory[plane.handle], plane, first_head, self._layout.block_count, shape)
+    def _items(self, run: PlaneRun, first_head: int, shape: ItemShape) -> PlaneItems:
+        return PlaneItems(self._memory[run.first.handle], run, first_head, self._layout.block_count, shape)
 
     def _unmap(self) -> None:
         self._shards = {}
