@@ -1,0 +1,120 @@
+"""Nodes and stores that go: what matches say of a killed pagestore, and of a Redis that is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.connectors.transformers import SharedPrefixGenerator
+from kvpool.core.cluster import ChainQuery
+from kvpool.core.errors import StoreUnavailable
+from kvpool.testing import eventually, eventually_sync
+from tests.e2e.cli_cluster import SMALL, Cluster
+from tests.e2e.service_processes import service_cluster
+from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
+from tests.unit.connectors.tiny_models import prompt as token_ids
+from tests.unit.connectors.tiny_models import tiny_llama
+
+pytestmark = pytest.mark.e2e
+
+CHUNKS = 4
+LEASE_TTL_S = 1.0  # as tests.e2e.service_processes sets it
+SLACK_S = 2.0  # an index looks at leases once in a while, and this machine is busy
+CLIENT = ClientConfig(connect_timeout_s=10.0, call_timeout_s=10.0, match_timeout_s=10.0)
+
+
+async def test_a_killed_pagestore_leaves_matches_within_its_lease_and_engines_go_on(tmp_path: Path) -> None:
+    with service_cluster(tmp_path) as cluster:
+        store = cluster.pagestore("a")
+        cluster.agent("a", host="a")
+        cluster.wait_ready()
+        engine = EngineProcess(f"unix:{cluster.socket('a.agent')}", chunk_count=CHUNKS)
+        session = await engine.open(CLIENT)
+        chain = prompt(session, CHUNKS)
+        engine.compute(chain, range(CHUNKS))
+        await run_store(session, engine.span(chain, range(CHUNKS)))
+        index = IndexClient(ClientConfig(index_endpoints=(cluster.index.ready["endpoint"],)))
+        (keyspace,) = await index.list_keyspaces()
+        query = ChainQuery(keyspace=keyspace.keyspace, chunk_hashes=b"".join(chain.hashes), shards=0)
+
+        async def matched_chunks() -> int:
+            return (await index.match(query)).matched_chunks
+
+        await eventually(matched_chunks, 10.0)
+        store.kill()
+        killed_s = time.monotonic()
+
+        async def gone() -> bool:
+            return await matched_chunks() == 0
+
+        await eventually(gone, 10.0)
+        assert time.monotonic() - killed_s < LEASE_TTL_S + SLACK_S
+        assert (await session.match(chain.hashes)).matched_chunks == 0
+        outcome = await run_load(session, engine.span(chain, range(CHUNKS)))
+        assert outcome.failed == tuple(range(CHUNKS)) and outcome.error is not None
+        assert await session.close()
+        await index.close()
+        engine.close()
+
+
+def generate(generator: SharedPrefixGenerator, input_ids: Any) -> tuple[list[int], Any]:
+    result = generator.generate(input_ids, max_new_tokens=6, do_sample=False)
+    return result.sequences[0].tolist(), result.stats
+
+
+def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
+    socket = cluster.state.of_role("agent")[0].endpoints["socket"]
+    options: dict[str, Any] = {"model_id": "tiny", "keyspace_name": "tiny-hf", "chunk_tokens": 16}
+    return SharedPrefixGenerator.connect(model, f"unix:{socket}", cache_bytes=4 << 20, **options)
+
+
+async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_back(tmp_path: Path) -> None:
+    cluster, model, input_ids = Cluster(tmp_path), tiny_llama(), token_ids(4 * 16 + 3, seed=1)
+    cluster.run("up", "--detach", *SMALL)
+    try:
+        with connect(cluster, model) as first:
+            expected, _ = generate(first, input_ids)
+            assert first.flush_stores(30)
+        processes = {process.name: process.pid for process in cluster.state.processes}
+        index = IndexClient(ClientConfig(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
+        (keyspace,) = await index.list_keyspaces()
+        query = ChainQuery(keyspace=keyspace.keyspace, chunk_hashes=bytes(16), shards=0)
+        with connect(cluster, model) as second:
+            os.kill(processes["redis"], signal.SIGSTOP)
+            try:
+                asked_s = time.monotonic()
+                with pytest.raises(StoreUnavailable):
+                    await index.match(query, timeout_s=5.0)
+                assert time.monotonic() - asked_s < 2.0
+                tokens, stats = generate(second, input_ids)
+                assert tokens == expected and stats.failure
+                assert stats.prompt_tokens.recomputed == input_ids.shape[1]
+            finally:
+                os.kill(processes["redis"], signal.SIGCONT)
+
+        def shared_again() -> bool:
+            with connect(cluster, model) as third:
+                tokens, stats = generate(third, input_ids)
+                assert tokens == expected
+                return bool(stats.prompt_tokens.staging == 4 * 16)
+
+        eventually_sync(shared_again, 30)
+        # Then it dies, and comes back (started again by `up`) without what it knew.
+        os.kill(processes["redis"], signal.SIGKILL)
+        eventually_sync(shared_again, 60)
+
+        def restarted() -> set[str]:
+            return {process.name for process in cluster.state.processes if process.pid != processes[process.name]}
+
+        eventually_sync(restarted, 20)
+        assert restarted() == {"redis"}, "the others recover without a restart"
+        await index.close()
+    finally:
+        cluster.run("down")

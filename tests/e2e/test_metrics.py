@@ -1,0 +1,106 @@
+"""What each service of a live cluster exports, before and after a small load."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.cli_cluster import CHUNK_TOKENS, SMALL, TOKENS, Cluster
+
+pytestmark = pytest.mark.e2e
+
+PAGES = 4  # four chunks of one shard
+RPC = "/kvpool.v1."
+Samples = dict[tuple[str, str], float]
+
+# By process, what the load moves: sample and one label value, "" for a sample without labels or with any.
+MOVED = {
+    "index-0": [
+        ("kvpool_index_grpc_requests_total", f"{RPC}IndexService/OpenKeyspace"),
+        ("kvpool_index_grpc_request_duration_seconds_count", f"{RPC}IndexService/OpenKeyspace"),
+        ("kvpool_index_match_duration_seconds_count", ""),
+        ("kvpool_index_chunks_asked_total", ""),
+        ("kvpool_index_chunks_matched_total", "staging"),
+        ("kvpool_index_announce_changes_total", ""),
+    ],
+    "pagestore-0": [
+        ("kvpool_pagestore_grpc_requests_total", f"{RPC}PageStoreService/Session"),
+        ("kvpool_pagestore_grpc_request_duration_seconds_count", f"{RPC}PageStoreService/Flush"),
+        ("kvpool_pagestore_request_duration_seconds_count", "reserve"),
+        ("kvpool_pagestore_request_duration_seconds_count", "commit"),
+        ("kvpool_pagestore_request_duration_seconds_count", "acquire"),
+        ("kvpool_pagestore_committed_bytes_total", ""),
+        ("kvpool_pagestore_acquired_pages_total", "staging"),
+        ("kvpool_pagestore_acquired_bytes_total", "staging"),
+        ("kvpool_pagestore_written_pages_total", "written"),
+        ("kvpool_pagestore_arena_used_bytes", ""),
+        ("kvpool_pagestore_disk_used_bytes", ""),
+        ("kvpool_pagestore_staging_pages", ""),
+        ("kvpool_pagestore_disk_pages", ""),
+    ],
+    "agent-0": [
+        ("kvpool_gpuagent_grpc_requests_total", f"{RPC}GpuAgentService/EngineSession"),
+        ("kvpool_gpuagent_store_duration_seconds_count", ""),
+        ("kvpool_gpuagent_load_duration_seconds_count", ""),
+        ("kvpool_gpuagent_stored_bytes_total", ""),
+        ("kvpool_gpuagent_loaded_bytes_total", "staging"),
+        ("kvpool_gpuagent_loaded_tokens_total", "staging"),
+    ],
+}
+# What is there from the start, and what it says of a healthy cluster with nobody in a session.
+STEADY = {
+    "index-0": {
+        ("kvpool_index_live_nodes", "pagestore"): 1,  # leases of nodes
+        ("kvpool_index_live_nodes", "agent"): 1,
+        ("kvpool_index_store_up", ""): 1,
+        ("kvpool_index_stale_reports_total", "removed"): 0,
+    },
+    "pagestore-0": {
+        ("kvpool_pagestore_arena_capacity_bytes", ""): 64 << 20,
+        ("kvpool_pagestore_disk_capacity_bytes", ""): 256 << 20,
+        ("kvpool_pagestore_leases", ""): 0,
+        ("kvpool_pagestore_arena_quarantined_bytes", ""): 0,
+        **{("kvpool_pagestore_verification_failures_total", at): 0 for at in ("commit", "reader", "disk", "peer")},
+    },
+    "agent-0": {("kvpool_gpuagent_verification_failures_total", ""): 0, ("kvpool_gpuagent_sessions", ""): 0},
+}
+
+
+def scrape(cluster: Cluster) -> dict[str, Samples]:
+    """By process, all samples; of several label values each names its sample, alone."""
+    found: dict[str, Samples] = {}
+    for process in cluster.state.processes:
+        if url := process.endpoints.get("metrics_url"):
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+            samples = found[process.name] = {}
+            for sample in (sample for family in families for sample in family.samples):
+                for label in sample.labels.values() or ("",):
+                    samples[sample.name, label] = samples.get((sample.name, label), 0.0) + sample.value
+    return found
+
+
+def test_every_service_exports_its_work(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.run("up", "--detach", *SMALL)
+    try:
+        before = scrape(cluster)
+        cluster.store(TOKENS)
+        cluster.run("flush")
+        report, equal = cluster.load(TOKENS)
+        assert equal and report.tokens.staging == PAGES * CHUNK_TOKENS
+        after = scrape(cluster)
+    finally:
+        cluster.run("down")
+    for process, samples in MOVED.items():
+        still = [one for one in samples if after[process].get(one, 0.0) <= before[process].get(one, 0.0)]
+        assert not still, f"{process}: {still}"
+    for process, expected in STEADY.items():
+        for scraped in (before, after):
+            assert {one: scraped[process].get(one) for one in expected} == expected, process
+    moved_bytes = after["pagestore-0"]["kvpool_pagestore_committed_bytes_total", ""]
+    assert moved_bytes == after["agent-0"]["kvpool_gpuagent_stored_bytes_total", ""]
+    assert moved_bytes == after["agent-0"]["kvpool_gpuagent_loaded_bytes_total", "staging"]
