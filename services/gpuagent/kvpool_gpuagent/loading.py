@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
@@ -14,7 +15,7 @@ from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, ReadSlot
-from kvpool_gpuagent.waiting import each_until_stopped
+from kvpool_gpuagent.waiting import until_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ class _Wanted:
     position: int  # of the chunk in the request
     layer_group: int
     wish: PageWish
+
+
+_Batch = Sequence[tuple[_Wanted, ReadSlot]]
 
 
 class LoadRun:
@@ -135,37 +139,26 @@ class LoadRun:
         remaining_s = ends_at_s - asyncio.get_running_loop().time()
         if remaining_s <= 0:
             raise DeadlineExceeded("the load's time is up")
-        copying: list[asyncio.Task[None]] = []
-        batch: list[tuple[_Wanted, ReadSlot]] = []
-        batch_bytes, limit_bytes = 0, self._batch_limit(wanted)
+        copies = _Copies(self._cache.batch_bytes, lambda batch: self._copy(batch, stop))
         try:
-            answers = self._pool.acquire([item.wish for item in wanted], remaining_s)
-            async with aclosing(each_until_stopped(answers, stop, ends_at_s)) as settling:
-                async for number, answer in settling:
-                    item = unsettled.pop(number)
-                    if not isinstance(answer, ReadSlot):
-                        self._fail(item.position, answer or PageMissing(f"page {item.wish.key} is nowhere to be had"))
-                        self._settle([item])
-                        continue
-                    batch.append((item, answer))
-                    batch_bytes += len(answer.page)
-                    if batch_bytes >= limit_bytes:
-                        copying.append(asyncio.ensure_future(self._copy(batch, stop)))
-                        batch, batch_bytes = [], 0
+            await until_stopped(self._take_answers(wanted, unsettled, remaining_s, copies), stop, remaining_s)
         finally:
-            if batch:
-                copying.append(asyncio.ensure_future(self._copy(batch, stop)))
-            copied = await asyncio.gather(*copying, return_exceptions=True)
-        for result in copied:
-            if isinstance(result, BaseException):
-                raise result
+            await copies.ended()
 
-    def _batch_limit(self, wanted: Sequence[_Wanted]) -> int:
-        """Bytes from which on a batch is handed over: what the device likes, or less for a small window."""
-        window_bytes = sum(self._rank.page_bytes(item.wish.key.shard) for item in wanted)
-        return min(self._cache.batch_bytes, max(_SMALLEST_BATCH_BYTES, window_bytes // _BATCHES))
+    async def _take_answers(
+        self, wanted: Sequence[_Wanted], unsettled: dict[int, _Wanted], wait_s: float, copies: _Copies
+    ) -> None:
+        # May be cancelled: between two answers nothing is awaited, so that each has an owner.
+        async with aclosing(self._pool.acquire([item.wish for item in wanted], wait_s)) as answers:
+            async for number, answer in answers:
+                item = unsettled.pop(number)
+                if isinstance(answer, ReadSlot):
+                    copies.add(item, answer)
+                    continue
+                self._fail(item.position, answer or PageMissing(f"page {item.wish.key} is nowhere to be had"))
+                self._settle([item])
 
-    async def _copy(self, batch: Sequence[tuple[_Wanted, ReadSlot]], stop: asyncio.Event) -> None:
+    async def _copy(self, batch: _Batch, stop: asyncio.Event) -> None:
         """Scatter what is still wanted of a batch, and release all of it."""
         corrupt: list[ReadSlot] = []
         try:
@@ -223,6 +216,36 @@ class LoadRun:
             tokens = self._rank.spec.chunk_tokens - self._span.chunks[position].skip_tokens
             outcome.tokens[self._source_of[position]] += tokens
         return outcome
+
+
+class _Copies:
+    """Hands pages to the device in batches, as they come."""
+
+    def __init__(self, batch_bytes: int, copy: Callable[[_Batch], Coroutine[Any, Any, None]]) -> None:
+        """copy: owns the slots of its batch."""
+        self._batch_bytes, self._copy = batch_bytes, copy
+        self._batch: list[tuple[_Wanted, ReadSlot]] = []
+        self._size_bytes = 0
+        self._running: list[asyncio.Task[None]] = []
+
+    def add(self, item: _Wanted, slot: ReadSlot) -> None:
+        """Own one slot."""
+        self._batch.append((item, slot))
+        self._size_bytes += len(slot.page)
+        if self._size_bytes >= self._batch_bytes:
+            self._hand_over()
+
+    async def ended(self) -> None:
+        """Hand over the rest and wait for all; raises what a copy raised."""
+        if self._batch:
+            self._hand_over()
+        for result in await asyncio.gather(*self._running, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def _hand_over(self) -> None:
+        self._running.append(asyncio.ensure_future(self._copy(self._batch)))
+        self._batch, self._size_bytes = [], 0
 
 
 class _Progress:

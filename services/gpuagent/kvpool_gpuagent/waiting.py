@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from kvpool.core.errors import DeadlineExceeded, Stopped
@@ -33,29 +33,3 @@ async def until_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event, timeo
     if stop.is_set():
         raise Stopped("the request was cancelled or its engine left")
     raise DeadlineExceeded(f"it was not done within {timeout_s or 0:g} s")
-
-
-async def each_until_stopped(
-    answers: AsyncGenerator[T, None], stop: asyncio.Event, ends_at_s: float
-) -> AsyncGenerator[T, None]:
-    """Pass answers on until they end; Stopped or DeadlineExceeded (ends_at_s: on the loop's clock) ends them early.
-
-    `answers` is closed in any case before the consumer goes on; close this generator too (contextlib.aclosing).
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        while True:
-            found = await until_stopped(_next(answers), stop, max(0.0, ends_at_s - loop.time()))
-            if not found:
-                return
-            yield found[0]
-    finally:
-        await answers.aclose()
-
-
-async def _next(answers: AsyncGenerator[T, None]) -> tuple[T, ...]:
-    """The next answer, or nothing at the end (StopAsyncIteration must not leave a task)."""
-    try:
-        return (await anext(answers),)
-    except StopAsyncIteration:
-        return ()

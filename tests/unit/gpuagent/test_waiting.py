@@ -1,14 +1,12 @@
 """Waits that end early lose nothing and leave nothing running."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import pytest
 
 from kvpool.core.errors import DeadlineExceeded, Stopped
 from kvpool_gpuagent.adapters.budget import Budget
-from kvpool_gpuagent.waiting import each_until_stopped, until_stopped
+from kvpool_gpuagent.waiting import until_stopped
 
 
 async def value(result: int = 7) -> int:
@@ -69,62 +67,15 @@ async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
     assert await waiting == 5
 
 
-async def numbers(closed: list[bool], gate: asyncio.Event) -> AsyncGenerator[int, None]:
-    try:
-        yield 1
-        await gate.wait()
-        yield 2
-    finally:
-        closed.append(True)
-
-
-async def test_answers_pass_until_they_end() -> None:
-    closed, gate = list[bool](), asyncio.Event()
-    gate.set()
-    ends_at_s = asyncio.get_running_loop().time() + 10
-    found = [number async for number in each_until_stopped(numbers(closed, gate), asyncio.Event(), ends_at_s)]
-    assert found == [1, 2]
-    assert closed == [True]
-
-
-@pytest.mark.parametrize("how", ["stop", "time", "leave"])
-async def test_answers_are_closed_however_they_end(how: str) -> None:
-    closed, stop, found = list[bool](), asyncio.Event(), list[int]()
-    ends_at_s = asyncio.get_running_loop().time() + (0.01 if how == "time" else 10)
-
-    async def consume() -> None:
-        async with aclosing(each_until_stopped(numbers(closed, asyncio.Event()), stop, ends_at_s)) as answers:
-            async for number in answers:
-                found.append(number)
-                if how == "leave":
-                    return
-                if how == "stop":
-                    stop.set()
-
-    if how == "leave":
-        await consume()
-    else:
-        with pytest.raises(Stopped if how == "stop" else DeadlineExceeded):
-            await consume()
-    assert (found, closed) == ([1], [True])
-
-
-async def test_a_cancelled_consumer_leaves_nothing_running() -> None:
-    closed = list[bool]()
-
-    async def consume() -> None:
-        ends_at_s = asyncio.get_running_loop().time() + 10
-        async with aclosing(each_until_stopped(numbers(closed, asyncio.Event()), asyncio.Event(), ends_at_s)) as them:
-            async for _ in them:
-                pass
-
-    consuming = asyncio.ensure_future(consume())
-    for _ in range(10):
+async def test_a_cancelled_caller_leaves_nothing_running() -> None:
+    ended = list[str]()
+    waiting = asyncio.ensure_future(until_stopped(never(ended), asyncio.Event()))
+    for _ in range(5):
         await asyncio.sleep(0)
-    consuming.cancel()
+    waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await consuming
-    assert closed == [True]
+        await waiting
+    assert ended == ["cancelled"]
 
 
 async def test_a_budget_serves_in_order_and_forgets_who_left() -> None:
