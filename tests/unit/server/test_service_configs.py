@@ -1,0 +1,65 @@
+"""The settings of each service: every field has a flag, a variable and a word of help, from its dataclass alone."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from kvpool_gpuagent.config import GpuAgentConfig
+from kvpool_index.config import IndexConfig
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_server.config import SECRET, load_config
+
+SERVICES: list[tuple[type[Any], str]] = [
+    (IndexConfig, "KVPOOL_INDEX"),
+    (PageStoreConfig, "KVPOOL_PAGESTORE"),
+    (GpuAgentConfig, "KVPOOL_GPUAGENT"),
+]
+REQUIRED = {"data_dir": "/data", "index_endpoints": "index:1", "socket": "/run/agent.sock"}
+
+
+def required(config: type[Any]) -> dict[str, str]:
+    return {
+        field.name: REQUIRED[field.name]
+        for field in fields(config)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+
+
+def other_value(field: Field[Any], config: Any) -> str:
+    """A text that means something else than the field's default."""
+    value = getattr(config, field.name)
+    if isinstance(value, bool):
+        return str(not value).lower()
+    if isinstance(value, int):
+        return str(value + 1)
+    if isinstance(value, float):
+        return str(value + 0.5)
+    return {"log_level": "debug", "log_format": "json"}.get(field.name, "/other/value:1")
+
+
+@pytest.mark.parametrize(("config", "prefix"), SERVICES, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_setting_has_a_flag_a_variable_and_help(config: type[Any], prefix: str) -> None:
+    hints = get_type_hints(config, include_extras=True)
+    env = {f"{prefix}_{name.upper()}": value for name, value in required(config).items()}
+    plain = load_config(config, prog="test", env_prefix=prefix, argv=[], env=env)
+    tried = 0
+    for field in fields(config):
+        if field.name == "device":  # has one value today
+            continue
+        _, *more = get_args(hints[field.name])
+        assert any(isinstance(one, str) and one for one in more), f"{config.__name__}.{field.name} has no help"
+        value, default = other_value(field, plain), getattr(plain, field.name)
+        variable = {f"{prefix}_{field.name.upper()}": value}
+        attempts: list[tuple[list[str], dict[str, str]]] = [([], variable)]
+        if SECRET not in more:
+            name = field.name.replace("_", "-")
+            switch = f"--{name}" if value == "true" else f"--no-{name}"
+            attempts.append(([switch] if isinstance(default, bool) else [f"--{name}", value], {}))
+        for argv, changed in attempts:
+            found = load_config(config, prog="test", env_prefix=prefix, argv=argv, env=env | changed)
+            assert getattr(found, field.name) != default, f"{config.__name__}.{field.name}: {argv or changed}"
+            tried += 1
+    assert tried > 30
