@@ -78,7 +78,7 @@ class BenchSession:
 
     async def _get(self, keys: list[PageKey]) -> None:
         for start in range(0, len(keys), self._window):
-            part = keys[start : start + self._window]
+            part, leases = keys[start : start + self._window], list[int]()
             async with self._session.acquire([AcquireItem(key) for key in part], wait_s=_WAIT_S) as results:
                 async for result in results:
                     if result.slot is None:
@@ -89,7 +89,8 @@ class BenchSession:
                         raise CommandFailed(f"a page is not what was stored: {fault}")
                     payload = page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
                     self._payloads[start + result.item_index].data[:] = payload
-                    self._session.release_soon([result.slot.lease_id])
+                    leases.append(result.slot.lease_id)
+            self._session.release_soon(leases)
 
 
 def _populate(segment: memoryview) -> Callable[[], None]:
