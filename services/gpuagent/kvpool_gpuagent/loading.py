@@ -12,7 +12,7 @@ from typing import Any
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank
+from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, window_of
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, ReadSlot
 from kvpool_gpuagent.waiting import until_stopped
@@ -23,7 +23,8 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 """Told (layers of the rank that are in, failed positions so far)."""
 
 _INTERNAL = "internal error in the agent; its log has the details"
-_WINDOWS_IN_FLIGHT = 2  # one is being copied while the next is promoted or pulled
+# Small enough that copies begin early and overlap with what is asked for next, large enough that asking is no cost.
+WINDOW_BYTES = 32 << 20
 _BATCHES = 4  # of a window at least, so that all threads have work and copying overlaps acquiring
 _SMALLEST_BATCH_BYTES = 1 << 20  # a hand-over costs about as much as copying a quarter of it
 
@@ -75,9 +76,9 @@ class LoadRun:
         wanted = self._wanted()
         self._progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
         self._report = report
-        # Two half windows are held at once, so no more than one window ever is (invariant 8).
-        half = max(1, self._pool.window_pages // _WINDOWS_IN_FLIGHT)
-        places = asyncio.Semaphore(_WINDOWS_IN_FLIGHT)
+        pages = window_of(self._rank, self._pool.window_pages, WINDOW_BYTES)
+        # Together they never ask for more than the pool's window (invariant 8).
+        places = asyncio.Semaphore(max(1, self._pool.window_pages // pages))
 
         async def one_window(window: Sequence[_Wanted]) -> None:
             try:
@@ -86,9 +87,9 @@ class LoadRun:
                 places.release()
 
         tasks: list[asyncio.Task[None]] = []
-        for start in range(0, len(wanted), half):
+        for start in range(0, len(wanted), pages):
             await places.acquire()
-            tasks.append(asyncio.ensure_future(one_window(wanted[start : start + half])))
+            tasks.append(asyncio.ensure_future(one_window(wanted[start : start + pages])))
         await asyncio.gather(*tasks)
         return self._outcome()
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.outcome import Admission
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, windows
+from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, window_of, windows
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, WriteSlot
 from kvpool_gpuagent.waiting import until_stopped
 
 _log = logging.getLogger(__name__)
+
+WINDOW_BYTES = 32 << 20  # enough to gather that a window's round trips to engine and pagestore cost little
 
 AskKept = Callable[[int], Coroutine[Any, Any, bool]]
 """Tells the engine that the first N chunks are gathered and returns its answer; False when it does not come."""
@@ -73,9 +75,9 @@ class StoreRun:
                 f"a chunk of this rank has {len(self._shards)} pages, but the agent may hold {self._pool.window_pages} "
                 f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
             )
-        # Half a session's leases: the window being gathered and the one being committed overlap.
-        half = max(1, self._pool.window_pages // 2)
-        return windows([len(self._shards)] * len(self._span.chunks), half)
+        # The window being gathered and the one being committed overlap.
+        pages = window_of(self._rank, self._pool.window_pages, WINDOW_BYTES)
+        return windows([len(self._shards)] * len(self._span.chunks), pages)
 
     async def _store_window(self, chunks: range, ask_kept: AskKept, stop: asyncio.Event) -> None:
         """Gather one window and start its commit. Raises KvPoolError when nothing more is to be stored."""

@@ -150,6 +150,13 @@ class LoadOutcome:
         return range(self.loaded_chunks, self.chunk_count)
 
 
+def window_of(rank: Rank, window_pages: int, window_bytes: int) -> int:
+    """Pages to ask for at once: about window_bytes of this rank's, and never more than half of window_pages, so that
+    one window can be on its way while another is copied."""
+    largest_bytes = max(rank.page_bytes(shard) for shard in rank.shard_list)
+    return max(1, min(window_pages // 2, window_bytes // largest_bytes))
+
+
 def windows(page_counts: Sequence[int], window_pages: int) -> list[range]:
     """Cut items (of page_counts pages each) into consecutive runs of at most window_pages pages (but one item)."""
     cuts: list[range] = []
