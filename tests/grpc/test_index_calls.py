@@ -188,6 +188,12 @@ async def test_stale_locations_are_removed(index: RunningIndex) -> None:
     assert matched.matched_chunks == 1
     assert (await index.stub.Match(chain.query(shards=GRID ^ 1))).matched_chunks == 2, "only the shard named went"
     assert index.metric("kvpool_index_stale_reports_total", result="removed") == 1
+    elsewhere = stale(0, node.incarnation)
+    elsewhere.keyspace_id = bytes(16)
+    answer = await index.stub.ReportStale(
+        index_pb2.ReportStaleRequest(locations=[elsewhere, stale(0, node.incarnation)])
+    )
+    assert list(answer.removed) == [False, True], "an unknown keyspace is an answer of its item"
     reports[1].location.node_id = b"short"
     error = await refusal(index.stub.ReportStale(index_pb2.ReportStaleRequest(locations=reports)))
     assert isinstance(error, errors.InvalidRequest) and error.item_index == 1
@@ -225,6 +231,21 @@ async def test_tenants_are_apart() -> None:
         calls: list[Any] = [blue.stub.Match(chain.query()), blue.stub.DropKeyspaceLocations(drop)]
         for call in calls:
             assert isinstance(await refusal(call), errors.KeyspaceUnknown)
+        node = await FakeNode(red.stub).register()
+        await node.announce(chain.added([0]))
+        change = chain.change(0)
+        report = index_pb2.StaleLocation(
+            keyspace_id=chain.keyspace,
+            chunk_hash=change.chunk_hash,
+            group_head_hash=change.group_head_hash,
+            location=common_pb2.Location(
+                node_id=node.node_id, incarnation=node.incarnation, tier=common_pb2.TIER_STAGING, shards=GRID
+            ),
+        )
+        request = index_pb2.ReportStaleRequest(locations=[report])
+        assert list((await blue.stub.ReportStale(request)).removed) == [False]
+        assert (await red.stub.Match(chain.query())).matched_chunks == 1
+        assert list((await red.stub.ReportStale(request)).removed) == [True]
 
 
 async def test_info_health_and_reflection(index: RunningIndex) -> None:

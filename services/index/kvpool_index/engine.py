@@ -116,7 +116,7 @@ class IndexEngine:
         return self._nodes.place(keyspace, chain_head, host_id, count or 1)
 
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
-        """Per item, whether the location was there. Raises KeyspaceUnknown."""
+        """Per item, whether the location was there."""
         return await self._announcements.report_stale(tenant, stale)
 
     async def drop_keyspace(self, tenant: str, keyspace: bytes, node_id: bytes) -> int:

@@ -76,7 +76,8 @@ class AnnounceService:
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
         """Remove locations that did not hold what they promised; per item, whether it was there.
 
-        A location of an incarnation that is not the live one needs no removal: no match names it.
+        A location of an incarnation that is not the live one needs no removal: no match names it. Nor does one of a
+        keyspace that the tenant has not (the store may have been wiped since).
         """
         operations: list[ChunkOperation] = []
         positions: list[int] = []
@@ -115,7 +116,9 @@ class AnnounceService:
         return known.all_shards if known is not None else 0
 
     async def _stale_operation(self, tenant: str, item: StaleLocation) -> ChunkOperation | None:
-        keyspace = await self._keyspaces.get(tenant, item.keyspace)
+        keyspace = await self._keyspaces.find(item.keyspace)
+        if keyspace is None or keyspace.tenant != tenant:
+            return None  # of this item alone: the others of its batch are to be removed all the same
         record = await self._nodes.record(item.location.node_id)
         if record is None or record.info.incarnation != item.location.incarnation:
             return None

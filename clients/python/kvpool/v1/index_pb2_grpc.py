@@ -200,7 +200,8 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportStale(self, request, context):
-        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed).
+        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
+        item (nothing is removed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -67,7 +67,9 @@ class IndexServiceStub:
     malformed hash or count, NOT_FOUND for an unknown keyspace.
     """
     ReportStale: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
+    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
+    item (nothing is removed).
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]
     """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
     INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
@@ -122,7 +124,9 @@ class IndexServiceAsyncStub(IndexServiceStub):
     malformed hash or count, NOT_FOUND for an unknown keyspace.
     """
     ReportStale: _aio.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]  # type: ignore[assignment]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
+    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
+    item (nothing is removed).
+    """
     Watch: _aio.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]  # type: ignore[assignment]
     """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
     INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
@@ -240,7 +244,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ReportStaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ReportStaleResponse, _abc.Awaitable[_index_pb2.ReportStaleResponse]]:
-        """Locations a reader found to be wrong; they are removed. Never fails for a location that is already gone. INVALID_ARGUMENT naming a malformed item (nothing is removed)."""
+        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
+        item (nothing is removed).
+        """
 
     @_abc_1.abstractmethod
     def Watch(
