@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ from kvpool.cli.bench_machine import rate, shared_bytes
 from kvpool.cli.output import CommandFailed
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.page_items import AcquireItem, ReserveItem
+from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.cluster import PageMetadata
@@ -40,7 +41,7 @@ class BenchSession:
         self.size_bytes = PAYLOAD_BYTES * page_count
         self._payloads = shared_bytes(self.size_bytes).reshape(page_count, PAYLOAD_BYTES)
         self._page_count = page_count
-        self._window = max(1, min(32, self._session.max_leases // 2))
+        self._window = max(1, min(16, self._session.max_leases // 2))
 
     def keys(self, seed: int) -> list[PageKey]:
         """Keys of page_count pages."""
@@ -77,20 +78,30 @@ class BenchSession:
                 raise CommandFailed(f"a page was not committed: {failed[0]}")
 
     async def _get(self, keys: list[PageKey]) -> None:
-        for start in range(0, len(keys), self._window):
-            part, leases = keys[start : start + self._window], list[int]()
-            async with self._session.acquire([AcquireItem(key) for key in part], wait_s=_WAIT_S) as results:
-                async for result in results:
-                    if result.slot is None:
-                        raise CommandFailed(f"a page was missed: {result.error or 'it was evicted'}")
-                    page = self._session.slot_view(result.slot)
-                    fault = verify(page, part[result.item_index], SPEC.codec)
-                    if fault is not None:
-                        raise CommandFailed(f"a page is not what was stored: {fault}")
-                    payload = page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
-                    self._payloads[start + result.item_index].data[:] = payload
-                    leases.append(result.slot.lease_id)
-            self._session.release_soon(leases)
+        parts = [range(start, min(start + self._window, len(keys))) for start in range(0, len(keys), self._window)]
+        coming = asyncio.ensure_future(self._acquire([keys[number] for number in parts[0]]))
+        for position, part in enumerate(parts):
+            slots = await coming
+            if position + 1 < len(parts):  # the pagestore works on it while this window is being copied
+                coming = asyncio.ensure_future(self._acquire([keys[number] for number in parts[position + 1]]))
+                await asyncio.sleep(0)
+            for number, slot in zip(part, slots, strict=True):
+                page = self._session.slot_view(slot)
+                fault = verify(page, keys[number], SPEC.codec)
+                if fault is not None:
+                    raise CommandFailed(f"a page is not what was stored: {fault}")
+                self._payloads[number].data[:] = page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+            self._session.release_soon([slot.lease_id for slot in slots])
+
+    async def _acquire(self, keys: list[PageKey]) -> list[Slot]:
+        """Slots in the order of their keys. Raises CommandFailed for a miss."""
+        slots: dict[int, Slot] = {}
+        async with self._session.acquire([AcquireItem(key) for key in keys], wait_s=_WAIT_S) as results:
+            async for result in results:
+                if result.slot is None:
+                    raise CommandFailed(f"a page was missed: {result.error or 'it was evicted'}")
+                slots[result.item_index] = result.slot
+        return [slots[number] for number in range(len(keys))]
 
 
 def _populate(segment: memoryview) -> Callable[[], None]:
