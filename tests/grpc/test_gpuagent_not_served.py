@@ -78,6 +78,23 @@ async def test_registrations_that_are_not_served(change: str, named: str) -> Non
         engine.close()
 
 
+async def test_events_inside_a_session_are_not_served_and_the_session_goes_on() -> None:
+    event = gpuagent_pb2.EngineEvent(slot=0, generation=1)
+    async with running_agent(World()) as agent:
+        engine = EngineProcess(agent.endpoint)
+        async with raw_engine(agent.endpoint) as raw:
+            await raw.ready(engine)
+            await raw.send(2, event_recorded=event)
+            assert (await raw.next("error")).reason == NotServed.reason
+            await raw.send(3, store=gpuagent_pb2.EngineStoreRequest(after=event))
+            refused = await raw.next("error")
+            assert refused.reason == NotServed.reason
+            assert "leave `after` unset" in refused.message
+            await raw.send(4, match=gpuagent_pb2.EngineMatchRequest())
+            assert (await raw.next("match")).matched_chunks == 0
+        engine.close()
+
+
 def test_the_cuda_device_is_refused_with_a_clear_line() -> None:
     with pytest.raises(ValueError, match="device cuda is not served by this version; use cpu"):
         GpuAgentConfig(data_dir="d", index_endpoints=("i:1",), socket="s", device="cuda")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, Stopped
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool_gpuagent.messages import load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
@@ -128,6 +128,8 @@ class EngineStream:
                     self._session.cancel(request.cancel.target_request_id)
             case "heartbeat":
                 self._send(0, Response(heartbeat=gpuagent_pb2.EngineHeartbeat()))
+            case "event_recorded":
+                self._refuse(request.request_id, NotServed("interprocess CUDA events come with the CUDA device"))
             case kind:
                 self._refuse(
                     request.request_id, InvalidRequest(f"message {kind or 'without a known kind'} is not expected here")
@@ -188,6 +190,8 @@ class EngineStream:
         async def ask_kept(chunk_count: int) -> bool:
             return await self._ask_kept(request.request_id, chunk_count)
 
+        if request.store.HasField("after"):
+            raise NotServed("a store after a CUDA event comes with the CUDA device; leave `after` unset")
         outcome = await session.store(request.request_id, span_from_proto(request.store), ask_kept)
         return Response(store_done=store_done_to_proto(outcome))
 

@@ -533,6 +533,32 @@ class StoreChunk(_message.Message):
 Global___StoreChunk: _TypeAlias = StoreChunk  # noqa: Y015
 
 @_typing.final
+class EngineEvent(_message.Message):
+    """One recording of an interprocess event of the session's pool. Not served yet: UNIMPLEMENTED."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """Index into EngineRegister.events."""
+    generation: _builtins.int
+    """Counts the recordings of this slot, from 1: it tells a re-recorded event apart."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineEvent: _TypeAlias = EngineEvent  # noqa: Y015
+
+@_typing.final
 class EngineStoreRequest(_message.Message):
     """Stores chunks of one chain. The engine must not reuse the blocks before `gathered`."""
 
@@ -544,6 +570,7 @@ class EngineStoreRequest(_message.Message):
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     CHAIN_HEAD_HASH_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -560,6 +587,10 @@ class EngineStoreRequest(_message.Message):
     def retention(self) -> _common_pb2.Retention:
         """Kept beside the pages."""
 
+    @_builtins.property
+    def after(self) -> Global___EngineEvent:
+        """Engine work that must have finished before the blocks are read; it was announced by `event_recorded`. Unset means that it has. Not served yet: UNIMPLEMENTED."""
+
     def __init__(
         self,
         *,
@@ -569,10 +600,11 @@ class EngineStoreRequest(_message.Message):
         group_head_hashes: _builtins.bytes = ...,
         retention: _common_pb2.Retention | None = ...,
         chain_head_hash: _builtins.bytes = ...,
+        after: Global___EngineEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_head_hash", b"chain_head_hash", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "retention", b"retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chain_head_hash", b"chain_head_hash", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "retention", b"retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -875,6 +907,7 @@ class EngineRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the engine, > 0, unique in the session; `kept` and `cancel` carry the id of the store or load they speak of."""
     @_builtins.property
@@ -909,6 +942,10 @@ class EngineRequest(_message.Message):
     def close(self) -> Global___EngineClose:
         """Normal end."""
 
+    @_builtins.property
+    def event_recorded(self) -> Global___EngineEvent:
+        """The event was recorded: only now may the agent enqueue its wait. Not served yet: UNIMPLEMENTED."""
+
     def __init__(
         self,
         *,
@@ -921,12 +958,13 @@ class EngineRequest(_message.Message):
         cancel: Global___EngineCancel | None = ...,
         heartbeat: Global___EngineHeartbeat | None = ...,
         close: Global___EngineClose | None = ...,
+        event_recorded: Global___EngineEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -949,6 +987,7 @@ class EngineResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    EVENT_WAITED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request; 0 for heartbeats."""
     @_builtins.property
@@ -991,6 +1030,10 @@ class EngineResponse(_message.Message):
     def error(self) -> _common_pb2.ItemError:
         """The request as a whole was refused; the session goes on."""
 
+    @_builtins.property
+    def event_waited(self) -> Global___EngineEvent:
+        """The wait for the event has been passed: its slot may be recorded again. Not served yet."""
+
     def __init__(
         self,
         *,
@@ -1005,12 +1048,13 @@ class EngineResponse(_message.Message):
         heartbeat: Global___EngineHeartbeat | None = ...,
         closed: Global___EngineClose | None = ...,
         error: _common_pb2.ItemError | None = ...,
+        event_waited: Global___EngineEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
