@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 
@@ -114,7 +115,7 @@ class MemorySession:
         self._write_keys[lease_id] = page_key, metadata
         return WriteGrant(lease_id=lease_id, page=memoryview(slot))
 
-    def commit(self, grant: WriteGrant) -> KvPoolError | None:
+    def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         page_key, metadata = self._write_keys.pop(grant.lease_id)
         page = bytearray(grant.page)
         fault = verify(page, page_key)
@@ -122,7 +123,9 @@ class MemorySession:
             self._gateway.pages[page_key] = page, metadata
         grant.page.release()
         self._free(grant.lease_id)
-        return None if fault is None else PageCorrupt(str(fault))
+        done: Future[KvPoolError | None] = Future()
+        done.set_result(None if fault is None else PageCorrupt(str(fault)))
+        return done
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:
         for grant in grants:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvpool.core.errors import KvPoolError
@@ -66,12 +67,12 @@ class EngineBulkSession:
 
         return _on_loop(self._loop, reserve())
 
-    def commit(self, grant: WriteGrant) -> KvPoolError | None:
+    def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         async def commit() -> KvPoolError | None:
             (error,) = await self._engine.pages.commit(self._peer, [grant.lease_id])
             return error
 
-        return _on_loop(self._loop, commit())
+        return asyncio.run_coroutine_threadsafe(commit(), self._loop)
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:
         lease_ids = [grant.lease_id for grant in grants]

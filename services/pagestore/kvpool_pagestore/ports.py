@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
@@ -263,8 +264,8 @@ class BulkSession(Protocol):
         """A grant, or Admission.EXISTS / Admission.PENDING, or the error (InvalidRequest, ArenaFull, ...)."""
         ...
 
-    def commit(self, grant: WriteGrant) -> KvPoolError | None:
-        """Verify the page and make it visible; PageCorrupt if it fails."""
+    def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
+        """Begin to verify the page and make it visible; PageCorrupt if it fails. Release the view when it is done."""
         ...
 
     def abort(self, grants: Sequence[WriteGrant]) -> None:
