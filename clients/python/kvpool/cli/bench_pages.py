@@ -53,7 +53,8 @@ def measure_pages(state_dir: Path | None, plan: PagesPlan) -> Results:
     tune_process()
     results = Results()
     size_bytes = plan.page_count * PAGE_BYTES
-    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 4), disk_bytes=16 << 30)
+    # No disk tier here: writing back would take its share of processor and memory from whatever is measured meanwhile.
+    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 4), disk_bytes=0)
     with (
         running_cluster(state_dir) if state_dir else bench_cluster(options) as (state, _),
         _Local(state, plan) as local,
