@@ -110,7 +110,7 @@ class Streams:
         async for message in script.run(requests):
             yield message
 
-    async def next(self, timeout_s: float = 5.0) -> Script:
+    async def next(self, timeout_s: float = 20.0) -> Script:
         """The next stream that a client opens."""
         async with asyncio.timeout(timeout_s):
             return await self._opened.get()

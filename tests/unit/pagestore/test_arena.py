@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,16 @@ def test_a_directory_belongs_to_one_pagestore(directory: Path) -> None:
         opened(directory)
     first.close(remove=True)
     opened(directory).close(remove=True)
+
+
+def test_a_neighbour_that_sweeps_does_not_keep_an_owner_from_starting(directory: Path) -> None:
+    opened(directory).close(remove=False)
+    sweeping = os.open(directory / "lock", os.O_RDWR)
+    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    letting_go = threading.Timer(0.1, os.close, args=(sweeping,))
+    letting_go.start()
+    opened(directory).close(remove=True)
+    letting_go.join()
 
 
 def test_an_arena_that_can_never_fit_is_refused_at_start(directory: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "segment-"
 _LOCK_NAME = "lock"
+_SWEEP_PATIENCE_S = 1.0
 _NODE_DIRECTORY = re.compile(r"kvpool-[0-9a-f]{32}")
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
@@ -57,7 +59,7 @@ class TmpfsArena:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock_fd)
         except BlockingIOError as error:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -200,6 +202,20 @@ class TmpfsArena:
                 f"{self._directory} has {free_bytes} bytes free, the arena wants {capacity_bytes}; "
                 "grow /dev/shm or lower --arena-bytes"
             )
+
+
+def _lock(fd: int) -> None:
+    """Raises BlockingIOError if another owner lives. A neighbour that sweeps holds the lock for a moment only."""
+    deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_SWEEP_PATIENCE_S / 50)  # at start, before anything is served
+        else:
+            return
 
 
 def _unmap(mapping: _Mapping) -> None:
