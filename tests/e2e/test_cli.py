@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.cli.cluster import socket_dir
 from kvpool.cli.state import state_file
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 
@@ -26,6 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert "cluster ended" in cluster.run("down")
     assert not any(process.alive() for process in state.processes)
     assert not state_file(cluster.state_dir).exists()
+    assert not socket_dir(cluster.state_dir).exists()
     assert "no cluster runs" in cluster.run("down")
 
 

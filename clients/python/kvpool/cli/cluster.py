@@ -78,6 +78,13 @@ def socket_dir(state_dir: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"kvpool-{os.getuid()}-{digest}"
 
 
+def remove_socket_dir(state_dir: Path) -> None:
+    """Remove the sockets of a cluster that has ended: the directory in /tmp would be left behind for ever."""
+    directory = socket_dir(state_dir)
+    if directory.is_dir() and directory.stat().st_uid == os.getuid():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def plan_store(options: ClusterOptions) -> StorePlan:
     """The Redis that was named, else one of our own, else memory."""
     if options.redis_url:

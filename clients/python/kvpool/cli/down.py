@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+from kvpool.cli.cluster import remove_socket_dir
 from kvpool.cli.logs import log_dir
 from kvpool.cli.output import EXIT_OK, CommandFailed
 from kvpool.cli.state import read_state, state_file
@@ -29,6 +30,7 @@ def run_down(arguments: argparse.Namespace) -> int:
     if not state.supervised():
         ended = end_leftovers(state)
         state_file(arguments.state_dir).unlink(missing_ok=True)
+        remove_socket_dir(arguments.state_dir)
         print(f"ended leftovers: {', '.join(ended)}" if ended else "the cluster was dead already")
         return EXIT_OK
     os.kill(state.supervisor_pid, signal.SIGTERM)

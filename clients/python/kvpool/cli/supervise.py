@@ -16,6 +16,7 @@ from kvpool.cli.cluster import (
     plan_index,
     plan_pagestore,
     plan_store,
+    remove_socket_dir,
     socket_dir,
 )
 from kvpool.cli.logs import log_dir
@@ -64,7 +65,7 @@ class Supervisor:
             time.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
-        """Drain: engines' side first, the store last. What does not end in time is killed."""
+        """Drain: engines' side first, the store last. What does not end in time is killed. Nothing is left in /tmp."""
         for role in STOP_ORDER:
             group = [child for child in self._children if child.plan.role == role]
             for child in group:
@@ -75,6 +76,7 @@ class Supervisor:
                     self._say(f"{child.plan.name} did not end within {STOP_TIMEOUT_S:g} s and is killed")
                     child.send(signal.SIGKILL)
                     child.wait(10)
+        remove_socket_dir(self._options.state_dir)
 
     def kill(self) -> None:
         """End everything at once, as a power cut would; `stop` still reaps."""
