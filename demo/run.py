@@ -157,7 +157,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all tokens equal and both later phases hit; 1: not so, or something broke; 2: cannot run as asked."""
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    # Also SIGINT: who was started in the background of a script inherits that it is ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     arguments.result.unlink(missing_ok=True)  # what is there afterwards is of this run
     try:
         with _only_demo(arguments.state_dir):
