@@ -43,6 +43,11 @@ class Process:
         self.ready = json.loads(self._ready.read_text())
         return self.ready
 
+    @property
+    def pid(self) -> int:
+        """Of the current process."""
+        return self._process.pid
+
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
