@@ -90,7 +90,11 @@ class PageReading:
                     groups.setdefault(sources[round_number], []).append(position)
             if not groups or self._abandoned:
                 return
-            await asyncio.gather(*(self._read(source, at) for source, at in groups.items()))
+            # All of them have to end, however: a thread that still runs still writes into buffers.
+            reads = (self._read(source, at) for source, at in groups.items())
+            failures = [end for end in await asyncio.gather(*reads, return_exceptions=True) if end is not None]
+            if failures:
+                raise failures[0]
             missing = sorted(self._unsettled)
 
     async def _read(self, source: RemoteSource, positions: Sequence[int]) -> None:
