@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from kvpool.client.page_items import AcquireItem
 from kvpool.client.pagestore import SessionPlan
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
-from kvpool.core.page import PageKey
+from kvpool.core.page import PageKey, verify
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.arena_pool import RETRY_INTERVAL_S, ArenaPool
-from kvpool_gpuagent.ports import OpenedKeyspace, PagePool
+from kvpool_gpuagent.ports import OpenedKeyspace, PagePool, PageWish, ReadSlot, WriteSlot
 from tests.fixtures.agent import Agent, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.agent_fakes import MemoryIndex
-from tests.fixtures.pagestore import SPEC, TENANT, new_world
+from tests.fixtures.pagestore import PAGE_BYTES, SPEC, TENANT, fill_page, metadata, new_world, page_key
 from tests.fixtures.pagestore import World as StoreWorld
 from tests.fixtures.pagestore_server import CLIENT, served
 
@@ -168,3 +168,42 @@ async def test_a_load_that_is_cancelled_while_pages_come_from_disk_gives_its_win
             await eventually(lambda: store.running.engine.gauges().leases == 0)
             await session.close()
             engine.close()
+
+
+async def test_a_new_session_waits_until_the_last_slot_of_the_broken_one_is_back() -> None:
+    """Only then is `drained` true: until then a copy may still read the old arena."""
+    with new_world() as world:
+        plan = SessionPlan(
+            endpoint=f"unix:{world.directory / 'pagestore.sock'}", peer_name="agent", keyspaces=((KEYSPACE, SPEC),)
+        )
+        pool = ArenaPool(plan, CLIENT)
+        async with served(world):
+            (written,) = await pool.reserve([wish(1)], [PAGE_BYTES])
+            assert isinstance(written, WriteSlot)
+            fill_page(written.page, written.key)
+            assert await pool.commit([written]) == [None]
+            async with aclosing(pool.acquire([wish(1)], 5.0)) as answers:
+                slot = (await anext(answers))[1]
+        assert isinstance(slot, ReadSlot)
+        async with served(world) as store:
+            await eventually(lambda: refused(pool, "its last copies still run"))
+            assert verify(slot.page, slot.key, SPEC.codec) is None  # the mapping outlives the session
+            assert store.running.engine.gauges().arena_quarantined_bytes > 0
+            await pool.release([slot])
+            await eventually(lambda: refused(pool, ""), 20 * RETRY_INTERVAL_S)
+            await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
+            await pool.close()
+
+
+def wish(number: int) -> PageWish:
+    return PageWish(key=page_key(number), metadata=metadata(number), chain_head_hash=page_key(0).chunk_hash)
+
+
+async def refused(pool: ArenaPool, why: str) -> bool:
+    """Whether a reserve is refused for this reason ("": whether it is granted)."""
+    try:
+        slots = await pool.reserve([wish(2)], [PAGE_BYTES])
+    except ServiceUnavailable as error:
+        return bool(why) and why in error.message
+    await pool.abort([slot for slot in slots if isinstance(slot, WriteSlot)])
+    return not why

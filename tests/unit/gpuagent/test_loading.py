@@ -113,6 +113,8 @@ async def test_whatever_fails_names_the_failed_chunks_and_leaks_nothing(step: st
     assert outcome.error.reason == ("INTERNAL" if error is RuntimeError else error("").reason)  # type: ignore[attr-defined]
     assert all(bench.loaded(number) for number in range(outcome.loaded_chunks))
     assert outcome.loaded_chunks < 4
+    if outcome.loaded_chunks:  # what did not fail is reported to its last layer
+        assert bench.progress[-1] == (4, list(range(outcome.loaded_chunks, 4)))
     bench.nothing_is_out()
 
 
