@@ -97,7 +97,7 @@ def chunk_hash_vectors() -> list[dict[str, Any]]:
 
 def page_header_vectors() -> list[dict[str, Any]]:
     vectors = []
-    for payload_len, codec, shard in ((1, 1, 0), (70, 2, 63), (65536, 1, 5), (65537, 4, 1), (200000, 1, 7)):
+    for payload_len, codec, shard in ((1, 1, 0), (70, 2, 63), (262144, 1, 5), (262145, 4, 1), (800000, 1, 7)):
         key = page.PageKey(bytes(range(16)), bytes(range(240, 256)), shard)
         slot = bytearray(page.page_bytes(payload_len))
         slot[page.HEADER_BYTES : page.HEADER_BYTES + payload_len] = bytes(

@@ -35,7 +35,7 @@ def test_vectors(vector: dict[str, Any]) -> None:
     keyspace, chunk_hash, shard = vector["keyspace_id"], vector["chunk_hash"], vector["shard"]
     payload = pattern(payload_len)
     packed_key = bytes.fromhex(keyspace) + bytes.fromhex(chunk_hash) + shard.to_bytes(2, "little")
-    blocks = [payload[at : at + 65536] for at in range(0, payload_len, 65536)]
+    blocks = [payload[at : at + 262144] for at in range(0, payload_len, 262144)]
     sums = b"".join(xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks)
     fields = b"KVPG\x01" + bytes([codec]) + packed_key + payload_len.to_bytes(8, "little")
     header = fields + xxh3_128_digest(fields + sums)
@@ -141,7 +141,7 @@ def test_the_blocks_of_a_byte_range(offset: int, size: int, blocks: list[int]) -
 
 def test_sizes() -> None:
     assert page.page_bytes(0) == 64
-    assert page.page_bytes(2 << 20) == 64 + (2 << 20) + 32 * 8
+    assert page.page_bytes(2 << 20) == 64 + (2 << 20) + 8 * 8
     assert page.slot_bytes(4096 - 64 - 8) == 4096
     assert page.slot_bytes(4096 - 64 - 7) == 8192
 
