@@ -76,6 +76,12 @@ class EngineLayout:
         """Rows along a block's token axis: its tokens, or 1 if a cell is a whole block."""
         return 1 if spec.opaque else self.block_tokens
 
+    def row_alignments(self, spec: KeyspaceSpec) -> tuple[int, int]:
+        """What places of data rows and of scale rows must be multiples of: the bytes of one element."""
+        scale_dtype = spec.scale_dtype
+        data = 1 if spec.opaque or self.layers[0].scales else max(1, spec.dtype.bits // 8)
+        return data, scale_dtype.bits // 8 if scale_dtype else 1
+
     def validate(self, spec: KeyspaceSpec) -> None:
         """Refuse a layout that is not exactly such a cache of `spec`.
 
@@ -130,9 +136,7 @@ class EngineLayout:
         if bool(layer.scales) != bool(self.layers[0].scales):
             raise InvalidRequest(f"layers[{number}].scales: either all layers have scales or none")
         row_bytes = spec.data_row_bytes if scaled else spec.engine_row_bytes
-        row_alignment = 1 if spec.opaque or scaled else max(1, spec.dtype.bits // 8)
-        scale_dtype = spec.codec.format.scale_dtype
-        scale_alignment = scale_dtype.bits // 8 if scale_dtype else 1
+        row_alignment, scale_alignment = self.row_alignments(spec)
         for name, plane in _named_planes(number, layer):
             is_scale = ".scales[" in name
             wanted, alignment = (spec.scale_row_bytes, scale_alignment) if is_scale else (row_bytes, row_alignment)

@@ -1,0 +1,213 @@
+"""Raw addresses of a rank's planes: the table that copy kernels read.
+
+Everything here is arithmetic on a validated layout; nothing reads the memory that the addresses name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.geometry import check_count
+from kvpool.core.grid import ShardGrid, shards_in
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, RowPlane
+from kvpool.core.payload import ShardPayload
+
+Int64s = npt.NDArray[np.int64]
+
+PLANE_COLUMNS = 8
+ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAYLOAD_OFFSET, SCALE_PAYLOAD_OFFSET = range(6)
+LARGEST_UNIT_BYTES = 16
+_MAX_ADDRESS = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlanes:
+    """One shard's rows of the table, and what its pages look like.
+
+    layers, heads:      of the model.
+    first_plane:        row of the first data plane; plane_count of them, layer by layer.
+    first_scale_plane:  the same for planes that hold an engine's own scales; scale_plane_count is 0 without any.
+    """
+
+    shard: int
+    layers: range
+    heads: range
+    first_plane: int
+    plane_count: int
+    first_scale_plane: int
+    scale_plane_count: int
+    payload_bytes: int
+
+    def of_layers(self, layers: range) -> tuple[range, range]:
+        """Table rows of the data planes and of the scale planes of some consecutive model layers.
+
+        raises: InvalidRequest for layers outside of the shard.
+        """
+        if len(layers) and (layers.start < self.layers.start or layers.stop > self.layers.stop):
+            raise InvalidRequest(f"layers {layers} are not in the shard's [{self.layers.start}, {self.layers.stop})")
+        first, count = layers.start - self.layers.start, len(layers)
+        step, scale_step = self.plane_count // len(self.layers), self.scale_plane_count // len(self.layers)
+        data, scales = self.first_plane + first * step, self.first_scale_plane + first * scale_step
+        return range(data, data + count * step), range(scales, scales + count * scale_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaneTable:
+    """All planes of a rank.
+
+    planes:            [P, 8] int64, C-contiguous, not to be written. Columns: address of (block 0, token 0, the shard's
+                       first head); block, token and head stride; payload offset of the plane's data; payload offset of
+                       the scales that a codec makes of it (0 if none); 0; 0. A stride along which there is one item
+                       is 0. Shard by shard, data planes before scale planes; a scale plane's payload offset is that of
+                       its scale rows.
+    handles:           [P] int64: of each plane. Memory of two handles may be adjacent and yet be two allocations.
+    shards:            by shard number, ascending.
+    unit_bytes:        power of two, at most 16, that divides whatever locates or sizes a data row, in the cache and in
+                       the payload.
+    scale_unit_bytes:  the same of scale rows: the engine's own, or those that a codec writes; 16 without scales.
+    block_rows:        rows along a block's token axis.
+    cache_row_bytes:   one row of data in the cache; row_bytes: the same in the payload, which differs if bytes are not
+                       only copied. scale_row_bytes: scales of one row; 0 without.
+    """
+
+    spec: KeyspaceSpec
+    layout: EngineLayout
+    planes: Int64s
+    handles: Int64s
+    shards: Mapping[int, ShardPlanes]
+    unit_bytes: int
+    scale_unit_bytes: int
+    block_rows: int
+    cache_row_bytes: int
+    row_bytes: int
+    scale_row_bytes: int
+
+    @classmethod
+    def of(
+        cls, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handle_addresses: Sequence[int]
+    ) -> PlaneTable:
+        """handle_addresses: of each handle's byte 0; the layout is valid.
+
+        raises: InvalidRequest naming a bad or misaligned address; PartitionRefused if the rank is no union of shards.
+        """
+        _check_addresses(spec, layout, handle_addresses)
+        rows: list[list[int]] = []
+        shards: dict[int, ShardPlanes] = {}
+        handles: list[int] = []
+        is_data: list[bool] = []
+        for shard in shards_in(grid.bitmap_for(layout.layer_range, layout.head_range)):
+            payload = ShardPayload.of(spec, grid, shard)
+            data, scales = _rows_of(spec, layout, payload, handle_addresses)
+            shards[shard] = ShardPlanes(
+                shard=shard,
+                layers=payload.layers,
+                heads=payload.heads,
+                first_plane=len(rows),
+                plane_count=len(data),
+                first_scale_plane=len(rows) + len(data),
+                scale_plane_count=len(scales),
+                payload_bytes=payload.payload_bytes,
+            )
+            rows += data + scales
+            for part in ("planes", "scales"):
+                for layer in layout.layers[payload.layers.start - layout.first_layer :][: len(payload.layers)]:
+                    handles += [plane.handle for plane in getattr(layer, part)]
+            is_data += [True] * len(data) + [False] * len(scales)
+        planes = np.array(rows, dtype=np.int64).reshape(-1, PLANE_COLUMNS)
+        units = _units(spec, layout, planes, np.array(is_data))
+        return cls(
+            spec=spec,
+            layout=layout,
+            planes=planes,
+            handles=np.array(handles, dtype=np.int64),
+            shards=MappingProxyType(shards),
+            unit_bytes=units[0],
+            scale_unit_bytes=units[1],
+            block_rows=layout.rows_of_block(spec),
+            cache_row_bytes=layout.layers[0].planes[0].row_bytes,
+            row_bytes=spec.data_row_bytes,
+            scale_row_bytes=spec.scale_row_bytes,
+        )
+
+    def of_shard(self, shard: int) -> ShardPlanes:
+        """raises: InvalidRequest for a shard that the rank does not own."""
+        try:
+            return self.shards[shard]
+        except KeyError:
+            raise InvalidRequest(f"shard {shard} is not one of the rank's {list(self.shards)}") from None
+
+
+def _check_addresses(spec: KeyspaceSpec, layout: EngineLayout, handle_addresses: Sequence[int]) -> None:
+    if len(handle_addresses) != len(layout.handle_sizes):
+        raise InvalidRequest(
+            f"handle_addresses must be {len(layout.handle_sizes)} for as many handles, got {len(handle_addresses)}"
+        )
+    for number, address in enumerate(handle_addresses):
+        check_count(f"handle_addresses[{number}]", address, lowest=0, highest=_MAX_ADDRESS)
+    data_alignment, scale_alignment = layout.row_alignments(spec)
+    for layer in layout.layers:
+        for planes, alignment in ((layer.planes, data_alignment), (layer.scales, scale_alignment)):
+            for plane in planes:
+                if handle_addresses[plane.handle] % alignment:
+                    raise InvalidRequest(
+                        f"handle_addresses[{plane.handle}] must be a multiple of {alignment}, "
+                        f"got {handle_addresses[plane.handle]:#x}"
+                    )
+
+
+def _rows_of(
+    spec: KeyspaceSpec, layout: EngineLayout, payload: ShardPayload, handle_addresses: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Table rows of one shard: data planes, scale planes."""
+    plane_rows = payload.positions * len(payload.heads)
+    data: list[list[int]] = []
+    scales: list[list[int]] = []
+    made = 0 if layout.holds_codec_rows(spec) else payload.scale_row_bytes
+    for layer in payload.layers:
+        here = layout.layers[layer - layout.first_layer]
+        offset, scale_offset = payload.layer_offset(layer), payload.layer_scale_offset(layer)
+        for number, plane in enumerate(here.planes):
+            skipped = number * plane_rows
+            made_offset = scale_offset + skipped * made if made else 0
+            located = _located(spec, layout, payload, plane, handle_addresses)
+            data.append([*located, offset + skipped * payload.row_bytes, made_offset, 0, 0])
+        for number, plane in enumerate(here.scales):
+            located = _located(spec, layout, payload, plane, handle_addresses)
+            scales.append([*located, scale_offset + number * plane_rows * payload.scale_row_bytes, 0, 0, 0])
+    return data, scales
+
+
+def _located(
+    spec: KeyspaceSpec,
+    layout: EngineLayout,
+    payload: ShardPayload,
+    plane: RowPlane,
+    handle_addresses: Sequence[int],
+) -> tuple[int, int, int, int]:
+    """ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE of a plane, from the shard's first head on."""
+    first_head = payload.heads.start - layout.first_head
+    return (
+        handle_addresses[plane.handle] + plane.offset_bytes + first_head * plane.head_stride_bytes,
+        plane.block_stride_bytes if layout.block_count > 1 else 0,
+        plane.token_stride_bytes if layout.rows_of_block(spec) > 1 else 0,
+        plane.head_stride_bytes if len(payload.heads) > 1 else 0,
+    )
+
+
+def _units(spec: KeyspaceSpec, layout: EngineLayout, planes: Int64s, is_data: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Units of data rows and of scale rows. The lowest bit set in any of the numbers is the largest power of two that
+    divides them all."""
+    data, scales = planes[is_data], planes[~is_data]
+    scaled = SCALE_PAYLOAD_OFFSET
+    bits = int(np.bitwise_or.reduce(data[:, :scaled], axis=None)) | LARGEST_UNIT_BYTES
+    bits |= layout.layers[0].planes[0].row_bytes | spec.data_row_bytes
+    scale_bits = int(np.bitwise_or.reduce(np.append(scales[:, :scaled], data[:, scaled]))) | LARGEST_UNIT_BYTES
+    scale_bits |= spec.scale_row_bytes
+    return bits & -bits, scale_bits & -scale_bits
