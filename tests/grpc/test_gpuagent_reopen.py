@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.core.errors import Stopped
 from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.ports import EngineCache, EngineEvent, MappedHandle, PageCopy, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PageCopy, StopFlag
 from tests.fixtures.agent import CLIENT, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.raw_engine import raw_engine
 
@@ -26,8 +27,11 @@ class SlowCache:
         self.batch_bytes = cache.batch_bytes
         self.scattering = 0
 
-    async def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> bool:
-        return await self._cache.gather(copies, after, stop)
+    async def event_passed(self, slot: int) -> bool:
+        return await self._cache.event_passed(slot)
+
+    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
+        return await self._cache.gather(copies, stop)
 
     async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
         self.scattering += 1
@@ -49,9 +53,14 @@ class SlowDevice(CpuDevice):
         self.caches: list[SlowCache] = []
 
     async def map_cache(
-        self, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handles: Sequence[MappedHandle]
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
     ) -> EngineCache:
-        self.caches.append(SlowCache(await super().map_cache(spec, grid, layout, handles), self.gate))
+        self.caches.append(SlowCache(await super().map_cache(spec, grid, layout, handles, events), self.gate))
         return self.caches[-1]
 
 

@@ -19,6 +19,8 @@ class DescriptorInbox:
         self._sizes_bytes = tuple(sizes_bytes)
         self._descriptors: dict[int, int] = {}
         self._complete = asyncio.Event()
+        if not self._sizes_bytes:
+            self._complete.set()
 
     def offer(self, handle: int, size_bytes: int, descriptor: int) -> None:
         """Take a descriptor over. Raises InvalidRequest (and leaves it to the caller) for one nobody asked for."""

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpool.core.errors import Draining, KvPoolError, Overloaded, Stopped
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths
 from kvpool_gpuagent.core.requests import Rank
+from kvpool_gpuagent.events import OnEventWaited, SessionEvents
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import Device, IndexPort, PoolFactory
+from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
 from kvpool_gpuagent.session import EngineSession
 
 EndStream = Callable[[KvPoolError], None]
@@ -28,6 +30,8 @@ class Registration:
     keyspace_name: str
     spec: KeyspaceSpec
     layout: EngineLayout
+    handles: tuple[MappedHandle, ...]  # shared memory without its descriptors, which come later
+    events: tuple[IpcEvent, ...] = ()
     load_only: bool = False
     layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
@@ -50,17 +54,19 @@ class GpuAgentEngine:
         """Sessions now open."""
         return list(self._sessions)
 
-    async def open_session(self, wanted: Registration, end_stream: EndStream) -> EngineSession:
+    async def open_session(
+        self, wanted: Registration, end_stream: EndStream, on_event_waited: OnEventWaited = lambda event: None
+    ) -> EngineSession:
         """Open the keyspace at the index and check the rank against its grid.
 
         A broken earlier session of the same rank is ended first: when this returns nothing touches its blocks any more.
-        end_stream: called if the session must end for a reason of the agent's.
+        end_stream: called if the session must end for a reason of the agent's. on_event_waited: see SessionEvents.
         Raises KeyspaceMismatch, PartitionRefused, NotServed, InvalidRequest naming the argument, Overloaded (too many
         sessions), Draining.
         """
         # Refused before the name is bound: a layout that does not fit must leave no keyspace behind.
         rank = Rank.of(wanted.spec, wanted.layout, load_only=wanted.load_only)
-        self.device.check(wanted.spec, wanted.layout)
+        self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
         await self._end_previous(wanted.previous_session_id)
         opened = await self._index.open_keyspace(wanted.keyspace_name, wanted.spec)
         if self._draining:
@@ -79,6 +85,7 @@ class GpuAgentEngine:
             pool=self._pools(opened.keyspace, wanted.spec, wanted.engine_name),
             metrics=self.metrics,
             bandwidths=self.bandwidths,
+            events=SessionEvents(len(wanted.events), on_event_waited),
             on_closed=self._forget,
         )
         self._sessions[session] = end_stream

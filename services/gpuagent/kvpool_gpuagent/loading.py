@@ -13,6 +13,7 @@ from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, window_of
+from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, ReadSlot
 from kvpool_gpuagent.waiting import until_stopped
@@ -68,11 +69,22 @@ class LoadRun:
         self._source_of = [LoadSource.STAGING] * len(span.chunks)
         self.loaded_bytes = dict.fromkeys(LoadSource, 0)
 
-    async def run(self, report: ReportProgress, stop: asyncio.Event, ends_at_s: float) -> LoadOutcome:
+    async def run(
+        self, report: ReportProgress, stop: asyncio.Event, ends_at_s: float, passed: EnginePassed
+    ) -> LoadOutcome:
         """Load what can be loaded; never raises. When it returns nothing touches the blocks any more.
 
-        ends_at_s: on the loop's clock; what is not in by then is failed.
+        ends_at_s: on the loop's clock; what is not in by then is failed. passed: awaited before anything is acquired.
         """
+        try:
+            await passed(max(0.0, ends_at_s - asyncio.get_running_loop().time()))
+        except KvPoolError as error:
+            self._fail(0, error)
+            return self._outcome()
+        except Exception:
+            _log.exception("a load's event could not be waited for")
+            self._fail(0, KvPoolError(_INTERNAL))
+            return self._outcome()
         wanted = self._wanted()
         self._progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
         self._report = report

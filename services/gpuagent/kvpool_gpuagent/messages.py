@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.core.errors import InvalidRequest, NotServed
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_engine import layout_from_proto
+from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_proto, ipc_memory_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, Retention, StoreOutcome
@@ -19,39 +20,39 @@ from kvpool_gpuagent.ports import MappedHandle
 from kvpool_gpuagent.session import EngineMatch
 
 MAX_NAME_LENGTH = 128
+MAX_HANDLES = 4096  # a K and a V tensor of 500 layers, with scales, is half of it
+MAX_EVENTS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitedHandles:
-    """Shared-memory handles whose descriptors come over the raw socket."""
-
-    sizes_bytes: tuple[int, ...]
-    file_offsets: tuple[int, ...]
-
-    def with_descriptors(self, descriptors: Sequence[int]) -> list[MappedHandle]:
-        """Pair the handles with their descriptors, in handle order."""
-        return [
-            MappedHandle(size_bytes=size, descriptor=descriptor, file_offset=offset)
-            for size, offset, descriptor in zip(self.sizes_bytes, self.file_offsets, descriptors, strict=True)
-        ]
-
-
-def handles_from_proto(register: gpuagent_pb2.EngineRegister) -> AwaitedHandles:
-    """Raises NotServed for CUDA handles and events, InvalidRequest naming the handle for anything else."""
-    if register.events:
-        raise NotServed("interprocess CUDA events are not served by this version; leave `events` empty")
-    for index, handle in enumerate(register.handles):
-        kind = handle.WhichOneof("kind")
-        if kind == "cuda_ipc":
-            raise NotServed(
-                f"handles[{index}] is a CUDA IPC handle, which this version does not serve; register shared memory"
+def handles_from_proto(messages: Sequence[gpuagent_pb2.MemoryHandle]) -> tuple[MappedHandle, ...]:
+    """Engine memory, all of one kind. Raises InvalidRequest naming the handle."""
+    check_count(len(messages), "the number of handles", most=MAX_HANDLES)
+    handles = tuple(_handle(index, message) for index, message in enumerate(messages))
+    for index, handle in enumerate(handles):
+        if (handle.ipc is None) != (handles[0].ipc is None):
+            raise InvalidRequest(
+                f"handles[{index}] is of another kind than handles[0]; an engine's memory is all shared memory or all "
+                f"CUDA IPC",
+                item_index=index,
             )
-        if kind != "shared_memory":
-            raise InvalidRequest(f"handles[{index}] has no kind", item_index=index)
-    return AwaitedHandles(
-        tuple(handle.size_bytes for handle in register.handles),
-        tuple(handle.shared_memory.file_offset for handle in register.handles),
-    )
+    return handles
+
+
+def _handle(index: int, message: gpuagent_pb2.MemoryHandle) -> MappedHandle:
+    name = f"handles[{index}]"
+    match message.WhichOneof("kind"):
+        case "shared_memory":
+            return MappedHandle(size_bytes=message.size_bytes, file_offset=message.shared_memory.file_offset)
+        case "cuda_ipc":
+            memory = ipc_memory_from_proto(message.cuda_ipc, name, message.size_bytes)
+            return MappedHandle(size_bytes=message.size_bytes, ipc=memory)
+        case _:
+            raise InvalidRequest(f"{name} has no kind", item_index=index)
+
+
+def _events(messages: Sequence[gpuagent_pb2.CudaIpcEventHandle]) -> tuple[IpcEvent, ...]:
+    check_count(len(messages), "the number of events", most=MAX_EVENTS)
+    return tuple(ipc_event_from_proto(message, f"events[{index}]") for index, message in enumerate(messages))
 
 
 def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registration:
@@ -65,6 +66,8 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         keyspace_name=register.keyspace_name,
         spec=spec_from_proto(register.spec),
         layout=layout_from_proto(register.layout, register.handles),
+        handles=handles_from_proto(register.handles),
+        events=_events(register.events),
         load_only=register.load_only,
         layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
         previous_session_id=register.previous_session_id,
@@ -90,6 +93,15 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         chain_head=chain_head,
         retention=retention,
     )
+
+
+def event_of(request: gpuagent_pb2.EngineRequest) -> EngineEvent | None:
+    """The event that a store or load comes after, if it names one."""
+    if request.HasField("store") and request.store.HasField("after"):
+        return engine_event_from_proto(request.store.after)
+    if request.HasField("load") and request.load.HasField("after"):
+        return engine_event_from_proto(request.load.after)
+    return None
 
 
 def _chunk(position: int, chunk: gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk) -> ChunkBlocks:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvpool.core.cluster import ChainMatch, ChainQuery, PageMetadata, RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import IpcEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault, PageKey
@@ -34,14 +35,6 @@ class PageCopy:
     skip_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineEvent:
-    """Engine GPU work that must have finished before a gather reads; `generation` tells a re-recorded event apart."""
-
-    slot: int
-    generation: int
-
-
 StopFlag = Callable[[], bool]
 """Asked between bursts, from any thread; True means that nothing more may be started."""
 
@@ -52,15 +45,28 @@ class EngineCache(Protocol):
     Several calls may run at once: a device orders, joins and overlaps them as suits it (bursts into scratch, copies on
     its streams). What holds for each: once it has returned, or raised, or its cancelled caller has got CancelledError,
     no work of that call touches cache or slots any more. A device that fails raises KvPoolError.
+
+    Engine events are looked at from the host, and no work is ever enqueued behind one: an event of a hung or dead
+    engine may never fire, and a stream that waits for it could be neither cancelled nor closed. So whoever stores or
+    loads asks `event_passed` until it says yes, and calls `gather` or `scatter` after that: whatever these launch, in
+    whatever order windows overlap, comes after the engine's work.
     """
 
     batch_bytes: int  # hand page bytes over in calls of about so many: enough to be fast, few enough to overlap
 
-    async def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> bool:
+    async def event_passed(self, slot: int) -> bool:
+        """Whether the engine's work before the last recording of events[slot] has ended (CUDA: cuEventQuery).
+
+        Looks, never waits. Asked only between the engine's word that it has recorded the event and ours that it may do
+        so again: there is exactly one recording that is meant. Several calls may run at once, also for one slot.
+        """
+        ...
+
+    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
         """Fill slots from the cache and seal them (sum table, then header).
 
-        after: the gather waits for it on the device, never on the loop. Returns whether all copies are complete; False
-        only if `stop` said so.
+        The engine's work that these blocks wait for has ended. Returns whether all copies are complete; False only if
+        `stop` said so.
         """
         ...
 
@@ -72,17 +78,18 @@ class EngineCache(Protocol):
         ...
 
     async def close(self) -> None:
-        """Unmap; no call may be running. Idempotent."""
+        """Unmap memory and close events; no call may be running. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedHandle:
-    """Engine memory that reached the agent: a descriptor (shared memory, owned by the receiver) or CUDA IPC fields."""
+    """Engine memory: CUDA IPC fields, or else shared memory, whose descriptor is the receiver's once it has come."""
 
-    size_bytes: int
+    size_bytes: int  # > 0
     descriptor: int | None = None
     file_offset: int = 0
+    ipc: IpcMemory | None = None  # size_bytes from its first byte on are inside of its allocation: checked before
 
 
 class Device(Protocol):
@@ -90,14 +97,32 @@ class Device(Protocol):
 
     name: str  # "cpu" or "cuda"
 
-    def check(self, spec: KeyspaceSpec, layout: EngineLayout) -> None:
-        """Refuse what this device cannot copy, before anything is mapped. Raises NotServed naming it."""
+    def check(
+        self,
+        spec: KeyspaceSpec,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+    ) -> None:
+        """Refuse what this device cannot copy or map, before anything is mapped or any descriptor has come.
+
+        handles: all of one kind; the one that is not this device's is refused. Raises NotServed saying what to do
+        instead, InvalidRequest naming the argument (a GPU that is not visible here, say).
+        """
         ...
 
     async def map_cache(
-        self, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handles: Sequence[MappedHandle]
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
     ) -> EngineCache:
-        """Map an engine's memory; owns the descriptors from the call on. Raises InvalidRequest naming the argument."""
+        """Map an engine's memory and open its events, which passed `check`; owns the descriptors from the call on.
+
+        Raises InvalidRequest naming the argument; then nothing of it is mapped.
+        """
         ...
 
     def register_segment(self, segment: memoryview) -> Callable[[], None]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvpool.core.ipc import HOLD_FILE_BYTES
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
-from kvpool_gpuagent.messages import handles_from_proto, registration_from_proto
+from kvpool_gpuagent.events import OnEventWaited
+from kvpool_gpuagent.hold_file import HoldFile
+from kvpool_gpuagent.messages import registration_from_proto
 from kvpool_gpuagent.session import EngineSession
 
 OFFER_TIMEOUT_S = 30.0
@@ -29,20 +32,25 @@ class Registrar:
         send: Callable[[gpuagent_pb2.EngineResponse], None],
         on_session: Callable[[EngineSession], None],
         end_stream: EndStream,
+        on_event_waited: OnEventWaited,
     ) -> None:
-        """Open the session, take its descriptors, map them; sends `registered` and `ready`.
+        """Open the session, take its descriptors if it has any, map its memory; sends `registered` and `ready`.
 
         on_session: gets the session as soon as there is one; whoever has it must close it.
         Raises what open_session does; InvalidRequest naming a handle that does not fit or is not offered in time.
         """
-        handles = handles_from_proto(register)
-        session = await self.engine.open_session(registration_from_proto(register), end_stream)
+        wanted = registration_from_proto(register)
+        session = await self.engine.open_session(wanted, end_stream, on_event_waited)
         on_session(session)
-        inbox = self.desk.open(handles.sizes_bytes)
+        shared = [handle for handle in wanted.handles if handle.ipc is None]
+        inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * register.hold_file)
         try:
             send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
+            descriptors = await inbox.take(OFFER_TIMEOUT_S)
             # Nothing is awaited in between: the descriptors always have an owner.
-            await session.map_cache(handles.with_descriptors(await inbox.take(OFFER_TIMEOUT_S)))
+            hold_file = HoldFile(descriptors.pop()) if register.hold_file else None
+            handles = [replace(handle, descriptor=fd) for handle, fd in zip(shared, descriptors, strict=True)]
+            await session.map_cache(handles or wanted.handles, wanted.events, hold_file)
         finally:
             self.desk.drop(inbox)
         ready = gpuagent_pb2.EngineReady(

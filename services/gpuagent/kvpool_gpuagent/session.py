@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpool.core.errors import InvalidRequest, NotServed, Overloaded, Stopped
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
 from kvpool_gpuagent.core.checks import check_load, check_store
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.core.sources import SourceRun
+from kvpool_gpuagent.events import SessionEvents, UsedEvent
+from kvpool_gpuagent.hold_file import HoldFile
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -58,12 +63,14 @@ class EngineSession:
         pool: PagePool,
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
+        events: SessionEvents,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
         """Made by GpuAgentEngine.open_session."""
         self.rank, self.engine_name, self.keyspace_name, self.hash_key = rank, engine_name, keyspace_name, hash_key
         self.session_id = secrets.token_bytes(16)
         self.unmapped = asyncio.Event()
+        self.events = events
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
         self._metrics, self._bandwidths = metrics, bandwidths
@@ -71,19 +78,26 @@ class EngineSession:
             rank, index, pool, metrics, host_id=config.host_id, max_chunks=config.max_remembered_chunks
         )
         self._cache: EngineCache | None = None
+        self._hold_file: HoldFile | None = None
         self._mapping = _Running()
         self._mapping.ended.set()
         self._running: dict[int, _Running] = {}
         self._closing: asyncio.Future[None] | None = None
 
-    async def map_cache(self, handles: Sequence[MappedHandle]) -> None:
-        """Map the engine's memory and reach the pagestore. Owns the descriptors. Raises InvalidRequest naming the
-        handle, Stopped if the session was closed meanwhile."""
+    async def map_cache(
+        self, handles: Sequence[MappedHandle], events: Sequence[IpcEvent], hold_file: HoldFile | None
+    ) -> None:
+        """Map the engine's memory and reach the pagestore. Owns the descriptors and the hold file. Raises
+        InvalidRequest naming the handle, Stopped if the session was closed meanwhile."""
         rank = self.rank
+        if self._closing is not None:
+            await _give_up(handles, hold_file)
+            raise Stopped("the session was closed while it was registered")
+        self._hold_file = hold_file
         self._mapping.ended.clear()
         try:
             # Not while it is closing: the closer waits for `ended`, then unmaps what came of this.
-            self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles)
+            self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles, events)
         finally:
             self._mapping.ended.set()
         if self._closing is None:
@@ -114,27 +128,31 @@ class EngineSession:
         self._metrics.unmatched_chunks.inc(len(hashes) - held_chunks - found_chunks)
         return EngineMatch(matched_chunks=held_chunks + found_chunks, runs=tuple(self._estimated(run) for run in found))
 
-    async def store(self, request_id: int, span: ChunkSpan, ask_kept: AskKept) -> StoreOutcome:
-        """Store chunks; see StoreRun. Raises InvalidRequest before anything is touched."""
+    async def store(self, request_id: int, span: ChunkSpan, ask_kept: AskKept, after: UsedEvent) -> StoreOutcome:
+        """Store chunks, after the engine's work; see StoreRun. Raises InvalidRequest before anything is touched."""
         cache = self._ready_cache()
         if self.rank.load_only:
             raise NotServed("this rank registered as load_only: another rank writes its shards")
         check_store(span, self.rank, max_chunks=self._config.max_request_chunks)
         with self._request(request_id, "store") as running, self._metrics.store_duration.time():
             run = StoreRun(self.rank, span, self._pool, cache, self._metrics)
-            outcome = await run.run(ask_kept, running.stop)
+            passed = partial(after.passed, cache.event_passed, running.stop)
+            outcome = await run.run(ask_kept, running.stop, passed)
         count = self._metrics.stored_chunks
         count.labels("stored").inc(outcome.stored_chunks)
         count.labels("deduplicated").inc(outcome.deduplicated_chunks)
         count.labels("failed").inc(len(outcome.failed))
         return outcome
 
-    async def load(self, request_id: int, span: ChunkSpan, wait_s: float, report: ReportProgress) -> LoadOutcome:
-        """Load chunks; see LoadRun. Raises InvalidRequest before anything is touched."""
+    async def load(
+        self, request_id: int, span: ChunkSpan, wait_s: float, report: ReportProgress, after: UsedEvent
+    ) -> LoadOutcome:
+        """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched."""
         cache, loop = self._ready_cache(), asyncio.get_running_loop()
         check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
         started_s = loop.time()
         with self._request(request_id, "load") as running, self._metrics.load_duration.time():
+            passed = partial(after.passed, cache.event_passed, running.stop)
             sources = await self._locations.sources_of(span, running.stop, started_s + wait_s)
             run = LoadRun(
                 self.rank,
@@ -145,7 +163,7 @@ class EngineSession:
                 self._metrics,
                 layers_per_progress=self._layers_per_progress,
             )
-            outcome = await run.run(report, running.stop, started_s + wait_s)
+            outcome = await run.run(report, running.stop, started_s + wait_s, passed)
         self._count_load(run.loaded_bytes, loop.time() - started_s, outcome)
         return outcome
 
@@ -178,6 +196,8 @@ class EngineSession:
         except Exception:
             _log.exception("an engine's memory could not be unmapped")
         finally:
+            if self._hold_file is not None:
+                await self._hold_file.let_go()
             self.unmapped.set()
         try:
             await self._pool.close()
@@ -224,3 +244,11 @@ class EngineSession:
         if outcome.error is not None:
             metrics.failed_chunks.labels(outcome.error.reason).inc(len(outcome.failed_chunks))
             self._locations.forget()
+
+
+async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) -> None:
+    for handle in handles:
+        if handle.descriptor is not None:
+            os.close(handle.descriptor)
+    if hold_file is not None:
+        await hold_file.let_go()

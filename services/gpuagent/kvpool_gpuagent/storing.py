@@ -11,6 +11,7 @@ from typing import Any
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.outcome import Admission
 from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, window_of, windows
+from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, WriteSlot
 from kvpool_gpuagent.waiting import until_stopped
@@ -50,10 +51,15 @@ class StoreRun:
         self._written = [0] * len(span.chunks)
         self._committing: asyncio.Future[None] | None = None
 
-    async def run(self, ask_kept: AskKept, stop: asyncio.Event) -> StoreOutcome:
-        """Store what can be stored. A failure of some pages fails their chunks, never the request."""
+    async def run(self, ask_kept: AskKept, stop: asyncio.Event, passed: EnginePassed) -> StoreOutcome:
+        """Store what can be stored. A failure of some pages fails their chunks, never the request.
+
+        passed: awaited before anything is reserved, so that no slot waits behind an engine's work, and before the first
+        window, so that all windows come after it however they overlap.
+        """
         next_chunk = 0
         try:
+            await passed(None)
             for chunks in self._windows():
                 await self._store_window(chunks, ask_kept, stop)
                 next_chunk = chunks.stop
@@ -130,7 +136,7 @@ class StoreRun:
             PageCopy(key=slot.key, page=slot.page, block_ids=self._span.chunks[position].block_ids)
             for position, slot in window.slots
         ]
-        if copies and not await self._cache.gather(copies, None, stop.is_set):
+        if copies and not await self._cache.gather(copies, stop.is_set):
             raise Stopped("the store was cancelled or its engine left before all was gathered")
 
     async def _commit(self, window: _Window) -> None:

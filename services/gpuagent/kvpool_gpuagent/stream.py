@@ -6,10 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, Stopped
+from kvpool.core.ipc import EngineEvent
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
-from kvpool_gpuagent.messages import load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
+from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
+from kvpool_gpuagent.events import UsedEvent
+from kvpool_gpuagent.messages import event_of, load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
 from kvpool_gpuagent.outbox import Outbox
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.session import EngineSession
@@ -20,6 +23,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_LOAD_WAIT_S = 30.0
 FLUSH_S = 2.0  # for a client that reads to get its last answers
 _REQUESTS_PER_PLACE = 2  # matches ride along: so many requests are worked on for each load or store that may run
+
+_NOT_READY = "wait for `ready` before the first request"
 
 Request = gpuagent_pb2.EngineRequest
 Response = gpuagent_pb2.EngineResponse
@@ -129,7 +134,7 @@ class EngineStream:
             case "heartbeat":
                 self._send(0, Response(heartbeat=gpuagent_pb2.EngineHeartbeat()))
             case "event_recorded":
-                self._refuse(request.request_id, NotServed("interprocess CUDA events come with the CUDA device"))
+                self._announce(request)
             case kind:
                 self._refuse(
                     request.request_id, InvalidRequest(f"message {kind or 'without a known kind'} is not expected here")
@@ -145,7 +150,7 @@ class EngineStream:
             self._session = session
 
         try:
-            await self._registrar.register(register, send, on_session, self.end)
+            await self._registrar.register(register, send, on_session, self.end, self._event_waited)
         except KvPoolError as error:
             self.end(error)
         except Exception:
@@ -156,24 +161,44 @@ class EngineStream:
 
     def _start(self, request: Request) -> None:
         if self._session is None:
-            self._refuse(request.request_id, InvalidRequest("wait for `ready` before the first request"))
-        elif len(self._tasks) >= _REQUESTS_PER_PLACE * self._config.max_running_requests:
+            self._refuse(request.request_id, InvalidRequest(_NOT_READY))
+            return
+        try:
+            # Before anything is awaited: the event's slot may be announced again by a later message.
+            after = self._session.events.use(event_of(request))
+        except KvPoolError as error:
+            self._refuse(request.request_id, error)
+            return
+        if len(self._tasks) >= _REQUESTS_PER_PLACE * self._config.max_running_requests:
             # Never by reading no further: what the running ones wait for (`kept`) comes on the same stream.
             self._refuse(request.request_id, Overloaded(f"{len(self._tasks)} requests are being worked on"))
+            after.end()
         else:
-            task = asyncio.ensure_future(self._answer(self._session, request))
+            task = asyncio.ensure_future(self._answer(self._session, request, after))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, session: EngineSession, request: Request) -> None:
+    def _announce(self, request: Request) -> None:
         try:
-            match request.WhichOneof("kind"):
-                case "match":
-                    response = await self._match(session, request.match)
-                case "store":
-                    response = await self._store(session, request)
-                case _:
-                    response = await self._load(session, request)
+            if self._session is None:
+                raise InvalidRequest(_NOT_READY)
+            self._session.events.announce(engine_event_from_proto(request.event_recorded))
+        except KvPoolError as error:
+            self._refuse(request.request_id, error)
+
+    def _event_waited(self, event: EngineEvent) -> None:
+        self._send(0, Response(event_waited=engine_event_to_proto(event)))
+
+    async def _answer(self, session: EngineSession, request: Request, after: UsedEvent) -> None:
+        try:
+            with after.ended_after():
+                match request.WhichOneof("kind"):
+                    case "match":
+                        response = await self._match(session, request.match)
+                    case "store":
+                        response = await self._store(session, request, after)
+                    case _:
+                        response = await self._load(session, request, after)
             self._send(request.request_id, response)
         except KvPoolError as error:
             self._refuse(request.request_id, error)
@@ -186,23 +211,21 @@ class EngineStream:
         found = await session.match(hashes_from_bytes(match.chunk_hashes), match.held_chunks)
         return Response(match=match_to_proto(found))
 
-    async def _store(self, session: EngineSession, request: Request) -> Response:
+    async def _store(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
         async def ask_kept(chunk_count: int) -> bool:
             return await self._ask_kept(request.request_id, chunk_count)
 
-        if request.store.HasField("after"):
-            raise NotServed("a store after a CUDA event comes with the CUDA device; leave `after` unset")
-        outcome = await session.store(request.request_id, span_from_proto(request.store), ask_kept)
+        outcome = await session.store(request.request_id, span_from_proto(request.store), ask_kept, after)
         return Response(store_done=store_done_to_proto(outcome))
 
-    async def _load(self, session: EngineSession, request: Request) -> Response:
+    async def _load(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
         wait_s = request.load.wait_ms / 1e3 if request.load.wait_ms > 0 else DEFAULT_LOAD_WAIT_S
 
         def report(layers: int, failed: Sequence[int]) -> None:
             progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
             self._send(request.request_id, Response(load_progress=progress))
 
-        outcome = await session.load(request.request_id, span_from_proto(request.load), wait_s, report)
+        outcome = await session.load(request.request_id, span_from_proto(request.load), wait_s, report, after)
         return Response(load_done=load_done_to_proto(outcome))
 
     async def _ask_kept(self, request_id: int, chunk_count: int) -> bool:

@@ -70,7 +70,7 @@ class Cache:
     device: CpuDevice
 
     def gather(self, copies: Sequence[PageCopy], stop: StopFlag = lambda: False) -> bool:
-        return asyncio.run(self.mapped.gather(copies, None, stop))
+        return asyncio.run(self.mapped.gather(copies, stop))
 
     def scatter(self, *copies: PageCopy) -> Sequence[PageFault | None]:
         return asyncio.run(self.mapped.scatter(copies))
@@ -112,6 +112,6 @@ async def make_cache_async(
     layout.validate(spec)
     handles, memory = offer(layout.handle_sizes)
     device = CpuDevice()
-    mapped = await device.map_cache(spec, grid, layout, handles)
+    mapped = await device.map_cache(spec, grid, layout, handles, [])
     assert isinstance(mapped, CpuCache)
     return Cache(spec, grid, layout, memory, mapped, device)

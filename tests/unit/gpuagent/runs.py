@@ -112,13 +112,18 @@ class Bench:
         blocks = np.arange(4 * number, 4 * number + 4).tobytes()
         return all(self.cache.kv.get((blocks, shard)) == content(number, shard) for shard in shards)
 
+    async def passed(self, wait_s: float | None) -> None:
+        """The engine's work has ended, unless a test says otherwise."""
+        await self.faults.step("event")
+
     async def ask_kept(self, chunk_count: int) -> bool:
         self.gathered.append(chunk_count)
         await self.faults.step("kept")
         return self.kept(chunk_count)
 
     async def store(self, numbers: Sequence[int], rank: Rank = RANK) -> StoreOutcome:
-        return await StoreRun(rank, span(numbers), self.pool, self.cache, self.metrics).run(self.ask_kept, self.stop)
+        run = StoreRun(rank, span(numbers), self.pool, self.cache, self.metrics)
+        return await run.run(self.ask_kept, self.stop, self.passed)
 
     async def load(
         self,
@@ -146,7 +151,7 @@ class Bench:
             for position, number in enumerate(numbers):
                 assert position in failed or self.loaded(number, shards), "reported before it was in"
 
-        return await run.run(report, self.stop, asyncio.get_running_loop().time() + wait_s)
+        return await run.run(report, self.stop, asyncio.get_running_loop().time() + wait_s, self.passed)
 
     def nothing_is_out(self) -> None:
         assert self.pool.slots_out == 0

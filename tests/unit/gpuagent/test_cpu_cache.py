@@ -12,7 +12,7 @@ from kvpool.core import reference
 from kvpool.core.elements import Codec
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.page import HEADER_BYTES, PageFaultKind, PageKey, seal, verify
-from kvpool_gpuagent.ports import EngineEvent, PageCopy
+from kvpool_gpuagent.ports import PageCopy
 from tests.unit.gpuagent.cpu_caches import (
     CHUNK,
     DIM,
@@ -119,5 +119,5 @@ def test_a_stopped_gather_is_not_complete() -> None:
 async def test_a_cpu_cache_has_no_device_events() -> None:
     cache = await make_cache_async("mla", 8)
     with pytest.raises(InvalidRequest, match="event"):
-        await cache.mapped.gather([], EngineEvent(slot=0, generation=1), lambda: False)
+        await cache.mapped.event_passed(0)
     await cache.close()

@@ -42,7 +42,7 @@ async def test_memory_that_is_not_there_is_refused_before_it_can_kill_the_agent(
     bad = MappedHandle(**{"size_bytes": handles[0].size_bytes, "descriptor": descriptor, **change})
     device = CpuDevice()
     with pytest.raises(InvalidRequest, match=named):
-        await device.map_cache(spec, ShardGrid.of(spec), layout, [bad])
+        await device.map_cache(spec, ShardGrid.of(spec), layout, [bad], [])
     with pytest.raises(OSError):
         os.fstat(descriptor)  # closed all the same
     await device.close()
@@ -64,7 +64,7 @@ async def test_a_file_longer_than_its_memory_is_refused() -> None:
         pytest.raises(InvalidRequest, match="posix_fallocate"),
     ):
         handle = MappedHandle(size_bytes=layout.handle_sizes[0], descriptor=descriptor)
-        await device.map_cache(spec, ShardGrid.of(spec), layout, [handle])
+        await device.map_cache(spec, ShardGrid.of(spec), layout, [handle], [])
     await device.close()
 
 
@@ -78,7 +78,7 @@ async def test_a_read_only_descriptor_is_refused() -> None:
     device = CpuDevice()
     with pytest.raises(InvalidRequest, match="cannot be mapped for writing"):
         bad = MappedHandle(size_bytes=handle.size_bytes, descriptor=read_only)
-        await device.map_cache(spec, ShardGrid.of(spec), layout, [bad])
+        await device.map_cache(spec, ShardGrid.of(spec), layout, [bad], [])
     await device.close()
 
 
@@ -96,11 +96,11 @@ async def test_a_session_leaves_no_descriptor_and_no_mapping() -> None:
         descriptor = os.memfd_create("leaktest")
         os.posix_fallocate(descriptor, 0, size_bytes)
         handles.append(MappedHandle(size_bytes=size_bytes, descriptor=descriptor))
-    cache = await device.map_cache(spec, ShardGrid.of(spec), layout, handles)
+    cache = await device.map_cache(spec, ShardGrid.of(spec), layout, handles, [])
     assert held()[1] == len(handles)
     page = memoryview(bytearray(page_bytes(payload_bytes(spec, ShardGrid.of(spec), 0))))
     copy = PageCopy(key=PageKey(KEYSPACE, CHUNK_HASH, 0), page=page, block_ids=np.arange(4, dtype=np.int64))
-    assert await cache.gather([copy], None, lambda: False)
+    assert await cache.gather([copy], lambda: False)
     assert await cache.scatter([copy]) == [None]
     await cache.close()
     await cache.close()
@@ -113,7 +113,7 @@ def test_a_codec_with_scales_is_refused() -> None:
     spec = replace(make_spec("gqa"), codec=Codec.INT8_GROUP8)
     layout = layout_presets.contiguous_layout(make_spec("gqa"), range(LAYERS), range(HEADS), 8, 4)
     with pytest.raises(NotServed, match="INT8_GROUP8"):
-        CpuDevice().check(spec, layout)
+        CpuDevice().check(spec, layout, [], [])
 
 
 async def test_segments_are_populated_and_let_go() -> None:

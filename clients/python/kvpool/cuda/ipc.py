@@ -6,41 +6,9 @@ import threading
 from dataclasses import dataclass
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.ipc import IpcEvent as IpcEvent
+from kvpool.core.ipc import IpcMemory as IpcMemory
 from kvpool.cuda.driver import EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, CudaError, Driver
-from kvpool.cuda.symbols import IPC_HANDLE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class IpcMemory:
-    """Memory of another process: from allocation_offset on in the allocation that `handle` (64 bytes) opens."""
-
-    device_uuid: str
-    handle: bytes
-    allocation_offset: int
-    allocation_bytes: int
-
-    def __post_init__(self) -> None:
-        _check_handle(self.handle)
-        if not 0 <= self.allocation_offset < self.allocation_bytes:
-            raise InvalidRequest(
-                f"allocation_offset {self.allocation_offset} is not within allocation_bytes {self.allocation_bytes}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class IpcEvent:
-    """An interprocess event of another process; handle: 64 bytes."""
-
-    device_uuid: str
-    handle: bytes
-
-    def __post_init__(self) -> None:
-        _check_handle(self.handle)
-
-
-def _check_handle(handle: bytes) -> None:
-    if len(handle) != IPC_HANDLE_BYTES:
-        raise InvalidRequest(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes, got {len(handle)}")
 
 
 def export_memory(driver: Driver, device_uuid: str, address: int, size_bytes: int) -> IpcMemory:

@@ -50,7 +50,7 @@ Global___EngineSource: _TypeAlias = EngineSource  # noqa: Y015
 
 @_typing.final
 class MemoryHandle(_message.Message):
-    """A handle through which the agent maps engine memory."""
+    """A handle through which the agent maps engine memory. All handles of a session are of one kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,7 +65,7 @@ class MemoryHandle(_message.Message):
 
     @_builtins.property
     def cuda_ipc(self) -> Global___CudaIpcHandle:
-        """GPU memory by CUDA IPC. Not served yet: UNIMPLEMENTED."""
+        """GPU memory by CUDA IPC; UNIMPLEMENTED from an agent whose device is the CPU."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class CudaIpcHandle(_message.Message):
     ALLOCATION_OFFSET_FIELD_NUMBER: _builtins.int
     ALLOCATION_BYTES_FIELD_NUMBER: _builtins.int
     device_uuid: _builtins.str
-    """UUID of the device ("GPU-..."), not an ordinal."""
+    """UUID of the device as nvidia-smi -L prints it ("GPU-01234567-89ab-cdef-0123-456789abcdef"), not an ordinal."""
     handle: _builtins.bytes
     """The 64 opaque bytes of cudaIpcMemHandle_t."""
     allocation_offset: _builtins.int
-    """Byte offset of the tensor's storage in the allocation that the handle opens."""
+    """Byte offset of the memory in the allocation that the handle opens; with size_bytes it lies inside of allocation_bytes."""
     allocation_bytes: _builtins.int
-    """Bytes of that allocation."""
+    """Bytes of that allocation, > 0. Several handles may lie in one allocation."""
     def __init__(
         self,
         *,
@@ -142,7 +142,7 @@ Global___CudaIpcHandle: _TypeAlias = CudaIpcHandle  # noqa: Y015
 
 @_typing.final
 class CudaIpcEventHandle(_message.Message):
-    """A CUDA interprocess event as plain fields. Not served yet."""
+    """A CUDA interprocess event as plain fields."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,6 +297,7 @@ class EngineRegister(_message.Message):
     LAYERS_PER_PROGRESS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
+    HOLD_FILE_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -307,13 +308,18 @@ class EngineRegister(_message.Message):
     """Layers per progress report of a load; 0 means one report per page's layer group."""
     previous_session_id: _builtins.bytes
     """Session of this engine rank that broke, 16 bytes, or empty: `registered` is sent only after all work of that session has ended, so that its blocks may be reused."""
+    hold_file: _builtins.bool
+    """True: the engine offers one more descriptor, numbered after those of shared memory (0 with CUDA handles): a file of 4096 bytes, open for writing. The agent keeps it open for as
+    long as it maps the engine's memory; once it has let go of all of it, it writes one byte 0x01 at offset 0 and closes it. A lock on that open file description thus tells
+    the engine when its memory is free; if the byte is missing then, the agent has died and its GPU work ends with its process.
+    """
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
 
     @_builtins.property
     def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryHandle]:
-        """Memory of the cache."""
+        """Memory of the cache, at most 4096 handles."""
 
     @_builtins.property
     def layout(self) -> Global___EngineLayout:
@@ -321,7 +327,7 @@ class EngineRegister(_message.Message):
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CudaIpcEventHandle]:
-        """Interprocess events of this session. Not served yet."""
+        """Interprocess events of this session, at most 1024: see EngineEvent. UNIMPLEMENTED from an agent whose device is the CPU."""
 
     def __init__(
         self,
@@ -335,10 +341,11 @@ class EngineRegister(_message.Message):
         layers_per_progress: _builtins.int = ...,
         events: _abc.Iterable[Global___CudaIpcEventHandle] | None = ...,
         previous_session_id: _builtins.bytes = ...,
+        hold_file: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "previous_session_id", b"previous_session_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "previous_session_id", b"previous_session_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,7 +353,7 @@ Global___EngineRegister: _TypeAlias = EngineRegister  # noqa: Y015
 
 @_typing.final
 class EngineRegistered(_message.Message):
-    """Answer to `register`, sent before the engine offers descriptors."""
+    """Answer to `register`, sent before the engine offers descriptors. CUDA handles need none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -534,7 +541,10 @@ Global___StoreChunk: _TypeAlias = StoreChunk  # noqa: Y015
 
 @_typing.final
 class EngineEvent(_message.Message):
-    """One recording of an interprocess event of the session's pool. Not served yet: UNIMPLEMENTED."""
+    """One recording of an interprocess event of the session. The engine records it, then announces it (`event_recorded`), then names it in stores and loads, in this order. The agent
+    answers each recording that was named exactly once with `event_waited`: when the engine's work has ended, or when the last request that named it has. Only then may the slot be
+    recorded again. INVALID_ARGUMENT for an unknown slot, a generation that does not grow, one recorded too early, and for a request that names what was not announced.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -589,7 +599,7 @@ class EngineStoreRequest(_message.Message):
 
     @_builtins.property
     def after(self) -> Global___EngineEvent:
-        """Engine work that must have finished before the blocks are read; it was announced by `event_recorded`. Unset means that it has. Not served yet: UNIMPLEMENTED."""
+        """Engine work that must have finished before the blocks are read; it was announced by `event_recorded`. Unset means that it has."""
 
     def __init__(
         self,
@@ -739,6 +749,7 @@ class EngineLoadRequest(_message.Message):
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -751,6 +762,10 @@ class EngineLoadRequest(_message.Message):
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunk]:
         """Consecutive chunks."""
 
+    @_builtins.property
+    def after(self) -> Global___EngineEvent:
+        """Engine work that must have finished before the blocks are written, as for a store: it may still read what they held before."""
+
     def __init__(
         self,
         *,
@@ -759,10 +774,11 @@ class EngineLoadRequest(_message.Message):
         parent_hash: _builtins.bytes = ...,
         group_head_hashes: _builtins.bytes = ...,
         wait_ms: _builtins.int = ...,
+        after: Global___EngineEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -944,7 +960,7 @@ class EngineRequest(_message.Message):
 
     @_builtins.property
     def event_recorded(self) -> Global___EngineEvent:
-        """The event was recorded: only now may the agent enqueue its wait. Not served yet: UNIMPLEMENTED."""
+        """The event was recorded: requests that come after this may name it."""
 
     def __init__(
         self,
@@ -989,7 +1005,7 @@ class EngineResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     EVENT_WAITED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Of the request; 0 for heartbeats."""
+    """Of the request; 0 for heartbeats and event_waited."""
     @_builtins.property
     def registered(self) -> Global___EngineRegistered:
         """Registered; offer descriptors now."""
@@ -1032,7 +1048,7 @@ class EngineResponse(_message.Message):
 
     @_builtins.property
     def event_waited(self) -> Global___EngineEvent:
-        """The wait for the event has been passed: its slot may be recorded again. Not served yet."""
+        """The agent looks at this recording no more: its slot may be recorded again."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from kvpool.core.page import PageFault
 from kvpool.core.payload import ShardPayload
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, ItemShape, PlaneItems, PlaneRun, plane_runs
-from kvpool_gpuagent.ports import EngineEvent, PageCopy, StopFlag
+from kvpool_gpuagent.ports import PageCopy, StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,12 @@ class CpuCache:
         owned = grid.bitmap_for(layout.layer_range, layout.head_range)
         self._shards = {shard: self._shard_view(shard) for shard in shards if owned >> shard & 1}
 
-    async def gather(self, copies: Sequence[PageCopy], after: EngineEvent | None, stop: StopFlag) -> bool:
-        """See ports.EngineCache. A CPU engine's writes are in place when it asks, so `after` must be None."""
-        if after is not None:
-            raise InvalidRequest("a CPU cache has no device events; leave the event unset")
+    async def event_passed(self, slot: int) -> bool:
+        """See ports.EngineCache. A CPU engine's writes are in place when it asks: it has no events to register."""
+        raise InvalidRequest("a CPU cache has no device events; leave the event unset")
+
+    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
+        """See ports.EngineCache."""
         share = max(1, -(-len(copies) // self._threads.thread_count))
         parts = [copies[start : start + share] for start in range(0, len(copies), share)]
         done = await self._threads.run_all([partial(self._gather_part, part, stop) for part in parts])

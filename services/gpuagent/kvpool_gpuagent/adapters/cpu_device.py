@@ -14,6 +14,7 @@ from functools import partial
 
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
@@ -32,13 +33,34 @@ class CpuDevice:
     def __init__(self, thread_count: int = 2) -> None:
         self._threads = CopyThreads(thread_count)
 
-    def check(self, spec: KeyspaceSpec, layout: EngineLayout) -> None:
+    def check(
+        self,
+        spec: KeyspaceSpec,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+    ) -> None:
         """See ports.Device.check."""
+        for index, handle in enumerate(handles):
+            if handle.ipc is not None:
+                raise NotServed(
+                    f"handles[{index}] is a CUDA IPC handle, but this agent's device is the CPU; "
+                    f"register shared memory, or start the agent with --device cuda"
+                )
+        if events:
+            raise NotServed(
+                "events are those of CUDA devices, but this agent's device is the CPU; leave `events` empty"
+            )
         if not spec.codec.format.lossless or any(layer.scales for layer in layout.layers):
             raise NotServed(f"codec {spec.codec.name} is not served by the CPU device; open the keyspace with RAW")
 
     async def map_cache(
-        self, spec: KeyspaceSpec, grid: ShardGrid, layout: EngineLayout, handles: Sequence[MappedHandle]
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
     ) -> EngineCache:
         """See ports.Device.map_cache. The descriptors are closed in any case; the mappings keep the memory."""
         mappings: list[mmap.mmap] = []
