@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvpool.core.elements import FLOAT_DTYPES
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
 
@@ -27,7 +28,8 @@ def specs(draw: st.DrawFn) -> KeyspaceSpec:
     """Any valid specification."""
     chunk_tokens = draw(chunk_sizes)
     opaque = None
-    codec = draw(st.sampled_from(list(Codec)))
+    dtype = draw(st.sampled_from(list(Dtype)))
+    codec = draw(st.sampled_from(list(Codec))) if dtype in FLOAT_DTYPES else Codec.RAW
     if draw(st.booleans()):
         codec = Codec.RAW
         block_tokens = draw(st.sampled_from([1, 4, 16]))
@@ -38,7 +40,7 @@ def specs(draw: st.DrawFn) -> KeyspaceSpec:
         draw(names),
         draw(names),
         (draw(groups()),),
-        draw(st.sampled_from(list(Dtype))),
+        dtype,
         codec,
         chunk_tokens,
         PayloadKind.OPAQUE if opaque else PayloadKind.CANONICAL,

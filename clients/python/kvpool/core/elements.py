@@ -57,53 +57,81 @@ class Codec(IntEnum):
         return CODEC_FORMATS[self]
 
 
+FLOAT_DTYPES = (Dtype.BF16, Dtype.FP16, Dtype.FP32)
+"""What codecs that are not lossless can quantize, and what their scales can be stored as."""
+
 WHOLE_ROW = 0
-"""`CodecFormat.scale_group_elements` when one scale covers all elements of a token's head."""
+"""`ScaleFormat.group_elements` when one scale covers all elements of a token's head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleFormat:
+    """The scales of a codec.
+
+    dtype:          type of a scale; None keeps the engine's own, as engines with such caches do themselves.
+    group_elements: consecutive elements of the row that share a scale; WHOLE_ROW = all of them.
+    """
+
+    dtype: Dtype | None = None
+    group_elements: int = WHOLE_ROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecFormat:
-    """What a codec does to one row (the elements of one token and head).
+    """What a codec does to one row (the elements of one token and head). `codecs` has the arithmetic.
 
-    data_dtype:           stored element type; None keeps the engine's own.
-    scale_dtype:          type of a scale; None when the codec has no scales.
-    scale_group_elements: consecutive elements of the row that share a scale; WHOLE_ROW = all of them.
+    data_dtype: stored element type; None keeps the engine's own.
+    scales:     None when the codec has none.
     """
 
     lossless: bool
     data_dtype: Dtype | None = None
-    scale_dtype: Dtype | None = None
-    scale_group_elements: int = WHOLE_ROW
+    scales: ScaleFormat | None = None
+
+    def check_dtype(self, engine_dtype: Dtype) -> None:
+        """raises: InvalidRequest for elements that the codec cannot quantize."""
+        if not self.lossless and engine_dtype not in FLOAT_DTYPES:
+            names = ", ".join(dtype.name for dtype in FLOAT_DTYPES)
+            raise InvalidRequest(f"codec: only {names} elements can be quantized, not {engine_dtype.name}; use RAW")
+
+    def scale_dtype(self, engine_dtype: Dtype) -> Dtype | None:
+        """Stored type of a scale; None without scales."""
+        return None if self.scales is None else self.scales.dtype or engine_dtype
+
+    def scale_group_elements(self, row_elements: int) -> int:
+        """Elements that share a scale; 0 without scales."""
+        return 0 if self.scales is None else self.scales.group_elements or row_elements
 
     def data_row_bits(self, row_elements: int, engine_dtype: Dtype) -> int:
         """Bits that one row of `row_elements` takes in the payload's data part."""
         return row_elements * (self.data_dtype or engine_dtype).bits
 
-    def scale_row_bytes(self, row_elements: int) -> int:
+    def scale_row_bytes(self, row_elements: int, engine_dtype: Dtype) -> int:
         """Bytes that the scales of one row take in the payload's scale part.
 
         raises: InvalidRequest when the row is no multiple of the scale group.
         """
-        if self.scale_dtype is None:
+        scale_dtype = self.scale_dtype(engine_dtype)
+        if scale_dtype is None:
             return 0
-        group_elements = self.scale_group_elements or row_elements
+        group_elements = self.scale_group_elements(row_elements)
         if row_elements % group_elements:
             raise InvalidRequest(
                 f"codec: rows of {row_elements} elements are no multiple of its scale group of {group_elements}"
             )
-        return row_elements // group_elements * self.scale_dtype.bits // 8
+        return row_elements // group_elements * scale_dtype.bits // 8
 
+
+_GROUP8 = ScaleFormat(group_elements=8)
 
 CODEC_FORMATS: Mapping[Codec, CodecFormat] = MappingProxyType(
     {
         Codec.RAW: CodecFormat(lossless=True),
-        Codec.INT8_GROUP8: CodecFormat(
-            lossless=False, data_dtype=Dtype.INT8, scale_dtype=Dtype.BF16, scale_group_elements=8
+        Codec.INT8_GROUP8: CodecFormat(lossless=False, data_dtype=Dtype.INT8, scales=_GROUP8),
+        Codec.FP8_E4M3: CodecFormat(
+            lossless=False, data_dtype=Dtype.FP8_E4M3, scales=ScaleFormat(dtype=Dtype.FP32, group_elements=WHOLE_ROW)
         ),
-        Codec.FP8_E4M3: CodecFormat(lossless=False, data_dtype=Dtype.FP8_E4M3, scale_dtype=Dtype.FP32),
-        Codec.INT4_GROUP8: CodecFormat(
-            lossless=False, data_dtype=Dtype.INT4, scale_dtype=Dtype.BF16, scale_group_elements=8
-        ),
+        Codec.INT4_GROUP8: CodecFormat(lossless=False, data_dtype=Dtype.INT4, scales=_GROUP8),
     }
 )
 

@@ -97,13 +97,14 @@ class KeyspaceSpec:
 
     def _check_rows(self) -> None:
         elements = self.group.row_elements
+        self.codec.format.check_dtype(self.dtype)
         for owner, bits in (
             ("dtype", elements * self.dtype.bits),
             ("codec", self.codec.format.data_row_bits(elements, self.dtype)),
         ):
             if bits % 8:
                 raise InvalidRequest(f"{owner}: a row of {elements} elements is no whole number of bytes")
-        self.codec.format.scale_row_bytes(elements)  # raises if the row does not fit its scale groups
+        self.codec.format.scale_row_bytes(elements, self.dtype)  # raises if the row does not fit its scale groups
 
     @property
     def group(self) -> KvGroup:
@@ -135,7 +136,12 @@ class KeyspaceSpec:
     @property
     def scale_row_bytes(self) -> int:
         """Bytes of one row's scales in the payload's scale part; 0 without scales."""
-        return 0 if self.opaque else self.codec.format.scale_row_bytes(self.group.row_elements)
+        return 0 if self.opaque else self.codec.format.scale_row_bytes(self.group.row_elements, self.dtype)
+
+    @property
+    def scale_dtype(self) -> Dtype | None:
+        """Stored type of a scale in the payload's scale part; None without scales."""
+        return self.codec.format.scale_dtype(self.dtype)
 
     @property
     def head_bytes(self) -> int:
