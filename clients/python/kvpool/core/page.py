@@ -5,8 +5,8 @@ u16), payload length u64, then the 16-byte xxh3-128 digest (canonical, big endia
 table. The sum table follows the payload: one xxh3-64 (u64, seed 0) for each 256 KiB block, the last one short.
 
 Everything works in place on a buffer that begins with the header (a slot may be longer than its page). Blocks have 256
-KiB because the xxhash wheel lets go of the GIL only for inputs of about 100 KiB and more: threads of one process sum and
-verify side by side. Measured with xxhash 4.1.0 on 2 busy cores, best of many: 18.9 GB/s on one thread, 31.4 on two
+KiB because the xxhash wheel lets go of the GIL only for inputs of about 100 KiB and more: threads of one process sum
+and verify side by side. Measured with xxhash 4.1.0 on 2 busy cores, best of many: 18.9 GB/s on one thread, 31.4 on two
 (blocks of 64 KiB: 16.6 and 18.7; two processes: 32.9).
 """
 
