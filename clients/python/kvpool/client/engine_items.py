@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvpool.core.errors import KvPoolError
+from kvpool.core.ipc import EngineEvent
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, item_error_from_proto
 from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
+from kvpool.wire.convert_ipc import engine_event_to_proto
 
 
 class EngineSource(IntEnum):
@@ -118,7 +120,9 @@ def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
     )
 
 
-def store_to_proto(span: ChunkSpan, retention: Retention | None) -> gpuagent_pb2.EngineStoreRequest:
+def store_to_proto(
+    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None
+) -> gpuagent_pb2.EngineStoreRequest:
     """A store of consecutive chunks."""
     kept = None
     if retention is not None:
@@ -135,6 +139,7 @@ def store_to_proto(span: ChunkSpan, retention: Retention | None) -> gpuagent_pb2
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
         retention=kept,
         chain_head_hash=span.chain_head_hash,
+        after=engine_event_to_proto(after) if after is not None else None,
     )
 
 
@@ -148,7 +153,7 @@ def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutc
     )
 
 
-def load_to_proto(span: ChunkSpan, wait_ms: int) -> gpuagent_pb2.EngineLoadRequest:
+def load_to_proto(span: ChunkSpan, wait_ms: int, after: EngineEvent | None = None) -> gpuagent_pb2.EngineLoadRequest:
     """A load of consecutive chunks."""
     return gpuagent_pb2.EngineLoadRequest(
         chunks=[
@@ -163,6 +168,7 @@ def load_to_proto(span: ChunkSpan, wait_ms: int) -> gpuagent_pb2.EngineLoadReque
         parent_hash=span.parent_hash,
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
         wait_ms=wait_ms,
+        after=engine_event_to_proto(after) if after is not None else None,
     )
 
 

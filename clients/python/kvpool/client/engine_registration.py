@@ -6,13 +6,17 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpool.client.engine_events import EventSlots
+from kvpool.client.engine_hold import GpuMemoryHold, MemoryHold, SharedMemoryHold
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
 from kvpool.wire.convert_engine import layout_to_proto
+from kvpool.wire.convert_ipc import ipc_event_to_proto, ipc_memory_to_proto
 from kvpool.wire.convert_keyspace import spec_to_proto
 
 
@@ -22,19 +26,44 @@ class OfferFd(Protocol):
     def __call__(self, path: str, token: bytes, number: int, size_bytes: int, fd: int, *, timeout_s: float) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class GpuRegion:
+    """GPU memory of the engine: size_bytes from the first byte of `memory` on."""
+
+    size_bytes: int
+    memory: IpcMemory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """How an engine rank registers. regions: the memory of layout.handle_sizes, in order."""
+    """How an engine rank registers. regions: the memory of layout.handle_sizes, in order, all of one kind."""
 
     endpoint: str  # of the agent, usually "unix:/path"
     engine_name: str
     keyspace_name: str
     spec: KeyspaceSpec
     layout: EngineLayout
-    regions: tuple[SharedMemoryRegion, ...]
+    regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
+    events: EventSlots | None = None  # of GPU work that stores and loads may have to come after
     load_only: bool = False
     layers_per_progress: int = 0  # 0: one report per layer group of the grid
     previous_session_id: bytes = b""
+
+    def check(self) -> None:
+        """raises: InvalidRequest naming what does not fit."""
+        sizes = tuple(region.size_bytes for region in self.regions)
+        if sizes != self.layout.handle_sizes:
+            raise InvalidRequest(f"regions have {sizes} bytes, the layout's handles {self.layout.handle_sizes}")
+        for number, region in enumerate(self.regions):
+            if isinstance(region, GpuRegion):
+                region.memory.check(f"regions[{number}]", region.size_bytes)
+            if isinstance(region, GpuRegion) != isinstance(self.regions[0], GpuRegion):
+                raise InvalidRequest("regions must be all shared memory or all GPU memory")
+
+    def new_hold(self) -> MemoryHold:
+        """To know when the agent of one session has let go of the memory."""
+        shared = [region for region in self.regions if isinstance(region, SharedMemoryRegion)]
+        return SharedMemoryHold(shared) if shared else GpuMemoryHold()
 
 
 class Registration:
@@ -68,12 +97,18 @@ def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
         engine_name=plan.engine_name[:128],
         keyspace_name=plan.keyspace_name,
         spec=spec_to_proto(plan.spec),
-        handles=[
-            gpuagent_pb2.MemoryHandle(size_bytes=region.size_bytes, shared_memory=gpuagent_pb2.SharedMemoryHandle())
-            for region in plan.regions
-        ],
+        handles=[_handle_to_proto(region) for region in plan.regions],
         layout=layout_to_proto(plan.layout),
         load_only=plan.load_only,
         layers_per_progress=plan.layers_per_progress,
         previous_session_id=plan.previous_session_id,
+        events=[ipc_event_to_proto(event) for event in plan.events.handles] if plan.events is not None else [],
+        hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
     )
+
+
+def _handle_to_proto(region: SharedMemoryRegion | GpuRegion) -> gpuagent_pb2.MemoryHandle:
+    if isinstance(region, GpuRegion):
+        memory = ipc_memory_to_proto(region.memory)
+        return gpuagent_pb2.MemoryHandle(size_bytes=region.size_bytes, cuda_ipc=memory)
+    return gpuagent_pb2.MemoryHandle(size_bytes=region.size_bytes, shared_memory=gpuagent_pb2.SharedMemoryHandle())

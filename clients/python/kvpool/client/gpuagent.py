@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
+from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import (
     ChunkSpan,
     EngineMatch,
@@ -22,15 +23,16 @@ from kvpool.client.engine_items import (
 from kvpool.client.engine_registration import EnginePlan, OfferFd, Registration, register_to_proto
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.fds import offer_fd
-from kvpool.client.retry import Backoff
 from kvpool.client.session_stream import SessionStream
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
+from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.convert_keyspace import grid_from_proto
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 _Request = gpuagent_pb2.EngineRequest
 _Response = gpuagent_pb2.EngineResponse
-_RELEASE_POLL_MAX_S = 0.5
+_NO_EVENTS = EventSlots(())
 
 
 class EngineSession:
@@ -54,6 +56,8 @@ class EngineSession:
         self._plan = plan
         self._config = config
         self._offer = offer
+        self._events = plan.events or _NO_EVENTS
+        self._hold = plan.new_hold()
         self._holds: set[StoreHandle | LoadHandle] = set()
         self._releasing: asyncio.Task[None] | None = None
         self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
@@ -64,16 +68,20 @@ class EngineSession:
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
         call = stub.EngineSession(metadata=config.metadata)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
-            channel, call, config, name="engine session", numbers_all=True, on_broken=self._on_broken
+            channel,
+            call,
+            config,
+            name="engine session",
+            numbers_all=True,
+            on_broken=self._on_broken,
+            on_unasked=self._on_unasked,
         )
 
     @classmethod
     async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> EngineSession:
         """Register and lend the engine's memory. raises: KeyspaceMismatch, PartitionRefused, GeometryUnsupported,
         InvalidRequest, NotServed, ServiceUnavailable, DeadlineExceeded."""
-        sizes = tuple(region.size_bytes for region in plan.regions)
-        if sizes != plan.layout.handle_sizes:
-            raise InvalidRequest(f"regions have {sizes} bytes, the layout's handles {plan.layout.handle_sizes}")
+        plan.check()
         session = cls(plan, config, offer)
         try:
             async with asyncio.timeout(config.connect_timeout_s):
@@ -97,7 +105,8 @@ class EngineSession:
         self._grid = grid_from_proto(registered.grid, self._plan.spec)
         heartbeat = _Request(heartbeat=gpuagent_pb2.EngineHeartbeat())
         self._stream.start_heartbeats(heartbeat, registered.heartbeat_interval_ms)
-        for number, region in enumerate(self._plan.regions):
+        await asyncio.to_thread(self._hold.agent_at, registered.descriptor_socket)
+        for number, region in enumerate(self._hold.lent):
             await asyncio.to_thread(self._lend, region, number)
         self._ready = await registration.ready
 
@@ -186,10 +195,15 @@ class EngineSession:
         *,
         retention: Retention | None = None,
         kept: Callable[[int], bool] | None = None,
+        after: EngineEvent | None = None,
     ) -> StoreHandle:
-        """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreHandle."""
+        """Begin a store; its blocks are held until the handle says otherwise. `kept`: see StoreHandle.
+
+        after: GPU work that computes the blocks, an event of the plan's slots that was recorded; it stays the caller's
+        to give back. raises: InvalidRequest for an event that is not taken.
+        """
         handle = StoreHandle(self._stream.send_soon, len(span.chunks), kept)
-        await self._begin(_Request(store=store_to_proto(span, retention)), handle)
+        await self._begin(_Request(store=store_to_proto(span, retention, after)), handle, after)
         return handle
 
     async def load(
@@ -198,15 +212,30 @@ class EngineSession:
         *,
         wait_s: float,
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+        after: EngineEvent | None = None,
     ) -> LoadHandle:
-        """Begin a load; its blocks are held until the handle says otherwise."""
+        """Begin a load; its blocks are held until the handle says otherwise. after: GPU work that may still read what
+        they held before; as for `store`."""
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
-        await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)))), handle)
+        await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)), after)), handle, after)
         return handle
 
-    async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle) -> None:
-        # Nothing is awaited between sending and returning, so a cancelled caller has no request it does not know of.
-        handle.request_id = await self._stream.submit(message, handle)
+    async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle, after: EngineEvent | None) -> None:
+        announced: list[_Request] = []
+
+        def announce() -> Sequence[_Request]:
+            if after is not None and self._events.announce(after, self):
+                recorded = engine_event_to_proto(after)
+                announced.append(_Request(request_id=message.request_id, event_recorded=recorded))
+            return announced
+
+        try:
+            # Nothing is awaited between sending and returning, so a cancelled caller has no request unknown to it.
+            handle.request_id = await self._stream.submit(message, handle, announce)
+        except KvPoolError:
+            if after is not None and announced:
+                self._events.retract(after, self)
+            raise
         self._holds = {known for known in self._holds if not known.hold_ended}
         self._holds.add(handle)
 
@@ -236,18 +265,19 @@ class EngineSession:
         if self._releasing is None and not self.released.is_set():
             self._releasing = asyncio.create_task(self._watch_release(), name="engine session release")
 
+    def _on_unasked(self, response: _Response) -> None:
+        if response.HasField("event_waited"):
+            self._events.waited(engine_event_from_proto(response.event_waited), self)
+
     async def _stop_watching(self) -> None:
+        """The holds end with `reopen` or never."""
         if self._releasing is not None:
             self._releasing.cancel()
             await asyncio.gather(self._releasing, return_exceptions=True)
+        self._hold.close()
 
     async def _watch_release(self) -> None:
-        backoff = Backoff(0.005, _RELEASE_POLL_MAX_S)
-        while True:
-            # The kernel tells nobody when a lock is dropped, so it is asked for.
-            if not any(region.is_lent() for region in self._plan.regions):
-                break
-            await asyncio.sleep(backoff.next_s())
+        await self._hold.ended()
         self._release()
 
     def _release(self) -> None:
@@ -258,3 +288,5 @@ class EngineSession:
             handle.fail(ServiceUnavailable("the session ended"))
             handle.end_hold()
         self._holds.clear()
+        self._events.end_session(self)
+        self._hold.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -48,8 +48,9 @@ class SessionStream(Generic[RequestT, ResponseT]):
         name: str,
         numbers_all: bool = False,
         on_broken: Callable[[KvPoolError], None] | None = None,
+        on_unasked: Callable[[ResponseT], None] = lambda response: None,
     ) -> None:
-        """numbers_all: heartbeats and `close` have request ids too."""
+        """numbers_all: heartbeats and `close` have request ids too. on_unasked: see RequestStream."""
         self._channel = channel
         self._config = config
         self._numbers_all = numbers_all
@@ -60,6 +61,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
             name=name,
             in_flight_max=config.requests_in_flight_max,
             on_broken=on_broken,
+            on_unasked=on_unasked,
         )
         self._heart: asyncio.Task[None] | None = None
 
@@ -92,10 +94,12 @@ class SessionStream(Generic[RequestT, ResponseT]):
             raise item_error_from_proto(response.error)
         return response
 
-    async def submit(self, message: RequestT, reply: Reply[ResponseT]) -> int:
-        """Number a request and send it once there is room in flight; returns its id."""
+    async def submit(
+        self, message: RequestT, reply: Reply[ResponseT], before: Callable[[], Sequence[RequestT]] = tuple
+    ) -> int:
+        """Number a request and send it once there is room in flight; returns its id. before: see RequestStream."""
         message.request_id = self._stream.next_id()
-        await self._stream.submit(message.request_id, message, reply)
+        await self._stream.submit(message.request_id, message, reply, before)
         return message.request_id
 
     async def give_back(self, message: RequestT, timeout_s: float | None = None) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import grpc
@@ -84,8 +84,11 @@ class RequestStream(Generic[RequestT, ResponseT]):
         name: str,
         in_flight_max: int,
         on_broken: Callable[[KvPoolError], None] | None = None,
+        on_unasked: Callable[[ResponseT], None] = lambda response: None,
     ) -> None:
+        """on_unasked: takes messages that answer no pending request; must neither block nor raise."""
         self._call = call
+        self._on_unasked = on_unasked
         self._status = StreamStatus(call)
         self._request_id_of = request_id_of
         self._name = name
@@ -119,21 +122,30 @@ class RequestStream(Generic[RequestT, ResponseT]):
         self._last_id += 1
         return self._last_id
 
-    def send(self, message: RequestT) -> None:
-        """Queue a message that has no answer. Raises what broke the stream, or Overloaded."""
+    def send(self, *messages: RequestT) -> None:
+        """Queue messages that have no answer, all or none. Raises what broke the stream, or Overloaded."""
         if self.failure is not None:
             raise error_from_reason(self.failure.reason, self.failure.message)  # a traceback of its own
-        if len(self._outgoing) >= self._outgoing_max:
+        if len(self._outgoing) + len(messages) > self._outgoing_max:
             raise Overloaded(f"{self._name}: {self._outgoing_max} messages wait to be sent")
-        self._outgoing.append(message)
+        self._outgoing.extend(messages)
         self._idle.clear()
         self._wake.set()
 
-    async def submit(self, request_id: int, message: RequestT, reply: Reply[ResponseT]) -> None:
-        """Queue a request once there is room in flight; its answers go to `reply`. Raises as `send` does."""
+    async def submit(
+        self,
+        request_id: int,
+        message: RequestT,
+        reply: Reply[ResponseT],
+        before: Callable[[], Sequence[RequestT]] = tuple,
+    ) -> None:
+        """Queue a request once there is room in flight; its answers go to `reply`. Raises as `send` and `before` do.
+
+        before: asked then for messages without an answer that must be sent right before it.
+        """
         await self._places.acquire()
         try:
-            self.send(message)
+            self.send(*before(), message)
         except KvPoolError:
             self._places.release()
             raise
@@ -229,7 +241,9 @@ class RequestStream(Generic[RequestT, ResponseT]):
     def _dispatch(self, response: ResponseT) -> None:
         request_id = self._request_id_of(response)
         known = self._pending.get(request_id)
-        if known is not None and known[0].deliver(response) and self._pending.pop(request_id, None) is not None:
+        if known is None:
+            self._on_unasked(response)
+        elif known[0].deliver(response) and self._pending.pop(request_id, None) is not None:
             self._give_place(known[1])
 
     def _give_place(self, held: bool) -> None:

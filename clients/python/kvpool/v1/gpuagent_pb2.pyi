@@ -925,7 +925,7 @@ class EngineRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Chosen by the engine, > 0, unique in the session; `kept` and `cancel` carry the id of the store or load they speak of."""
+    """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of."""
     @_builtins.property
     def register(self) -> Global___EngineRegister:
         """Must be first, once."""
