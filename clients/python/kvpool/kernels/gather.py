@@ -1,0 +1,97 @@
+"""Gather: rows of an engine's paged cache become the payloads of pages, bit for bit."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
+from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
+
+_PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
+_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
+_PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
+
+
+def gather_pages_reference(caches: Sequence[Tensor], blocks: Tensor, positions: int) -> Tensor:
+    """The same rows by torch.
+
+    caches:  one view a plane, [block, token of a block, head, byte] uint8, any strides.
+    blocks:  [N, B] int64.
+    returns: [N, plane, position, head, byte]: the payload of each page, where its planes follow each other.
+    """
+    return torch.stack([cache[blocks].flatten(1, 2)[:, :positions] for cache in caches], dim=1)
+
+
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "items"])
+def gather_kernel(
+    pages: tl.int64,
+    blocks: tl.int64,
+    planes: tl.int64,
+    items: tl.int32,
+    FIRST_PLANE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOST_PLANES: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    PLANE_BYTES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        ids = tile_blocks(
+            table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, HEADS * ROW_BYTES, ELEMENT, TILE, TILE_BLOCKS, BLOCKS
+        )
+        page = table_row(pages, nth_page, _PAGE_COLUMNS)
+        if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1)):
+            plane = table_row(planes, tl.load(page + FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+            source, destination, _position, mask = tile_pointers(
+                tl.load(page + _PAYLOAD_ADDRESS), plane, ids, tile,
+                BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
+            )  # fmt: skip
+            tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
+
+
+def gather_pages(
+    pages: Tensor,
+    blocks: Tensor,
+    planes: Tensor,
+    shape: CopyShape,
+    *,
+    scales: bool = False,
+    programs: int | None = None,
+) -> None:
+    """Copy the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
+
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see kvpool.kernels.tables. On the
+              device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they name
+              is not checked on the device.
+    shape:    of the planes that are copied.
+    scales:   copy the scale planes (FIRST_SCALE_PLANE, SCALE_PLANE_COUNT), with a shape of their own, not the data.
+    programs: at most so many; None takes one for each tile of 32 KiB.
+    raises:   ValueError naming the argument, before any launch.
+
+    Pages that are not PRESENT and bytes of payloads that belong to no plane stay as they are. Moves
+    2 * pages * planes * shape.plane_bytes bytes; equal, bit for bit, to the reference. Runs on the current stream.
+    """
+    count = pages.shape[0]
+    addresses = (
+        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
+        check_table("blocks", blocks, torch.int64, shape.blocks, count),
+        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
+    )
+    cut = tiling(shape)
+    items = count * shape.most_planes * cut.tiles
+    if items:  # an empty grid cannot be launched
+        first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
+        constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)
+        launch(gather_kernel, grid_size(items, programs), (*addresses, items), constants, cut.warps)

@@ -1,0 +1,55 @@
+"""How kernels are launched: tables checked on the host, and no work twice for a shape that was launched before."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+MOST_ITEMS = (1 << 31) - 1  # of one launch: kernels count them in int32
+
+# Compiled kernels by (kernel, device, constants). Triton's own way to them costs several microseconds a launch.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: dict[str, Any], warps: int) -> None:
+    """Start a kernel on the current stream of the current device; in the interpreter, run it.
+
+    arguments: those that are no constants, in order; their types are fixed by annotations and never specialized.
+    constants: the constexpr arguments, in the order of the kernel's signature.
+    """
+    if not isinstance(kernel, JITFunction):
+        kernel[(programs,)](*arguments, **constants)
+        return
+    values = tuple(constants.values())
+    key = (kernel, driver.active.get_current_device(), *values)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(programs,)](*arguments, **constants, num_warps=warps)
+    else:
+        compiled[(programs, 1, 1)](*arguments, *values)
+
+
+def check_table(name: str, table: Tensor, dtype: torch.dtype, columns: int, rows: int | None = None) -> int:
+    """The address of a table that a kernel may read.
+
+    raises: ValueError naming the table.
+    """
+    if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} with two dimensions, got {table.dtype} {table.shape}")
+    if table.shape[1] != columns or rows not in (None, table.shape[0]):
+        wanted = f"[{'any' if rows is None else rows}, {columns}]"
+        raise ValueError(f"{name} must have the shape {wanted}, got {list(table.shape)}")
+    if torch.cuda.is_available() and not (table.is_cuda or table.is_pinned()):
+        raise ValueError(f"{name} lies in pageable memory: pin it or put it on the device")
+    return table.data_ptr()
+
+
+def grid_size(items: int, programs: int | None) -> int:
+    """Programs for so many items; a bound makes them take several each, and so keeps multiprocessors free.
+
+    raises: ValueError for more items than a launch can count.
+    """
+    if items > MOST_ITEMS:
+        raise ValueError(f"one launch moves at most {MOST_ITEMS} tiles, got {items}: cut the burst")
+    return items if programs is None else min(items, max(1, programs))

@@ -1,0 +1,143 @@
+"""Scatter: payloads of pages become rows of an engine's paged cache, bit for bit."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
+from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, SUM_BLOCK_BYTES, CopyShape, PageColumn
+
+_PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
+_PAYLOAD_BYTES = tl.constexpr(PageColumn.PAYLOAD_BYTES.value)
+_SKIP_TOKENS = tl.constexpr(PageColumn.SKIP_TOKENS.value)
+_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
+_PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
+_SUM_BLOCK_BYTES = tl.constexpr(SUM_BLOCK_BYTES)
+
+
+def scatter_pages_reference(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor, skip_tokens: Tensor) -> None:
+    """The same by torch, into the caches.
+
+    caches:      one view a plane, [block, token of a block, head, byte] uint8, any strides.
+    blocks:      [N, B] int64, all different.
+    rows:        [N, plane, position, head, byte] uint8.
+    skip_tokens: [N], leading positions to leave out; all of them for a page that is absent or bad.
+    """
+    positions = torch.arange(rows.shape[2], device=rows.device)
+    for nth_plane, cache in enumerate(caches):
+        for page, skip in enumerate(skip_tokens.tolist()):
+            kept = positions[skip:]
+            cache[blocks[page][kept // cache.shape[1]], kept % cache.shape[1]] = rows[page, nth_plane, skip:]
+
+
+@triton.jit
+def is_wanted(
+    page: tl.tensor,
+    faults: tl.tensor,
+    nth_plane: tl.tensor,
+    tile_end: tl.tensor,
+    FIRST_PLANE: tl.constexpr,
+    FAULT_COLUMNS: tl.constexpr,
+    FAULT_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Whether a tile that ends before position tile_end has anything to write; all three pointers are of the page."""
+    wanted = (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
+    wanted &= tile_end > tl.load(page + _SKIP_TOKENS)
+    if FAULT_COLUMNS > 0:
+        lanes = tl.arange(0, FAULT_LANES)
+        own = (tl.load(page + _PAYLOAD_BYTES) + _SUM_BLOCK_BYTES - 1) // _SUM_BLOCK_BYTES
+        found = tl.load(faults + lanes, mask=(lanes < own) & (lanes < FAULT_COLUMNS), other=0)
+        wanted &= own <= FAULT_COLUMNS  # what was not verified is not good
+        wanted &= tl.max((found != 0).to(tl.int32), axis=0) == 0
+    return wanted
+
+
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "faults", "items"])
+def scatter_kernel(
+    pages: tl.int64,
+    blocks: tl.int64,
+    planes: tl.int64,
+    faults: tl.int64,
+    items: tl.int32,
+    FIRST_PLANE: tl.constexpr,
+    FAULT_COLUMNS: tl.constexpr,
+    FAULT_LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOST_PLANES: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    PLANE_BYTES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    TOKEN: tl.constexpr = HEADS * ROW_BYTES * 8 // ELEMENT.primitive_bitwidth  # elements
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        ids = tile_blocks(
+            table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, HEADS * ROW_BYTES, ELEMENT, TILE, TILE_BLOCKS, BLOCKS
+        )
+        page = table_row(pages, nth_page, _PAGE_COLUMNS)
+        page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
+        tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
+        if is_wanted(page, page_faults, nth_plane, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+            plane = table_row(planes, tl.load(page + FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+            destination, source, position, mask = tile_pointers(
+                tl.load(page + _PAYLOAD_ADDRESS), plane, ids, tile,
+                BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
+            )  # fmt: skip
+            mask &= position >= tl.load(page + _SKIP_TOKENS)
+            tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
+
+
+def scatter_pages(
+    pages: Tensor,
+    blocks: Tensor,
+    planes: Tensor,
+    shape: CopyShape,
+    *,
+    faults: Tensor | None = None,
+    scales: bool = False,
+    programs: int | None = None,
+) -> None:
+    """Copy the payloads of all pages of a burst into the rows of all their planes, in one launch.
+
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.blocks] int64: see kvpool.kernels.tables. On the
+              device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
+              which page wins would be open. What the tables name is not checked on the device.
+    shape:    of the planes that are copied.
+    faults:   [N, F] int32, F >= sum blocks of the largest page: a page with a fault in any of its own leaves the cache
+              as it is, and so does one with more than F of them. None: all pages are known to be good.
+    scales:   copy the scale planes (FIRST_SCALE_PLANE, SCALE_PLANE_COUNT), with a shape of their own, not the data.
+    programs: at most so many; None takes one for each tile of 32 KiB.
+    raises:   ValueError naming the argument, before any launch.
+
+    The first SKIP_TOKENS positions of a page, and pages that are not PRESENT, are left out. Moves at most
+    2 * pages * planes * shape.plane_bytes bytes; equal, bit for bit, to the reference. Runs on the current stream.
+    """
+    count = pages.shape[0]
+    fault_columns = 0 if faults is None else faults.shape[-1]
+    addresses = (
+        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
+        check_table("blocks", blocks, torch.int64, shape.blocks, count),
+        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
+        0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
+    )
+    cut = tiling(shape)
+    items = count * shape.most_planes * cut.tiles
+    if items:  # an empty grid cannot be launched
+        constants = {
+            "FIRST_PLANE": (PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE).value,
+            "FAULT_COLUMNS": fault_columns,
+            "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1)),
+        }
+        arguments = (*addresses, items)
+        launch(scatter_kernel, grid_size(items, programs), arguments, constants | cut.constants(shape), cut.warps)

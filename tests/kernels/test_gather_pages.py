@@ -1,0 +1,207 @@
+"""gather_pages equals its reference bit for bit, and writes nothing else."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpool.kernels.gather import gather_pages, gather_pages_reference
+from kvpool.kernels.tables import PageColumn, copy_shape
+from tests.kernels.paged_caches import (
+    HEADER_BYTES,
+    POISON,
+    PagedCache,
+    make_pages,
+    paged_cache,
+    pick_blocks,
+    random_bytes,
+)
+
+# layout, tokens of a block, heads, bytes of a row
+CASES = [
+    pytest.param("nhd", 16, 8, 256, id="nhd, 128 x bf16"),
+    pytest.param("nhd", 64, 3, 160, id="nhd, 80 x fp16, one block a chunk"),
+    pytest.param("hnd", 16, 4, 256, id="hnd, 128 x bf16"),
+    pytest.param("hnd", 16, 5, 80, id="hnd, 80 x int8"),
+    pytest.param("interleaved", 1, 2, 128, id="interleaved, 64 x bf16"),
+    pytest.param("interleaved", 1, 1, 768, id="interleaved, 192 x fp32"),
+    pytest.param("separate", 1, 3, 192, id="separate, 192 x fp8"),
+    pytest.param("separate", 64, 1, 64, id="separate, 64 x int8"),
+    pytest.param("padded", 1, 1, 1152, id="mla, 576 x bf16"),
+    pytest.param("padded", 16, 1, 576, id="mla, 576 x fp8"),
+    pytest.param("padded", 1, 1, 578, id="mla, fp8 with inline scale"),
+    pytest.param("padded", 4, 7, 65, id="odd bytes"),
+    pytest.param("nhd", 24, 2, 2304, id="last block in part, 2304 bytes"),
+]
+POSITIONS = 64
+
+
+def gathered(cache: PagedCache, blocks: Tensor, payload_start: int = 16) -> tuple[Tensor, Tensor]:
+    """What the kernel made of poisoned pages, whole slots, and what it should be."""
+    planes = cache.planes(payload_start=payload_start, positions=POSITIONS)
+    shape = cache.shape(planes, POSITIONS)
+    payload_bytes = payload_start + len(cache.views) * shape.plane_bytes
+    pages = make_pages(len(blocks), payload_bytes, len(cache.views), str(blocks.device))
+    expected = pages.slots.clone()
+    rows = gather_pages_reference(cache.views, blocks, POSITIONS).flatten(1)
+    expected[:, HEADER_BYTES + payload_start : HEADER_BYTES + payload_bytes] = rows
+    gather_pages(pages.table.to(blocks.device), blocks, planes, shape)
+    return pages.slots, expected
+
+
+@pytest.mark.parametrize(("layout", "block_rows", "heads", "row_bytes"), CASES)
+@pytest.mark.parametrize("first_head", [0, 2])
+def test_equals_the_reference(
+    layout: str, block_rows: int, heads: int, row_bytes: int, first_head: int, device: str
+) -> None:
+    cache = paged_cache(
+        layout, layers=2, blocks=200 // block_rows + 6, block_rows=block_rows, heads=heads, row_bytes=row_bytes,
+        device=device, first_head=first_head,
+    )  # fmt: skip
+    blocks = pick_blocks(2, POSITIONS, block_rows, 200 // block_rows + 6, device)
+    result, expected = gathered(cache, blocks)
+    assert torch.equal(result, expected)
+
+
+def test_repeated_blocks_and_heads_are_read_again(device: str) -> None:
+    cache = paged_cache("hnd", layers=1, blocks=4, block_rows=16, heads=1, row_bytes=128, device=device)
+    # A head that two shards hold (replicated KV heads) is a stride of zero.
+    cache = PagedCache(tuple(view.expand(-1, -1, 4, -1) for view in cache.views), cache.buffers)
+    blocks = torch.tensor([[3, 3, 0, 3], [1, 0, 1, 0]], device=device)
+    result, expected = gathered(cache, blocks)
+    assert torch.equal(result, expected)
+
+
+def test_absent_pages_and_planes_beyond_a_pages_own_stay_poisoned(device: str) -> None:
+    cache = paged_cache("separate", layers=2, blocks=256, block_rows=1, heads=2, row_bytes=64, device=device)
+    planes = cache.planes(payload_start=0, positions=POSITIONS)
+    shape = cache.shape(planes, POSITIONS)
+    pages = make_pages(4, 4 * shape.plane_bytes, 4, device)
+    blocks = pick_blocks(4, POSITIONS, 1, 256, device)
+    pages.table[1, PageColumn.PRESENT] = 0
+    pages.table[2, PageColumn.PLANE_COUNT] = 1
+    pages.table[3, PageColumn.FIRST_PLANE], pages.table[3, PageColumn.PLANE_COUNT] = 2, 2
+    rows = gather_pages_reference(cache.views, blocks, POSITIONS).flatten(2)
+    expected = torch.full_like(pages.payloads, POISON).view(4, 4, -1)
+    expected[0], expected[2, 0], expected[3, 2:] = rows[0], rows[2, 0], rows[3, 2:]
+    gather_pages(pages.table.to(device), blocks, planes, shape)
+    assert torch.equal(pages.payloads.view(4, 4, -1), expected)
+
+
+def test_scale_planes_are_a_launch_of_their_own(device: str) -> None:
+    data = paged_cache("interleaved", layers=2, blocks=160, block_rows=1, heads=4, row_bytes=64, device=device)
+    scales = paged_cache("interleaved", layers=2, blocks=160, block_rows=1, heads=4, row_bytes=2, device=device)
+    data_bytes = POSITIONS * 4 * 64 * len(data.views)
+    planes = torch.cat(
+        [
+            data.planes(payload_start=0, positions=POSITIONS),
+            scales.planes(payload_start=data_bytes, positions=POSITIONS),
+        ]
+    )
+    pages = make_pages(2, data_bytes + POSITIONS * 4 * 2 * len(scales.views), 4, device)
+    pages.table[:, PageColumn.FIRST_SCALE_PLANE] = 4
+    pages.table[:, PageColumn.SCALE_PLANE_COUNT] = torch.tensor([4, 0])
+    blocks = pick_blocks(2, POSITIONS, 1, 160, device)
+    expected = torch.full_like(pages.payloads, POISON)
+    expected[:, :data_bytes] = gather_pages_reference(data.views, blocks, POSITIONS).flatten(1)
+    expected[0, data_bytes:] = gather_pages_reference(scales.views, blocks, POSITIONS)[0].flatten()
+    gather_pages(pages.table.to(device), blocks, planes, data.shape(planes[:4], POSITIONS))
+    gather_pages(pages.table.to(device), blocks, planes, scales.shape(planes[4:], POSITIONS), scales=True)
+    assert torch.equal(pages.payloads, expected)
+
+
+def test_a_few_programs_do_the_work_of_many(device: str) -> None:
+    cache = paged_cache("nhd", layers=2, blocks=32, block_rows=16, heads=8, row_bytes=256, device=device)
+    planes = cache.planes(payload_start=0, positions=POSITIONS)
+    shape = cache.shape(planes, POSITIONS)
+    pages = make_pages(3, 4 * shape.plane_bytes, 4, device)
+    blocks = pick_blocks(3, POSITIONS, 16, 32, device)
+    gather_pages(pages.table.to(device), blocks, planes, shape, programs=5)
+    assert torch.equal(pages.payloads, gather_pages_reference(cache.views, blocks, POSITIONS).flatten(1))
+
+
+def test_blocks_beyond_four_gib_are_found(device: str) -> None:
+    # Only what is written of such an allocation takes memory, at least on the CPU.
+    block_stride = (2 << 30) + 4096
+    buffer = torch.empty(2 * block_stride + 4096, dtype=torch.uint8, device=device)
+    view = buffer.as_strided((3, 16, 2, 64), (block_stride, 128, 64, 1))
+    for block in range(3):
+        view[block] = random_bytes((16, 2, 64), device, block)
+    result, expected = gathered(PagedCache((view,), (buffer,)), torch.tensor([[2, 0, 1, 2]], device=device))
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("shift_bytes", "unit_bytes"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
+def test_the_unit_fits_the_alignment_of_the_planes(shift_bytes: int, unit_bytes: int, device: str) -> None:
+    buffer = random_bytes((65 * 256 + 16,), device)
+    view = buffer[shift_bytes : shift_bytes + 65 * 256].view(65, 1, 2, 128)
+    cache = PagedCache((view,), (buffer,))
+    assert cache.shape(cache.planes(payload_start=0, positions=POSITIONS), POSITIONS).unit_bytes == unit_bytes
+    blocks = torch.arange(64, 0, -1, device=device)[None]
+    result, expected = gathered(cache, blocks)
+    assert torch.equal(result, expected)
+
+
+def test_nothing_to_do_launches_nothing(device: str) -> None:
+    empty = torch.zeros((0, 8), dtype=torch.int64, device=device)
+    shape = copy_shape([], positions=64, block_rows=16, heads=1, row_bytes=64, most_planes=2)
+    gather_pages(empty, torch.zeros((0, 4), dtype=torch.int64, device=device), empty, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("pages", torch.zeros((1, 7), dtype=torch.int64)),
+        ("pages", torch.zeros((1, 8), dtype=torch.int32)),
+        ("blocks", torch.zeros((1, 5), dtype=torch.int64)),
+        ("blocks", torch.zeros((2, 4), dtype=torch.int64)),
+        ("planes", torch.zeros((8, 8), dtype=torch.int64).T),
+        ("planes", torch.zeros((2, 16), dtype=torch.int64)[:, ::2]),
+        ("planes", torch.zeros(8, dtype=torch.int64)),
+    ],
+)
+def test_a_wrong_table_is_refused_by_name(name: str, table: Tensor, device: str) -> None:
+    if table.dim() == 2 and table.shape == (8, 8):
+        table = table[:, :7]
+    sizes = {"pages": (1, 8), "blocks": (1, 4), "planes": (1, 8)}
+    tables = {other: torch.zeros(size, dtype=torch.int64, device=device) for other, size in sizes.items()}
+    tables[name] = table.to(device)
+    shape = copy_shape([], positions=64, block_rows=16, heads=1, row_bytes=64, most_planes=1)
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        gather_pages(tables["pages"], tables["blocks"], tables["planes"], shape)
+
+
+@pytest.mark.gpu
+def test_pageable_tables_are_refused(device: str) -> None:
+    shape = copy_shape([], positions=64, block_rows=16, heads=1, row_bytes=64, most_planes=1)
+    table = torch.zeros((1, 8), dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^pages lies in pageable memory"):
+        gather_pages(table, table[:, :4].contiguous(), table, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layout", "block_rows", "heads", "row_bytes"),
+    [
+        ("nhd", 16, 8, 256),
+        ("hnd", 64, 8, 256),
+        ("interleaved", 1, 8, 256),
+        ("padded", 1, 1, 1152),
+        ("padded", 1, 1, 578),
+    ],
+)
+def test_large_bursts_equal_the_reference(
+    layout: str, block_rows: int, heads: int, row_bytes: int, device: str
+) -> None:
+    cache = paged_cache(
+        layout, layers=16, blocks=8192 // block_rows, block_rows=block_rows, heads=heads, row_bytes=row_bytes,
+        device=device,
+    )  # fmt: skip
+    planes = cache.planes(payload_start=0, positions=256)
+    shape = cache.shape(planes, 256)
+    pages = make_pages(8, len(cache.views) * shape.plane_bytes, len(cache.views), device)
+    blocks = pick_blocks(8, 256, block_rows, 8192 // block_rows, device)
+    expected = gather_pages_reference(cache.views, blocks, 256).flatten(1)
+    for table in (pages.table.to(device), pages.table.pin_memory()):
+        pages.payloads.fill_(POISON)
+        gather_pages(table, blocks, planes, shape)
+        assert torch.equal(pages.payloads, expected)
