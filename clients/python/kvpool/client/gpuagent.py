@@ -220,6 +220,11 @@ class EngineSession:
         await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)), after)), handle, after)
         return handle
 
+    def give_back(self, event: EngineEvent | None) -> None:
+        """No further request names the event; see EventSlots. None does nothing."""
+        if event is not None:
+            self._events.give_back(event)
+
     async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle, after: EngineEvent | None) -> None:
         announced: list[_Request] = []
 

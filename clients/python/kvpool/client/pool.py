@@ -7,17 +7,19 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkBlocks, ChunkSpan, LoadOutcome, Retention, TierTokens
+from kvpool.client.engine_items import ChunkSpan, LoadOutcome, Retention, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
-from kvpool.client.pool_values import BlockHold, LoadReport, PrefixMatch, StoreTicket
+from kvpool.client.pool_spans import spans_of
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch, StoreTicket
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
 from kvpool.core.chunks import Extra, Tokens
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.ipc import EngineEvent
 from kvpool.wire.convert_engine import BlockIds
 
 _log = logging.getLogger(__name__)
@@ -87,13 +89,33 @@ class KvPool:
         skip_tokens: int = 0,
         timeout_s: float | None = None,
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+        after: EngineEvent | None = None,
     ) -> LoadReport:
         """Load chunks [first_chunk, end_chunk) into the engine's blocks.
 
         skip_tokens: of the first chunk, to leave untouched. on_progress: called with layers that are in and failed
-        chunks (indexes in the chain), for loads that fit into one request. raises: InvalidRequest for a range outside
-        of the chain.
+        chunks (indexes in the chain), for loads that fit into one request. after: GPU work that may still read what the
+        blocks held before, an event that was taken and recorded; it is given back here. raises: InvalidRequest for a
+        range outside of the chain.
         """
+        try:
+            return await self._load_after(
+                chain, block_table, range(first_chunk, end_chunk), skip_tokens, timeout_s, on_progress, after
+            )
+        finally:
+            self._session.give_back(after)
+
+    async def _load_after(
+        self,
+        chain: Chain,
+        block_table: BlockIds,
+        chunks: range,
+        skip_tokens: int,
+        timeout_s: float | None,
+        on_progress: Callable[[int, tuple[int, ...]], None] | None,
+        after: EngineEvent | None,
+    ) -> LoadReport:
+        first_chunk, end_chunk = chunks.start, chunks.stop
         limit_s = self._config.load_timeout_s if timeout_s is None else timeout_s
         ends_at_s = asyncio.get_running_loop().time() + limit_s
         windows = self._windows(chain, block_table, first_chunk, end_chunk, skip_tokens)
@@ -107,7 +129,7 @@ class KvPool:
                 if on_progress is not None and single:
                     on_progress(layers, tuple(shift + position for position in failed))
 
-            outcome = await self._load_span(span, ends_at_s, report, handles)
+            outcome = await self._load_span(span, ends_at_s, report, handles, after)
             loaded += outcome.loaded_chunks
             tokens += outcome.tokens
             error = outcome.error
@@ -122,13 +144,14 @@ class KvPool:
         ends_at_s: float,
         on_progress: Callable[[int, tuple[int, ...]], None],
         handles: list[LoadHandle],
+        after: EngineEvent | None,
     ) -> LoadOutcome:
         loop = asyncio.get_running_loop()
         handle: LoadHandle | None = None
         try:
             wait_s = max(0.001, ends_at_s - loop.time())
             async with asyncio.timeout(wait_s):
-                handle = await self._session.load(span, wait_s=wait_s, on_progress=on_progress)
+                handle = await self._session.load(span, wait_s=wait_s, on_progress=on_progress, after=after)
             handles.append(handle)
             return await handle.done(max(0.0, ends_at_s - loop.time()) + self._config.load_grace_s)
         except TimeoutError:
@@ -142,6 +165,31 @@ class KvPool:
                 handle.cancel()  # the hold goes on; the session keeps it
             raise
 
+    def begin_load(
+        self,
+        chain: Chain,
+        block_table: BlockIds,
+        *,
+        first_chunk: int,
+        end_chunk: int,
+        skip_tokens: int = 0,
+        timeout_s: float | None = None,
+        after: EngineEvent | None = None,
+    ) -> LoadTicket:
+        """Begin a load whose first layers can be used before its last ones are in. Arguments as for `load`."""
+        return LoadTicket(
+            lambda on_progress: self.load(
+                chain,
+                block_table,
+                first_chunk=first_chunk,
+                end_chunk=end_chunk,
+                skip_tokens=skip_tokens,
+                timeout_s=timeout_s,
+                on_progress=on_progress,
+                after=after,
+            )
+        )
+
     async def store(
         self,
         chain: Chain,
@@ -151,27 +199,43 @@ class KvPool:
         end_chunk: int,
         retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
+        after: EngineEvent | None = None,
     ) -> StoreTicket:
         """Begin to store chunks [first_chunk, end_chunk); their blocks are held until the ticket says otherwise.
 
         kept: asked each time blocks were copied out, whether all blocks of this store held their bytes until now; None
-        means the engine keeps to the rule. raises: InvalidRequest for a range outside of the chain.
+        means the engine keeps to the rule. after: GPU work that computes the blocks, an event that was taken and
+        recorded; it is given back here. raises: InvalidRequest for a range outside of the chain.
         """
+        try:
+            spans = self._windows(chain, block_table, first_chunk, end_chunk, 0)
+            return await self._store_after(spans, range(first_chunk, end_chunk), retention, kept, after)
+        finally:
+            self._session.give_back(after)
+
+    async def _store_after(
+        self,
+        spans: Sequence[ChunkSpan],
+        chunks: range,
+        retention: Retention | None,
+        kept: Callable[[], bool] | None,
+        after: EngineEvent | None,
+    ) -> StoreTicket:
         handles: list[tuple[int, StoreHandle]] = []
         error: KvPoolError | None = None
         asked = (lambda _: kept()) if kept is not None else None
-        for span in self._windows(chain, block_table, first_chunk, end_chunk, 0):
+        for span in spans:
             try:
                 async with asyncio.timeout(self._config.call_timeout_s):
-                    handle = await self._session.store(span, retention=retention, kept=asked)
-                handles.append((span.first_chunk_index - first_chunk, handle))
+                    handle = await self._session.store(span, retention=retention, kept=asked, after=after)
+                handles.append((span.first_chunk_index - chunks.start, handle))
             except TimeoutError:
                 error = DeadlineExceeded("the agent takes no more stores now")
             except KvPoolError as refused:
                 error = self._explain(refused)
             if error is not None:
                 break
-        return StoreTicket(range(first_chunk, end_chunk), handles, error)
+        return StoreTicket(chunks, handles, error)
 
     def count(self, chain: Chain, *, own_tokens: int, load: LoadReport | None = None) -> RequestStats:
         """Where one prompt's tokens came from; also added to `totals`."""
@@ -191,40 +255,9 @@ class KvPool:
     def _windows(
         self, chain: Chain, block_table: BlockIds, first_chunk: int, end_chunk: int, skip_tokens: int
     ) -> list[ChunkSpan]:
-        """Requests of at most max_request_chunks."""
-        blocks = self._session.blocks_per_chunk
-        if not 0 <= first_chunk <= end_chunk <= chain.chunk_count:
-            raise InvalidRequest(
-                f"chunks [{first_chunk}, {end_chunk}) are not within the {chain.chunk_count} of the chain"
-            )
-        if len(block_table) < end_chunk * blocks:
-            raise InvalidRequest(
-                f"block_table has {len(block_table)} blocks, {end_chunk} chunks need {end_chunk * blocks}"
-            )
-        if not 0 <= skip_tokens < chain.chunk_tokens:
-            raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
-        step = self._session.max_request_chunks or max(1, end_chunk - first_chunk)
-        spans: list[ChunkSpan] = []
-        for start in range(first_chunk, end_chunk, step):
-            end = min(start + step, end_chunk)
-            chunks = tuple(
-                ChunkBlocks(
-                    chain.hashes[index],
-                    block_table[index * blocks : (index + 1) * blocks],
-                    skip_tokens if index == first_chunk else 0,
-                )
-                for index in range(start, end)
-            )
-            spans.append(
-                ChunkSpan(
-                    chunks=chunks,
-                    first_chunk_index=start,
-                    parent_hash=chain.parent_hash(start),
-                    group_head_hashes=chain.group_head_hashes(start, end - start),
-                    chain_head_hash=chain.head_hash,
-                )
-            )
-        return spans
+        session = self._session
+        limit = session.max_request_chunks or max(1, end_chunk - first_chunk)
+        return spans_of(chain, block_table, range(first_chunk, end_chunk), session.blocks_per_chunk, limit, skip_tokens)
 
     def _explain(self, error: KvPoolError) -> KvPoolError:
         if self._closed:

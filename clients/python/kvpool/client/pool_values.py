@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpool.client.engine_items import EngineMatchRun, TierTokens
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
@@ -73,6 +74,51 @@ class BlockHold:
         """Return when they may. After a broken session this takes until the agent has let go of the memory."""
         for handle in self._handles:
             await handle.wait_hold()
+
+
+OnProgress = Callable[[int, tuple[int, ...]], None]
+
+
+class LoadTicket:
+    """A load in progress. Belongs to the event loop."""
+
+    def __init__(self, load: Callable[[OnProgress], Coroutine[Any, Any, LoadReport]]) -> None:
+        """load: does it, and calls back with layers that are in and chunks that have failed so far."""
+        self.layers_loaded = 0
+        self.failed_chunks: tuple[int, ...] = ()  # so far; when the load has ended see `report`
+        self._changed = asyncio.Event()
+        self._loading = asyncio.create_task(load(self._progressed), name="kvpool load")
+        self._loading.add_done_callback(self._ended)
+
+    @property
+    def done(self) -> bool:
+        """Whether the load has ended."""
+        return self._loading.done()
+
+    async def wait_layers(self, layers: int) -> bool:
+        """Wait until so many leading layers are in for every chunk that has not failed: GPU work of the engine that is
+        launched after this finds them. False if the load ended before: then `report` says what is in, in all layers.
+
+        When a chunk fails in a later layer group, the report names it though its first layers were in: a step that has
+        begun with it is to be recomputed.
+        """
+        while self.layers_loaded < layers and not self._loading.done():
+            self._changed.clear()
+            await self._changed.wait()
+        return self.layers_loaded >= layers
+
+    async def report(self) -> LoadReport:
+        """The end of the load: it has a deadline of its own. raises: InvalidRequest for arguments that do not fit."""
+        return await asyncio.shield(self._loading)
+
+    def _progressed(self, layers: int, failed_chunks: tuple[int, ...]) -> None:
+        self.layers_loaded, self.failed_chunks = layers, failed_chunks
+        self._changed.set()
+
+    def _ended(self, loading: asyncio.Task[LoadReport]) -> None:
+        self._changed.set()
+        if not loading.cancelled():
+            loading.exception()  # its caller may have left
 
 
 class StoreTicket:

@@ -17,10 +17,12 @@ from kvpool.client.engine_items import Retention
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import BlockHold, LoadReport, PrefixMatch, StoreReport, StoreTicket
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch
 from kvpool.client.request_stats import RequestStats
+from kvpool.client.sync_tickets import SyncLoadTicket, SyncStoreTicket
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.ipc import EngineEvent
 from kvpool.wire.convert_engine import BlockIds
 
 ResultT = TypeVar("ResultT")
@@ -148,6 +150,7 @@ class SyncKvPool:
         skip_tokens: int = 0,
         timeout_s: float | None = None,
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+        after: EngineEvent | None = None,
     ) -> LoadReport:
         """See KvPool.load; on_progress is called on the client's thread."""
         return self._loop.run(
@@ -159,8 +162,35 @@ class SyncKvPool:
                 skip_tokens=skip_tokens,
                 timeout_s=timeout_s,
                 on_progress=on_progress,
+                after=after,
             )
         )
+
+    def begin_load(
+        self,
+        chain: Chain,
+        block_table: BlockIds,
+        *,
+        first_chunk: int,
+        end_chunk: int,
+        skip_tokens: int = 0,
+        timeout_s: float | None = None,
+        after: EngineEvent | None = None,
+    ) -> SyncLoadTicket:
+        """See KvPool.begin_load."""
+
+        async def begin() -> LoadTicket:
+            return self._pool.begin_load(
+                chain,
+                block_table,
+                first_chunk=first_chunk,
+                end_chunk=end_chunk,
+                skip_tokens=skip_tokens,
+                timeout_s=timeout_s,
+                after=after,
+            )
+
+        return SyncLoadTicket(self._loop, self._loop.run(begin))
 
     def store(
         self,
@@ -171,11 +201,18 @@ class SyncKvPool:
         end_chunk: int,
         retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
+        after: EngineEvent | None = None,
     ) -> SyncStoreTicket:
         """See KvPool.store; `kept` is called on the client's thread."""
         ticket = self._loop.run(
             lambda: self._pool.store(
-                chain, block_table, first_chunk=first_chunk, end_chunk=end_chunk, retention=retention, kept=kept
+                chain,
+                block_table,
+                first_chunk=first_chunk,
+                end_chunk=end_chunk,
+                retention=retention,
+                kept=kept,
+                after=after,
             )
         )
         return SyncStoreTicket(self._loop, ticket, self._config.store_timeout_s)
@@ -214,26 +251,3 @@ class SyncKvPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class SyncStoreTicket:
-    """StoreTicket for code without an event loop."""
-
-    def __init__(self, loop: BackgroundLoop, ticket: StoreTicket, timeout_s: float) -> None:
-        self._loop = loop
-        self._ticket = ticket
-        self._timeout_s = timeout_s
-
-    @property
-    def hold(self) -> BlockHold:
-        """Whether the blocks may be reused; `ended` can be read in any thread."""
-        return self._ticket.hold
-
-    def wait_reusable(self, timeout_s: float | None = None) -> None:
-        """Return when the engine may reuse the blocks. raises: DeadlineExceeded; then they are still held."""
-        self._loop.run(self._ticket.wait_reusable, timeout_s)
-
-    def report(self, timeout_s: float | None = None) -> StoreReport:
-        """The end of the store, or what is known of it by then."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._loop.run(lambda: self._ticket.report(limit_s))
