@@ -1,4 +1,4 @@
-"""Engine caches as the engines themselves index them: a view that knows nothing of planes and strides."""
+"""Engine caches as the engines themselves index them: real tensors, which know nothing of planes and strides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +12,149 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 
 Bytes = npt.NDArray[np.uint8]
+Preset = Callable[..., EngineLayout]
 RowsOf = Callable[[int, int, int, int], Bytes]
 """(local layer, plane, block id, token in the block) -> [heads, row bytes] view."""
 
-PRESETS: dict[str, Callable[..., EngineLayout]] = {
-    "contiguous": layout_presets.contiguous_layout,
-    "vllm_nhd": layout_presets.vllm_nhd_layout,
-    "vllm_hnd": layout_presets.vllm_hnd_layout,
-    "sglang": layout_presets.sglang_layout,
-    "lightllm": layout_presets.lightllm_layout,
-    "mla": layout_presets.mla_layout,
-    "vllm_cpu_opaque": layout_presets.vllm_cpu_opaque_layout,
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a rank's tensors, under the letters of the presets' docstrings, but n layers; d and g are bytes of a row."""
+
+    n: int
+    p: int
+    b: int
+    t: int
+    h: int
+    d: int
+    g: int
+
+    @property
+    def s(self) -> int:
+        return self.b * self.t
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """shape as the engine sees it; order: which of these axes come first in memory (None: as they are)."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+
+    def of(self, memory: Bytes) -> Bytes:
+        """The tensor in a handle's memory, which it fills."""
+        if self.order is None:
+            return memory.reshape(self.shape)
+        return memory.reshape([self.shape[axis] for axis in self.order]).transpose(np.argsort(self.order))
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """How one engine makes and indexes its cache: `row` and `scale` are views [heads, bytes]."""
+
+    preset: Preset
+    tensors: Callable[[Sizes], list[Tensor]]
+    row: Callable[[list[Bytes], Sizes, int, int, int, int], Bytes]
+    scale: Callable[[list[Bytes], Sizes, int, int, int, int], Bytes] | None = None
+
+
+def _block_scales(x: list[Bytes], e: Sizes, layer: int, plane: int, block: int) -> tuple[Bytes, Bytes]:
+    """Rows and scales of a block, [T, H, .] each."""
+    cut = e.t * e.h * e.d
+    rows, scales = x[layer][plane, block, :cut], x[layer][plane, block, cut:]
+    return rows.reshape(e.t, e.h, e.d), scales.reshape(e.t, e.h, e.g)
+
+
+MODELS = {
+    "contiguous": EngineModel(
+        layout_presets.contiguous_layout,
+        lambda e: [Tensor((e.n, 2, e.s, e.h, e.d))],
+        lambda x, e, n, p, b, t: x[0][n, p, b * e.t + t],
+    ),
+    "vllm_nhd": EngineModel(
+        layout_presets.vllm_nhd_layout,
+        lambda e: [Tensor((2, e.b, e.t, e.h, e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][p, b, t],
+    ),
+    "vllm_hnd": EngineModel(
+        layout_presets.vllm_hnd_layout,
+        lambda e: [Tensor((2, e.b, e.t, e.h, e.d), (0, 1, 3, 2, 4))] * e.n,
+        lambda x, e, n, p, b, t: x[n][p, b, t],
+    ),
+    "vllm_blocks_nhd": EngineModel(
+        layout_presets.vllm_blocks_nhd_layout,
+        lambda e: [Tensor((e.b, 2, e.t, e.h, e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b, p, t],
+    ),
+    "vllm_blocks_hnd": EngineModel(
+        layout_presets.vllm_blocks_hnd_layout,
+        lambda e: [Tensor((e.b, 2, e.t, e.h, e.d), (0, 1, 3, 2, 4))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b, p, t],
+    ),
+    "vllm_all_layers_nhd": EngineModel(
+        layout_presets.vllm_all_layers_nhd_layout,
+        lambda e: [Tensor((e.n, 2, e.b, e.t, e.h, e.d), (2, 0, 1, 3, 4, 5))],
+        lambda x, e, n, p, b, t: x[0][n, p, b, t],
+    ),
+    "vllm_all_layers_hnd": EngineModel(
+        layout_presets.vllm_all_layers_hnd_layout,
+        lambda e: [Tensor((e.n, 2, e.b, e.t, e.h, e.d), (2, 4, 0, 1, 3, 5))],
+        lambda x, e, n, p, b, t: x[0][n, p, b, t],
+    ),
+    "sglang": EngineModel(
+        layout_presets.sglang_layout,
+        lambda e: [Tensor((e.s, e.h, e.d))] * (2 * e.n),
+        lambda x, e, n, p, b, t: (x[: e.n], x[e.n :])[p][n][b * e.t + t],
+    ),
+    "lightllm": EngineModel(
+        layout_presets.lightllm_layout,
+        lambda e: [Tensor((e.n, e.s, 2 * e.h, e.d))],
+        lambda x, e, n, p, b, t: x[0][n, b * e.t + t, p * e.h : (p + 1) * e.h],
+    ),
+    "lightllm_quantized": EngineModel(
+        layout_presets.lightllm_quantized_layout,
+        lambda e: [Tensor((e.n, e.s, 2 * e.h, e.d)), Tensor((e.n, e.s, 2 * e.h, e.g))],
+        lambda x, e, n, p, b, t: x[0][n, b * e.t + t, p * e.h : (p + 1) * e.h],
+        lambda x, e, n, p, b, t: x[1][n, b * e.t + t, p * e.h : (p + 1) * e.h],
+    ),
+    "inline_scales": EngineModel(
+        layout_presets.inline_scales_layout,
+        lambda e: [Tensor((e.n, 2, e.s, e.h, e.d + e.g))],
+        lambda x, e, n, p, b, t: x[0][n, p, b * e.t + t, :, : e.d],
+        lambda x, e, n, p, b, t: x[0][n, p, b * e.t + t, :, e.d :],
+    ),
+    "block_scales": EngineModel(
+        layout_presets.block_scales_layout,
+        lambda e: [Tensor((e.p, e.b, e.t * e.h * (e.d + e.g)))] * e.n,
+        lambda x, e, n, p, b, t: _block_scales(x, e, n, p, b)[0][t],
+        lambda x, e, n, p, b, t: _block_scales(x, e, n, p, b)[1][t],
+    ),
+    "mla": EngineModel(
+        layout_presets.mla_layout,
+        lambda e: [Tensor((e.n, e.s, 1, e.d))],
+        lambda x, e, n, p, b, t: x[0][n, b * e.t + t],
+    ),
+    "sglang_mla": EngineModel(
+        layout_presets.mla_per_layer_layout,
+        lambda e: [Tensor((e.s, 1, e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b * e.t + t],
+    ),
+    "vllm_mla": EngineModel(
+        layout_presets.mla_per_layer_layout,
+        lambda e: [Tensor((e.b, e.t, e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b, t, np.newaxis],
+    ),
+    "lightllm_deepseek2_fp8": EngineModel(
+        layout_presets.lightllm_deepseek2_fp8_layout,
+        lambda e: [Tensor((e.n, e.s, 1, e.d + e.g))],
+        lambda x, e, n, p, b, t: x[0][n, b * e.t + t, :, : e.d],
+        lambda x, e, n, p, b, t: x[0][n, b * e.t + t, :, e.d :],
+    ),
+    "vllm_cpu_opaque": EngineModel(
+        layout_presets.vllm_cpu_opaque_layout,
+        lambda e: [Tensor((e.b, e.h, e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b],
+    ),
 }
 
 
@@ -38,37 +170,20 @@ def make_cache(
     preset: str, spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int, fill: Any
 ) -> EngineCache:
     """A cache full of noise from `fill` (a numpy Generator)."""
-    layout = PRESETS[preset](spec, layers, heads, block_tokens, block_count)
+    model = MODELS[preset]
+    layout = model.preset(spec, layers, heads, block_tokens, block_count)
     layout.validate(spec)
-    handles = [fill.integers(0, 256, size, dtype=np.uint8) for size in layout.handle_sizes]
-    native = preset == "lightllm" and spec.scale_row_bytes > 0
+    native = model.scale is not None and spec.scale_row_bytes > 0
     row_bytes = spec.data_row_bytes if native else spec.engine_row_bytes
-    rows = _indexing(preset, handles, len(layers), len(heads), block_tokens, block_count, row_bytes)
-    if not native:
-        return EngineCache(layout, handles, rows)
-    scales = _indexing(preset, handles[1:], len(layers), len(heads), block_tokens, block_count, spec.scale_row_bytes)
-    return EngineCache(layout, handles, rows, scales)
-
-
-def _indexing(preset: str, handles: list[Bytes], n_layers: int, h: int, t: int, b: int, d: int) -> RowsOf:
-    """The engine's own indexing of its tensors, which `handles` are."""
-    if preset == "contiguous":
-        dense = handles[0].reshape(n_layers, 2, b * t, h, d)
-        return lambda layer, plane, block, token: dense[layer, plane, block * t + token]
-    if preset == "vllm_nhd":
-        nhd = [handle.reshape(2, b, t, h, d) for handle in handles]
-        return lambda layer, plane, block, token: nhd[layer][plane, block, token]
-    if preset == "vllm_hnd":
-        hnd = [handle.reshape(2, b, h, t, d) for handle in handles]
-        return lambda layer, plane, block, token: hnd[layer][plane, block, :, token]
-    if preset == "sglang":
-        apart = [handle.reshape(b * t, h, d) for handle in handles]
-        return lambda layer, plane, block, token: apart[plane * n_layers + layer][block * t + token]
-    if preset == "lightllm":
-        fused = handles[0].reshape(n_layers, b * t, 2 * h, d)
-        return lambda layer, plane, block, token: fused[layer, block * t + token, plane * h : (plane + 1) * h]
-    if preset == "mla":
-        latent = handles[0].reshape(n_layers, b * t, 1, d)
-        return lambda layer, plane, block, token: latent[layer, block * t + token]
-    cells = [handle.reshape(b, h, d) for handle in handles]
-    return lambda layer, plane, block, token: cells[layer][block]
+    scale_bytes = spec.scale_row_bytes if native else 0
+    sizes = Sizes(len(layers), spec.planes, block_count, block_tokens, len(heads), row_bytes, scale_bytes)
+    tensors = model.tensors(sizes)
+    handles = [fill.integers(0, 256, np.prod(tensor.shape), dtype=np.uint8) for tensor in tensors]
+    views = [tensor.of(handle) for tensor, handle in zip(tensors, handles, strict=True)]
+    scale = model.scale
+    return EngineCache(
+        layout,
+        handles,
+        lambda *place: model.row(views, sizes, *place),
+        (lambda *place: scale(views, sizes, *place)) if native and scale else None,
+    )

@@ -9,6 +9,7 @@ from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 from kvpool.core.layout_presets import (
     contiguous_layout,
     lightllm_layout,
+    lightllm_quantized_layout,
     mla_layout,
     vllm_cpu_opaque_layout,
     vllm_hnd_layout,
@@ -107,7 +108,7 @@ def test_layers_inside_of_blocks_are_no_overlap() -> None:
 
 
 def test_scales_come_for_every_plane_or_not_at_all() -> None:
-    layout = lightllm_layout(QUANTIZED, range(4), range(4), 8, 4)
+    layout = lightllm_quantized_layout(QUANTIZED, range(4), range(4), 8, 4)
     layout.validate(QUANTIZED)
     assert layout.holds_codec_rows(QUANTIZED)
     first = layout.layers[0]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout_presets import contiguous_layout, lightllm_layout, vllm_nhd_layout
+from kvpool.core.layout_presets import contiguous_layout, lightllm_quantized_layout, vllm_nhd_layout
 from kvpool.core.payload import ShardPayload
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference
@@ -85,7 +85,7 @@ def test_a_codec_at_work_is_told_where_its_scales_go() -> None:
 
 def test_scales_of_the_engine_are_planes_of_their_own() -> None:
     spec = KeyspaceSpec("m", "r", (KvGroup(2, 2, 16),), Dtype.BF16, Codec.INT8_GROUP8, chunk_tokens=16)
-    layout = lightllm_layout(spec, range(2), range(2), 8, 4)
+    layout = lightllm_quantized_layout(spec, range(2), range(2), 8, 4)
     table = PlaneTable.of(spec, ShardGrid(2, 2, 1, 2), layout, [1 << 20, 1 << 21])
     planes = table.of_shard(1)
     assert (planes.first_plane, planes.plane_count) == (8, 4)

@@ -20,7 +20,19 @@ from tests.unit.core.strategies import Fleet, fleets
 
 Bytes = npt.NDArray[np.uint8]
 KEYSPACE, CHUNK = bytes(range(16)), bytes(range(16, 32))
-MHA_PRESETS = ("contiguous", "vllm_nhd", "vllm_hnd", "sglang", "lightllm")
+MHA_PRESETS = (
+    "contiguous",
+    "vllm_nhd",
+    "vllm_hnd",
+    "vllm_blocks_nhd",
+    "vllm_blocks_hnd",
+    "vllm_all_layers_nhd",
+    "vllm_all_layers_hnd",
+    "sglang",
+    "lightllm",
+)
+MLA_PRESETS = ("mla", "sglang_mla", "vllm_mla", "lightllm_deepseek2_fp8")
+SCALED_PRESETS = ("lightllm_quantized", "inline_scales", "block_scales")
 
 
 @dataclass
@@ -131,14 +143,29 @@ def test_any_writer_and_reader_of_multi_head_kv(data: st.DataObject) -> None:
 @given(st.data())
 def test_any_writer_and_reader_of_latent_kv(data: st.DataObject) -> None:
     group = KvGroup.mla(data.draw(st.integers(1, 5)), 10)
-    round_trip(data, KeyspaceSpec("m", "r", (group,), Dtype.BF16, chunk_tokens=16), ("mla",))
+    round_trip(data, KeyspaceSpec("m", "r", (group,), Dtype.BF16, chunk_tokens=16), MLA_PRESETS)
 
 
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(st.data(), st.sampled_from([Codec.INT8_GROUP8, Codec.INT4_GROUP8, Codec.FP8_E4M3]))
 def test_scales_of_a_quantized_cache_travel_along(data: st.DataObject, codec: Codec) -> None:
     group = KvGroup(data.draw(st.integers(1, 3)), 2, 16)
-    round_trip(data, KeyspaceSpec("m", "r", (group,), Dtype.BF16, codec, chunk_tokens=16), ("lightllm",))
+    round_trip(data, KeyspaceSpec("m", "r", (group,), Dtype.FP16, codec, chunk_tokens=16), SCALED_PRESETS)
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_scales_of_quantized_latent_kv_travel_along(data: st.DataObject) -> None:
+    spec = KeyspaceSpec("m", "r", (KvGroup.mla(2, 24),), Dtype.BF16, Codec.FP8_E4M3, chunk_tokens=16)
+    round_trip(data, spec, ("lightllm_deepseek2_fp8", "block_scales"))
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_rows_whose_scale_no_codec_has_travel_whole(data: st.DataObject) -> None:
+    """LightLLM's Deepseek2 in fp8: 576 elements and 2 bytes of scale."""
+    spec = KeyspaceSpec("m", "r", (KvGroup.mla(2, 578),), Dtype.FP8_E4M3, chunk_tokens=16)
+    round_trip(data, spec, MLA_PRESETS)
 
 
 @settings(max_examples=15)

@@ -44,3 +44,17 @@ def test_sets_behind_one_another_may_have_any_axes() -> None:
     assert left.end_bytes == right.offset_bytes
     assert first_overlap([right, left]) is None
     assert first_overlap([left, RowSet("c", 0, 4, 4, ((6, 2),))]) == ("a", "c")
+
+
+def test_rows_of_a_block_and_then_its_scales_are_apart() -> None:
+    rows = RowSet("rows", 0, 0, 8, ((100, 5), (16, 3), (8, 2)))  # 3 tokens of 2 heads: bytes [0, 48) of each 100
+    for scales, apart in (
+        (RowSet("scales", 0, 48, 2, ((100, 5), (4, 3), (2, 2))), True),
+        (RowSet("scales", 0, 88, 2, ((100, 5), (4, 3), (2, 2))), True),  # ends where the next block begins
+        (RowSet("scales", 0, 47, 2, ((100, 5), (4, 3), (2, 2))), False),
+        (RowSet("scales", 0, 89, 2, ((100, 5), (4, 3), (2, 2))), False),
+        (RowSet("scales", 0, 48, 2, ((100, 6), (4, 3), (2, 2))), False),  # other blocks: nothing is shared
+        (RowSet("scales", 0, 248, 2, ((100, 5),)), True),
+        (RowSet("scales", 0, 240, 2, ((100, 5),)), False),
+    ):
+        assert first_overlap([rows, scales]) == (None if apart else ("rows", "scales"))

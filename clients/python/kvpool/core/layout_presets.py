@@ -1,164 +1,149 @@
-"""Layouts of known engines, as data. Each function returns what an engine of that kind would register.
+"""Layouts of known engines: each is data, and its function gives what a rank of that engine would register.
 
-Common arguments: `layers` and `heads` of the model that the rank owns; `block_tokens` and `block_count` of its cache.
-L, B, S, T, H, D below: layers, blocks, token slots (B * T), tokens of a block, heads of the rank, row elements. What a
-preset returns is not validated yet: `EngineLayout.validate` refuses.
+All take (spec, layers, heads, block_tokens, block_count): layers and heads of the model that the rank owns (see
+`partition`), and the size of its cache. What they return is not validated yet: `EngineLayout.validate` refuses.
+
+Shapes: L layers, B blocks, T tokens of a block, S = B * T token slots (T is 1 where an engine places each token on its
+own), H heads of the rank, D row elements (MLA: 512 + 64 = 576, one head), G scales of a row. B counts blocks that the
+engine keeps for padding. Rows are of the model's dtype (for a cache in fp8 with static scales FP8_E4M3, see
+`static_scales`) unless the text says that they are quantized: then as the keyspace's codec has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+from kvpool.core.layout import EngineLayout
 
-
-def _engine_layout(
-    layers: range,
-    heads: range,
-    block_tokens: int,
-    block_count: int,
-    layer_layouts: Iterable[LayerLayout],
-    handle_sizes: Iterable[int],
-) -> EngineLayout:
-    return EngineLayout(
-        block_tokens=block_tokens,
-        block_count=block_count,
-        layers=tuple(layer_layouts),
-        first_layer=layers.start,
-        first_head=heads.start,
-        head_count=len(heads),
-        handle_sizes=tuple(handle_sizes),
-    )
-
-
-def _token_major(handle: int, offset: int, token_bytes: int, row_bytes: int, block_tokens: int) -> RowPlane:
-    """[S, H, D] inside of tokens of token_bytes."""
-    return RowPlane(handle, offset, block_tokens * token_bytes, token_bytes, row_bytes, row_bytes)
+_CONTIGUOUS = CacheAxes(axes=("layer", "plane", "block", "token", "head"))
+_PER_LAYER = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "token", "head"))
+_VLLM_HND = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "head", "token"))
+_VLLM_BLOCKS_NHD = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "token", "head"))
+_VLLM_BLOCKS_HND = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "head", "token"))
+_VLLM_ALL_LAYERS_NHD = CacheAxes(axes=("block", "layer", "plane", "token", "head"))
+_VLLM_ALL_LAYERS_HND = CacheAxes(axes=("block", "head", "layer", "plane", "token"))
+_VLLM_CPU = CacheAxes(tensors_per=("layer",), axes=("block", "head"))
+_SGLANG = CacheAxes(tensors_per=("plane", "layer"), axes=("block", "token", "head"))
+_LIGHTLLM = CacheAxes(axes=("layer", "block", "token", "plane", "head"))
+_LIGHTLLM_QUANTIZED = CacheAxes(axes=("layer", "block", "token", "plane", "head"), scales_apart=True)
+_ROWS_WITH_SCALES = CacheAxes(axes=("layer", "plane", "block", "token", "head"), scales_behind="head")
+_BLOCKS_WITH_SCALES = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "token", "head"), scales_behind="block")
 
 
 def contiguous_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """One tensor [L][k, v][S][H][D]; MLA [L][S][latent]. What a plain dense cache looks like."""
-    row_bytes = spec.engine_row_bytes
-    token_bytes = len(heads) * row_bytes
-    plane_bytes = block_count * block_tokens * token_bytes
-    layouts = (
-        LayerLayout(
-            tuple(
-                _token_major(0, (layer * spec.planes + plane) * plane_bytes, token_bytes, row_bytes, block_tokens)
-                for plane in range(spec.planes)
-            )
-        )
-        for layer in range(len(layers))
-    )
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, [len(layers) * spec.planes * plane_bytes])
+    """One tensor [L, 2, S, H, D]; MLA [L, S, D]. What a plain dense cache looks like."""
+    return _CONTIGUOUS.layout(spec, layers, heads, block_tokens, block_count)
 
 
 def vllm_nhd_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """vLLM, NHD: one tensor [k, v][B][T][H][D] a layer."""
-    row_bytes = spec.engine_row_bytes
-    token_bytes = len(heads) * row_bytes
-    plane_bytes = block_count * block_tokens * token_bytes
-    layouts = (
-        LayerLayout(
-            tuple(_token_major(layer, plane * plane_bytes, token_bytes, row_bytes, block_tokens) for plane in range(2))
-        )
-        for layer in range(len(layers))
-    )
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, [2 * plane_bytes] * len(layers))
+    """vLLM (FlashAttention), NHD: a tensor [2, B, T, H, D] for each layer."""
+    return _PER_LAYER.layout(spec, layers, heads, block_tokens, block_count)
 
 
 def vllm_hnd_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """vLLM, HND: one tensor [k, v][B][H][T][D] a layer."""
-    row_bytes = spec.engine_row_bytes
-    head_bytes = block_tokens * row_bytes
-    block_bytes = len(heads) * head_bytes
-    layouts = (
-        LayerLayout(
-            tuple(
-                RowPlane(layer, plane * block_count * block_bytes, block_bytes, row_bytes, head_bytes, row_bytes)
-                for plane in range(2)
-            )
-        )
-        for layer in range(len(layers))
-    )
-    sizes = [2 * block_count * block_bytes] * len(layers)
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, sizes)
+    """vLLM (FlashAttention), HND: a tensor [2, B, T, H, D] for each layer, in memory [2, B, H, T, D]."""
+    return _VLLM_HND.layout(spec, layers, heads, block_tokens, block_count)
 
 
-def sglang_layout(spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int) -> EngineLayout:
-    """SGLang: separate K and V tensors [S][H][D], one of each a layer (all K first)."""
-    row_bytes = spec.engine_row_bytes
-    token_bytes = len(heads) * row_bytes
-    layouts = (
-        LayerLayout(
-            tuple(
-                _token_major(plane * len(layers) + layer, 0, token_bytes, row_bytes, block_tokens) for plane in range(2)
-            )
-        )
-        for layer in range(len(layers))
-    )
-    sizes = [block_count * block_tokens * token_bytes] * (2 * len(layers))
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, sizes)
-
-
-def lightllm_layout(
+def vllm_blocks_nhd_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """LightLLM: one tensor [L][S][2H][D], K heads before V heads in each token.
-
-    With a codec that has scales the cache is quantized itself: rows as in the payload, and scales in a second tensor
-    [L][S][2H][scale groups].
-    """
-    native = spec.scale_row_bytes > 0
-    data = _interleaved(
-        0, spec.data_row_bytes if native else spec.engine_row_bytes, layers, heads, block_tokens, block_count
-    )
-    scales: list[tuple[RowPlane, ...]] = [()] * len(layers)
-    token_slots = block_count * block_tokens
-    sizes = [len(layers) * token_slots * 2 * len(heads) * data[0][0].row_bytes]
-    if native:
-        scales = _interleaved(1, spec.scale_row_bytes, layers, heads, block_tokens, block_count)
-        sizes.append(len(layers) * token_slots * 2 * len(heads) * spec.scale_row_bytes)
-    layouts = (LayerLayout(planes, layer_scales) for planes, layer_scales in zip(data, scales, strict=True))
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, sizes)
+    """vLLM (FlashInfer, Triton), NHD: a tensor [B, 2, T, H, D] for each layer."""
+    return _VLLM_BLOCKS_NHD.layout(spec, layers, heads, block_tokens, block_count)
 
 
-def _interleaved(
-    handle: int, row_bytes: int, layers: range, heads: range, block_tokens: int, block_count: int
-) -> list[tuple[RowPlane, ...]]:
-    """Planes of [L][S][2H][row] in one handle."""
-    token_bytes = 2 * len(heads) * row_bytes
-    layer_bytes = block_count * block_tokens * token_bytes
-    return [
-        tuple(
-            _token_major(
-                handle, layer * layer_bytes + plane * len(heads) * row_bytes, token_bytes, row_bytes, block_tokens
-            )
-            for plane in range(2)
-        )
-        for layer in range(len(layers))
-    ]
+def vllm_blocks_hnd_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """vLLM (FlashInfer, Triton), HND: a tensor [B, 2, T, H, D] for each layer, in memory [B, 2, H, T, D]."""
+    return _VLLM_BLOCKS_HND.layout(spec, layers, heads, block_tokens, block_count)
 
 
-def mla_layout(spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int) -> EngineLayout:
-    """MLA: one tensor [L][S][1][latent]."""
-    return contiguous_layout(spec, layers, heads, block_tokens, block_count)
+def vllm_all_layers_nhd_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """vLLM with blocks across layers, NHD: one tensor [L, 2, B, T, H, D], in memory [B, L, 2, T, H, D]."""
+    return _VLLM_ALL_LAYERS_NHD.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def vllm_all_layers_hnd_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """vLLM with blocks across layers, HND: one tensor [L, 2, B, T, H, D], in memory [B, H, L, 2, T, D]."""
+    return _VLLM_ALL_LAYERS_HND.layout(spec, layers, heads, block_tokens, block_count)
 
 
 def vllm_cpu_opaque_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """vLLM's CPU kernels: one tensor [B][H][cell] a layer, cells that tile K and cannot be taken apart."""
-    cell_bytes = spec.engine_row_bytes
-    block_bytes = len(heads) * cell_bytes
-    layouts = (
-        LayerLayout((RowPlane(layer, 0, block_bytes, 0, cell_bytes, cell_bytes),)) for layer in range(len(layers))
-    )
-    return _engine_layout(layers, heads, block_tokens, block_count, layouts, [block_count * block_bytes] * len(layers))
+    """vLLM's CPU kernels: a tensor [B, H, T, 2 D] for each layer, whose cells [T, 2 D] hold tiles of K and then V and
+    cannot be taken apart."""
+    return _VLLM_CPU.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def sglang_layout(spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int) -> EngineLayout:
+    """SGLang: tensors [S, H, D], one for K and one for V of each layer, all K registered first."""
+    return _SGLANG.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def lightllm_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """LightLLM: one tensor [L, S, 2 H, D], K heads before V heads in each token. T is 1 there."""
+    return _LIGHTLLM.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def lightllm_quantized_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """LightLLM with a quantized cache, the scales in a second tensor [L, S, 2 H, G] of the model's dtype.
+
+    PPL int8 (codec INT8_GROUP8): [L, S, 2 H, D] int8, G = D / 8.
+    PPL int4 (codec INT4_GROUP8): [L, S, 2 H, D / 2], two elements in a byte, G = D / 8.
+    Only bytes are copied. Give such keyspaces a salt that names the engine's kernels unless they round exactly as
+    `codecs` says.
+    """
+    return _LIGHTLLM_QUANTIZED.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def mla_layout(spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int) -> EngineLayout:
+    """MLA in one tensor [L, S, 1, D] (LightLLM)."""
+    return _CONTIGUOUS.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def mla_per_layer_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """MLA, a tensor for each layer: [S, 1, D] (SGLang), [B, T, D] (vLLM), which is the same memory."""
+    return _PER_LAYER.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def lightllm_deepseek2_fp8_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """LightLLM, Deepseek2 fp8: one quantized tensor [L, S, 1, D + scale bytes], each row followed by its scale.
+
+    A row has 578 bytes, 576 in fp8 and one scale of 2. As long as no codec has such a scale the keyspace
+    is RAW with rows of 578 elements of FP8_E4M3 (`KvGroup.mla(layers, 578)`), copied whole.
+    """
+    return _ROWS_WITH_SCALES.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def inline_scales_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """One quantized tensor [L, 2, S, H, D + scale bytes]: each row of a token and head is followed by its scales."""
+    return _ROWS_WITH_SCALES.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def block_scales_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """A quantized tensor [2, B, T * H * D + T * H * G] for each layer: the rows of a block, then all their scales."""
+    return _BLOCKS_WITH_SCALES.layout(spec, layers, heads, block_tokens, block_count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,18 @@ class RowSet:
             inner_bytes += stride * (count - 1)
         return True
 
+    def filled_inside(self, axis_count: int) -> RowSet:
+        """The set with all bytes between the rows that the outer axis_count axes do not tell apart."""
+        inner_bytes = sum(stride * (count - 1) for stride, count in self.axes[axis_count:])
+        return replace(self, row_bytes=self.row_bytes + inner_bytes, axes=self.axes[:axis_count])
+
 
 def first_overlap(sets: Iterable[RowSet]) -> tuple[str, str] | None:
     """Names of two sets (or twice the same) whose rows share a byte, else None.
 
-    Exact for sets of nested axes that are alike. A set with other axes, and sets that interleave with different axes,
-    count as overlapping: better refused than corrupted.
+    Exact for sets of nested axes that are alike. Of sets that share only outer axes (rows of a block, then its scales),
+    everything inside of those counts as one row without gaps. A set whose axes are not nested counts as overlapping
+    itself: better refused than corrupted.
     """
     open_sets: list[tuple[int, RowSet]] = []
     handle = -1
@@ -49,10 +55,19 @@ def first_overlap(sets: Iterable[RowSet]) -> tuple[str, str] | None:
             handle, open_sets = right.handle, []
         open_sets = [(end, left) for end, left in open_sets if end > right.offset_bytes]
         for _, left in open_sets:
-            if left.axes != right.axes or _meet(left, right, right.offset_bytes - left.offset_bytes, 0):
+            if _interleaved_meet(left, right):
                 return left.name, right.name
         open_sets.append((right.end_bytes, right))
     return None
+
+
+def _interleaved_meet(left: RowSet, right: RowSet) -> bool:
+    if left.axes != right.axes:
+        shared = 0
+        while left.axes[: shared + 1] == right.axes[: shared + 1]:
+            shared += 1
+        left, right = left.filled_inside(shared), right.filled_inside(shared)
+    return _meet(left, right, right.offset_bytes - left.offset_bytes, 0)
 
 
 def _meet(left: RowSet, right: RowSet, distance: int, axis: int) -> bool:

@@ -1,0 +1,130 @@
+"""What an engine's cache tensors look like, as data, and the layout that follows from it for any rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAxes:
+    """Tensors without gaps whose innermost axis is a row (one token and head; an opaque cell).
+
+    Axes are "layer", "plane" (K before V), "block", "token" (of the block) and "head"; [slots] is block, then token.
+
+    tensors_per:   axes with a tensor for each item, in the order in which the tensors are registered.
+    axes:          of one tensor, outermost first. All that tensors_per does not name; opaque cells have no tokens.
+    scales_apart:  the engine quantizes its cache itself: scales are in tensors like those of the data, registered
+                   after all of them.
+    scales_behind: the same, but in the data's own tensors: along this axis each item has all its data before all its
+                   scales. The innermost axis means that each row is followed by its scales.
+    """
+
+    axes: tuple[str, ...]
+    tensors_per: tuple[str, ...] = ()
+    scales_apart: bool = False
+    scales_behind: str = ""
+
+    def layout(
+        self, spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+    ) -> EngineLayout:
+        """The layout of a rank with these layers and heads of the model.
+
+        A cache that the engine quantizes holds what the codec of `spec` has; without scales in that (RAW), its rows
+        are whatever one row of the model's dtype is. Any other cache holds rows of the model's dtype.
+        """
+        native = bool(spec.scale_row_bytes) and (self.scales_apart or bool(self.scales_behind))
+        counts = {
+            "layer": len(layers),
+            "plane": spec.planes,
+            "block": block_count,
+            "token": block_tokens,
+            "head": len(heads),
+        }
+        tensors = _Tensors.of(
+            self,
+            counts,
+            spec.data_row_bytes if native else spec.engine_row_bytes,
+            spec.scale_row_bytes if native else 0,
+        )
+        layouts = tuple(
+            LayerLayout(
+                tuple(tensors.data_plane(layer, plane) for plane in range(spec.planes)),
+                tuple(tensors.scale_plane(layer, plane) for plane in range(spec.planes if native else 0)),
+            )
+            for layer in range(len(layers))
+        )
+        return EngineLayout(
+            block_tokens=block_tokens,
+            block_count=block_count,
+            layers=layouts,
+            first_layer=layers.start,
+            first_head=heads.start,
+            head_count=len(heads),
+            handle_sizes=tensors.sizes_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nest:
+    """Strides by axis (0 for those of tensors_per and for no tokens), where rows begin, and bytes of a tensor."""
+
+    strides: dict[str, int]
+    row_bytes: int
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    data: _Nest
+    scales: _Nest
+    numbers: dict[str, int]  # of tensors_per: how many tensors further on the next item's is
+    tensor_count: int
+    apart: bool
+
+    @classmethod
+    def of(cls, axes: CacheAxes, counts: dict[str, int], row_bytes: int, scale_row_bytes: int) -> _Tensors:
+        data_strides, scale_strides = dict.fromkeys(counts, 0), dict.fromkeys(counts, 0)
+        data_bytes, scale_bytes, scale_offset = row_bytes, scale_row_bytes, 0
+        for axis in reversed(axes.axes):
+            if axis == axes.scales_behind:  # from here on outwards both are one
+                scale_offset = data_bytes
+                data_bytes = scale_bytes = data_bytes + scale_bytes
+            data_strides[axis], scale_strides[axis] = data_bytes, scale_bytes
+            data_bytes, scale_bytes = data_bytes * counts[axis], scale_bytes * counts[axis]
+        per = axes.tensors_per
+        return cls(
+            data=_Nest(strides=data_strides, row_bytes=row_bytes, offset_bytes=0, size_bytes=data_bytes),
+            scales=_Nest(
+                strides=scale_strides, row_bytes=scale_row_bytes, offset_bytes=scale_offset, size_bytes=scale_bytes
+            ),
+            numbers={axis: math.prod(counts[inner] for inner in per[at + 1 :]) for at, axis in enumerate(per)},
+            tensor_count=math.prod(counts[axis] for axis in per),
+            apart=bool(scale_row_bytes) and axes.scales_apart,
+        )
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        scales = (self.scales.size_bytes,) * self.tensor_count if self.apart else ()
+        return (self.data.size_bytes,) * self.tensor_count + scales
+
+    def data_plane(self, layer: int, plane: int) -> RowPlane:
+        return self._plane(self.data, layer, plane, 0)
+
+    def scale_plane(self, layer: int, plane: int) -> RowPlane:
+        return self._plane(self.scales, layer, plane, self.tensor_count if self.apart else 0)
+
+    def _plane(self, nest: _Nest, layer: int, plane: int, first_tensor: int) -> RowPlane:
+        strides = nest.strides
+        return RowPlane(
+            handle=first_tensor + layer * self.numbers.get("layer", 0) + plane * self.numbers.get("plane", 0),
+            offset_bytes=nest.offset_bytes + layer * strides["layer"] + plane * strides["plane"],
+            block_stride_bytes=strides["block"],
+            token_stride_bytes=strides["token"],
+            head_stride_bytes=strides["head"],
+            row_bytes=nest.row_bytes,
+        )
