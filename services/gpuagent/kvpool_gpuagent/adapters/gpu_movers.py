@@ -1,0 +1,298 @@
+"""The ways between a cache on the GPU and pages in host memory: kernels and scratch, or runs without either.
+
+Each enqueues the work of one burst on a lane's two streams and later completes its pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.core import page as page_format
+from kvpool.core.copy_runs import runs_of_pages
+from kvpool.core.page import HEADER_BYTES, PageFault
+from kvpool.core.plane_table import PlaneTable
+from kvpool.kernels.burst_tables import BurstPages, BurstTables, TablePool
+from kvpool.kernels.cache_kernels import CacheKernels, KernelSpace
+from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Mark, Stream
+from kvpool_gpuagent.ports import PageCopy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneStreams:
+    """Where a lane's work goes, one order for kernels and one for copies, and what its kernels share."""
+
+    kernels: Stream
+    copies: Stream
+    space: KernelSpace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoverParts:
+    """What the movers of one cache share. sums: threads that verify and sum pages on the CPU."""
+
+    table: PlaneTable
+    kernels: CacheKernels
+    runtime: GpuRuntime
+    tables: TablePool
+    sums: Executor
+
+    def payload_bytes(self, copy: PageCopy) -> int:
+        """Of a page, without header and sum table."""
+        return self.table.of_shard(copy.key.shard).payload_bytes
+
+    def body_bytes(self, copies: Sequence[PageCopy]) -> Int64s:
+        """[N] bytes of payload and sum table, which lie side by side."""
+        sizes = [page_format.page_bytes(self.payload_bytes(copy)) - HEADER_BYTES for copy in copies]
+        return np.array(sizes, dtype=np.int64)
+
+    def seal(self, copy: PageCopy) -> None:
+        """Sum and finish a page whose payload is in place."""
+        page_format.seal(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
+
+    def verify(self, copy: PageCopy) -> PageFault | None:
+        """All of a page."""
+        return page_format.verify(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
+
+
+Record = Callable[[int, float], None]
+"""Told (bytes, seconds on the lane) of each burst that ended well."""
+
+
+def address_of(view: memoryview) -> int:
+    """Where writable bytes lie in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def page_addresses(copies: Sequence[PageCopy]) -> Int64s:
+    """[N] addresses of the pages' slots."""
+    return np.array([address_of(copy.page) for copy in copies], dtype=np.int64)
+
+
+def scratch_payloads(copies: Sequence[PageCopy], scratch_address: int) -> Int64s:
+    """[N] addresses of payloads in the scratch, where slot follows slot as in memory, headers left out."""
+    sizes = np.array([len(copy.page) for copy in copies], dtype=np.int64)
+    return scratch_address + np.cumsum(sizes) - sizes + HEADER_BYTES
+
+
+def burst_pages(copies: Sequence[PageCopy], payloads: Int64s, present: Sequence[bool]) -> BurstPages:
+    """The pages for kernels whose payloads lie at these device addresses."""
+    return BurstPages(
+        shards=[copy.key.shard for copy in copies],
+        block_ids=np.stack([copy.block_ids for copy in copies]),
+        skip_tokens=[copy.skip_tokens for copy in copies],
+        payloads=payloads,
+        present=present,
+    )
+
+
+class StoreBursts:
+    """Gather into scratch by kernel, sum there, copy payload and sum table out in one piece a page."""
+
+    needs_scratch = True
+
+    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
+        self._parts, self.record = parts, record
+        self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
+        self.most_pages = parts.kernels.most_pages
+
+    def page_bytes(self, copy: PageCopy) -> int:
+        """See gpu_lane.Mover."""
+        return len(copy.page)
+
+    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> StoredBurst:
+        """See gpu_lane.Mover."""
+        parts = self._parts
+        payloads = scratch_payloads(copies, scratch_address)
+        tables = parts.tables.take()
+        tables.fill(parts.table, burst_pages(copies, payloads, [True] * len(copies)))
+        begun = self._kernels.mark()
+        with self._kernels.current():
+            parts.kernels.gather(tables)
+            parts.kernels.sum(tables, self._space)
+        gathered = self._kernels.mark()
+        self._copies.after(gathered)
+        copying = self._copies.mark()
+        bodies = parts.body_bytes(copies)
+        parts.runtime.copy_runs(page_addresses(copies) + HEADER_BYTES, payloads, bodies, self._copies)
+        return StoredBurst(parts, copies, tables, begun, gathered, copying, self._copies.mark(), time.perf_counter())
+
+
+@dataclass(slots=True, eq=False)
+class StoredBurst:
+    """See gpu_lane.Issued."""
+
+    parts: MoverParts
+    copies: Sequence[PageCopy]
+    tables: BurstTables
+    begun: Mark
+    gathered: Mark
+    copying: Mark
+    copied: Mark
+    issued_s: float
+    timing: tuple[float, float] | None = None
+
+    def finish(self) -> Sequence[PageFault | None]:
+        """The GPU has summed; the header, which names the sums, is the CPU's."""
+        turn_s = 0.0
+        if not self.gathered.passed():  # then it is now that we see it end
+            self.gathered.wait()
+            turn_s = time.perf_counter() - self.issued_s
+        self.copied.wait()
+        self.parts.tables.give(self.tables)
+        self.timing = max(turn_s, self.gathered.seconds_since(self.begun)), self.copied.seconds_since(self.copying)
+        for copy in self.copies:
+            payload_bytes = self.parts.payload_bytes(copy)
+            self.parts.kernels.finish_page(copy.page, copy.key, payload_bytes)
+        return [None] * len(self.copies)
+
+
+class LoadBursts:
+    """Copy payload and sum table of pages into scratch, verify them there, scatter those that are whole, by kernel."""
+
+    needs_scratch = True
+
+    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
+        self._parts, self.record = parts, record
+        self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
+        self.most_pages = parts.kernels.most_pages
+
+    def page_bytes(self, copy: PageCopy) -> int:
+        """See gpu_lane.Mover."""
+        return len(copy.page)
+
+    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedBurst:
+        """See gpu_lane.Mover."""
+        parts = self._parts
+        faults = [parts.kernels.check_page(copy.page, copy.key, parts.payload_bytes(copy)) for copy in copies]
+        good = np.array([fault is None for fault in faults])
+        payloads = scratch_payloads(copies, scratch_address)
+        sources = page_addresses(copies) + HEADER_BYTES
+        copying = self._copies.mark()
+        parts.runtime.copy_runs(payloads[good], sources[good], parts.body_bytes(copies)[good], self._copies)
+        copied = self._copies.mark()
+        tables = parts.tables.take()
+        tables.fill(parts.table, burst_pages(copies, payloads, good.tolist()))
+        self._kernels.after(copied)
+        begun = self._kernels.mark()
+        with self._kernels.current():
+            parts.kernels.verify(tables, self._space)
+            parts.kernels.scatter(tables, self._space)
+        return LoadedBurst(parts, faults, tables, copying, copied, begun, self._kernels.mark())
+
+
+@dataclass(slots=True, eq=False)
+class LoadedBurst:
+    """See gpu_lane.Issued."""
+
+    parts: MoverParts
+    faults: list[PageFault | None]
+    tables: BurstTables
+    copying: Mark
+    copied: Mark
+    begun: Mark
+    scattered: Mark
+    timing: tuple[float, float] | None = None
+
+    def finish(self) -> Sequence[PageFault | None]:
+        """See gpu_lane.Issued."""
+        turn_s = 0.0
+        self.copied.wait()
+        if not self.scattered.passed():
+            waited_s = time.perf_counter()
+            self.scattered.wait()
+            turn_s = time.perf_counter() - waited_s
+        found = self.tables.found_faults()
+        self.parts.tables.give(self.tables)
+        self.timing = max(turn_s, self.scattered.seconds_since(self.begun)), self.copied.seconds_since(self.copying)
+        return [known or seen for known, seen in zip(self.faults, found, strict=True)]
+
+
+class StoreRuns:
+    """The copy engine takes each contiguous run to its place; the CPU sums."""
+
+    needs_scratch = False
+    most_pages = 1024
+
+    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
+        self._parts, self._copies, self.record = parts, streams.copies, record
+
+    def page_bytes(self, copy: PageCopy) -> int:
+        """See gpu_lane.Mover."""
+        return len(copy.page)
+
+    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> StoredRuns:
+        """See gpu_lane.Mover."""
+        engine, pages, sizes = copy_arguments(self._parts, copies)
+        self._parts.runtime.copy_runs(pages, engine, sizes, self._copies)
+        return StoredRuns(self._parts, copies, self._copies.mark())
+
+
+@dataclass(slots=True, eq=False)
+class StoredRuns:
+    """See gpu_lane.Issued."""
+
+    parts: MoverParts
+    copies: Sequence[PageCopy]
+    copied: Mark
+    timing: None = None
+
+    def finish(self) -> Sequence[PageFault | None]:
+        """See gpu_lane.Issued."""
+        self.copied.wait()
+        list(self.parts.sums.map(self.parts.seal, self.copies))
+        return [None] * len(self.copies)
+
+
+class LoadRuns:
+    """The CPU verifies, then the copy engine takes each run to its place."""
+
+    needs_scratch = False
+    most_pages = 1024
+
+    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
+        self._parts, self._copies, self.record = parts, streams.copies, record
+
+    def page_bytes(self, copy: PageCopy) -> int:
+        """See gpu_lane.Mover."""
+        return len(copy.page)
+
+    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedRuns:
+        """See gpu_lane.Mover. While this verifies, the burst before is on the link."""
+        faults = list(self._parts.sums.map(self._parts.verify, copies))
+        good = [copy for copy, fault in zip(copies, faults, strict=True) if fault is None]
+        if good:
+            engine, pages, sizes = copy_arguments(self._parts, good)
+            self._parts.runtime.copy_runs(engine, pages, sizes, self._copies)
+        return LoadedRuns(faults, self._copies.mark())
+
+
+@dataclass(slots=True, eq=False)
+class LoadedRuns:
+    """See gpu_lane.Issued."""
+
+    faults: list[PageFault | None]
+    copied: Mark
+    timing: None = None
+
+    def finish(self) -> Sequence[PageFault | None]:
+        """See gpu_lane.Issued."""
+        self.copied.wait()
+        return self.faults
+
+
+def copy_arguments(parts: MoverParts, copies: Sequence[PageCopy]) -> tuple[Int64s, Int64s, Int64s]:
+    """Engine addresses, page addresses and sizes of all runs, each [R]."""
+    runs = runs_of_pages(
+        parts.table,
+        [copy.key.shard for copy in copies],
+        np.stack([copy.block_ids for copy in copies]),
+        [copy.skip_tokens for copy in copies],
+    )
+    pages = page_addresses(copies)[runs.pages] + (HEADER_BYTES + runs.payload_offsets)
+    return runs.addresses, pages, runs.sizes_bytes

@@ -1,0 +1,92 @@
+"""The transfer engine of one GPU: two lanes, their scratch, and for each cache the ways that its pages can take."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvpool.core.copy_runs import run_bytes_of
+from kvpool.core.errors import KvPoolError
+from kvpool.core.page import slot_bytes
+from kvpool.core.plane_table import PlaneTable
+from kvpool.kernels.burst_tables import TablePool
+from kvpool.kernels.cache_kernels import CacheKernels
+from kvpool_gpuagent.adapters.gpu_cache import Direction
+from kvpool_gpuagent.adapters.gpu_lane import Lane, Mover
+from kvpool_gpuagent.adapters.gpu_movers import LaneStreams, LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
+from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
+from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, Way, WayChooser
+
+_SCRATCH_PAGES = 4  # two of each direction: one on the link, one in kernels
+
+
+class TransferEngine:
+    """Stores and loads of all caches share the lanes and the scratch. Nothing ever synchronizes the whole device."""
+
+    def __init__(
+        self,
+        runtime: GpuRuntime,
+        *,
+        scratch_bytes: int,
+        sum_threads: int,
+        on_broken: Callable[[KvPoolError], None] = lambda error: None,
+    ) -> None:
+        """on_broken: called, from a thread, when the GPU has failed for good; the process must be started again."""
+        self._runtime = runtime
+        self._scratch = Scratch(runtime, scratch_bytes)
+        self._tables = TablePool(runtime.host_table)
+        self._sums = ThreadPoolExecutor(sum_threads, thread_name_prefix="sums")
+        self._store_streams, self._load_streams = (
+            LaneStreams(runtime.stream(urgent=True), runtime.stream(urgent=True), runtime.kernel_space())
+            for _ in range(2)
+        )
+        self._stores, self._loads = (
+            Lane(runtime, (streams.kernels, streams.copies), self._scratch, name, on_broken)
+            for name, streams in (("store", self._store_streams), ("load", self._load_streams))
+        )
+
+    def directions(self, table: PlaneTable) -> tuple[Direction, Direction]:
+        """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated.
+
+        Raises KvPoolError if the GPU has no room for what a codec needs.
+        """
+        parts = MoverParts(table, CacheKernels(table, self._runtime.to_device), self._runtime, self._tables, self._sums)
+        largest = max(slot_bytes(shard.payload_bytes) for shard in table.shards.values())
+        copies_bytes = table.layout.holds_codec_rows(table.spec)
+        if self._scratch.size_bytes >= _SCRATCH_PAGES * largest and parts.kernels.most_pages:
+            ways = [Way.BURSTS, Way.RUNS]
+        elif copies_bytes:
+            ways = [Way.RUNS]  # without scratch even short runs are copied one by one: slower, still right
+        else:
+            raise KvPoolError("the GPU has no room for the scratch that a codec needs; leave the agent more memory")
+        run_bytes = min(run_bytes_of(table, shard) for shard in table.shards)
+
+        def direction(
+            lane: Lane,
+            streams: LaneStreams,
+            burst_type: type[StoreBursts | LoadBursts],
+            run_type: type[StoreRuns | LoadRuns],
+        ) -> Direction:
+            chooser = WayChooser(
+                run_bytes if Way.BURSTS in ways else LONG_RUN_BYTES, copies_bytes=copies_bytes, engine_launches=False
+            )
+            chooser.keep(ways)
+            movers: dict[Way, Mover] = {
+                Way.BURSTS: burst_type(parts, streams, functools.partial(chooser.record, Way.BURSTS)),
+                Way.RUNS: run_type(parts, streams, functools.partial(chooser.record, Way.RUNS)),
+            }
+            return Direction(lane, movers, chooser)
+
+        return (
+            direction(self._stores, self._store_streams, StoreBursts, StoreRuns),
+            direction(self._loads, self._load_streams, LoadBursts, LoadRuns),
+        )
+
+    async def close(self) -> None:
+        """End the lanes once what was submitted has settled."""
+        for lane in (self._stores, self._loads):
+            await asyncio.to_thread(lane.close)
+        self._sums.shutdown(wait=True)
