@@ -1,0 +1,168 @@
+"""Dequantize and scatter: data and scales of pages become rows of an engine's paged cache."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.kernels.copying import table_row, tile_blocks
+from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.row_codecs import (
+    CodecShape,
+    RowCodec,
+    e4m3_values,
+    finite_scales,
+    group_offsets,
+    group_tiling,
+    lane_pointers,
+    nan_of,
+    narrow,
+)
+from kvpool.kernels.scatter import is_wanted
+from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
+
+_PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
+_FIRST_PLANE = tl.constexpr(PageColumn.FIRST_PLANE.value)
+_SKIP_TOKENS = tl.constexpr(PageColumn.SKIP_TOKENS.value)
+_ADDRESS = tl.constexpr(PlaneColumn.ADDRESS.value)
+_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.PAYLOAD_OFFSET.value)
+_SCALE_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.SCALE_PAYLOAD_OFFSET.value)
+_PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
+_PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
+_INT4 = tl.constexpr(RowCodec.INT4_GROUP8.value)
+_FP8 = tl.constexpr(RowCodec.FP8_E4M3.value)
+
+
+def dequantize_rows_reference(
+    data: Tensor, scales: Tensor, codec: RowCodec, dtype: torch.dtype, group_elements: int
+) -> Tensor:
+    """The same arithmetic by torch, with its own casts.
+
+    data:    [..., data bytes] uint8. scales: [..., groups] of the scales' type.
+    returns: [..., row elements] of dtype.
+    """
+    if codec is RowCodec.FP8_E4M3:
+        values = data.view(torch.float8_e4m3fn).float()
+    elif codec is RowCodec.INT8_GROUP8:
+        values = data.view(torch.int8).float()
+    else:
+        nibbles = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+        values = ((nibbles ^ 8).to(torch.int8) - 8).float()
+    scale = scales.float()
+    is_broken = ~scale.isfinite()
+    scale = torch.where(is_broken | (scale.abs() < 2.0**-110), 0.0, scale)[..., None]
+    largest = torch.finfo(dtype).max
+    y = (values.view(*scales.shape, group_elements) * scale).clamp(-largest, largest)
+    return torch.where(is_broken[..., None], torch.nan, y).flatten(-2).to(dtype)
+
+
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "faults", "items"])
+def dequantize_kernel(
+    pages: tl.int64,
+    blocks: tl.int64,
+    planes: tl.int64,
+    faults: tl.int64,
+    items: tl.int32,
+    FAULT_COLUMNS: tl.constexpr,
+    FAULT_LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOST_PLANES: tl.constexpr,
+    TILES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    PAYLOAD_UNIT_BYTES: tl.constexpr,
+    CODEC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FLOAT: tl.constexpr,
+    RAW: tl.constexpr,
+    SCALE_FLOAT: tl.constexpr,
+    SCALE_RAW: tl.constexpr,
+    LARGEST_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    TOKEN: tl.constexpr = HEADS * ROW_GROUPS
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        row = table_row(blocks, nth_page, BLOCKS)
+        ids = tile_blocks(row, tile, BLOCK_ROWS, TOKEN, tl.int8, TILE, TILE_BLOCKS, BLOCKS)
+        page = table_row(pages, nth_page, _PAGE_COLUMNS)
+        page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
+        tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
+        if is_wanted(page, page_faults, nth_plane, tile_end, _FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+            plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+            offset, nth_group, position, exists = group_offsets(
+                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, RAW, TILE, TILE_BLOCKS
+            )
+            exists &= position >= tl.load(page + _SKIP_TOKENS)
+            lane = tl.arange(0, LANES)[None, :]
+            mask = exists[:, None] & (lane < GROUP)
+
+            payload = tl.load(page + _PAYLOAD_ADDRESS)
+            data = payload + tl.load(plane + _PAYLOAD_OFFSET)
+            if CODEC == _INT4:
+                words = tl.load(data.to(tl.pointer_type(tl.int32)) + nth_group, mask=exists, other=0)
+                codes = (((words[:, None] >> (4 * lane)) & 15) ^ 8) - 8
+            else:
+                source = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
+                codes = tl.load(source, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
+            scale_base = payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)
+            stored = tl.load(scale_base.to(tl.pointer_type(SCALE_RAW)) + nth_group, mask=exists, other=0)
+
+            scale, is_broken = finite_scales(stored, SCALE_FLOAT)
+            is_nan = is_broken[:, None]
+            if CODEC == _FP8:
+                is_nan = is_nan | ((codes & 127) == 127)
+                values = e4m3_values(codes)
+            else:
+                values = codes.to(tl.float32)
+            largest = tl.full(codes.shape, LARGEST_BITS, tl.int32).to(tl.float32, bitcast=True)
+            y = tl.minimum(tl.maximum(values * scale[:, None], -largest), largest)
+            raw = tl.where(is_nan, nan_of(FLOAT, RAW), narrow(y, FLOAT))
+            target = lane_pointers(tl.load(plane + _ADDRESS), offset, LANES, RAW, UNIT_BYTES)
+            tl.store(target, raw, mask=mask)
+
+
+def dequantize_scatter_pages(
+    pages: Tensor,
+    blocks: Tensor,
+    planes: Tensor,
+    shape: CodecShape,
+    *,
+    faults: Tensor | None = None,
+    programs: int | None = None,
+) -> None:
+    """Decode the payloads of all pages of a burst into the rows of all their planes, in one launch.
+
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see kvpool.kernels.tables. On
+              the device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
+              which page wins would be open. What the tables name is not checked on the device.
+    shape:    of the planes and of what pages hold for them; as for gather_quantize_pages.
+    faults:   [N, F] int32, F >= sum blocks of the largest page: a page with a fault in any of its own leaves the cache
+              as it is, and so does one with more than F of them. None: all pages are known to be good.
+    programs: at most so many; None takes one for each tile of 8192 elements.
+    raises:   ValueError naming the argument, before any launch.
+
+    The first SKIP_TOKENS positions of a page, and pages that are not PRESENT, are left out. Writes at most
+    pages * planes * shape.rows.plane_bytes bytes and reads what the codec makes of them; equal, bit for bit, to
+    kvpool.core.codecs. Runs on the current stream.
+    """
+    count = pages.shape[0]
+    fault_columns = 0 if faults is None else faults.shape[-1]
+    addresses = (
+        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
+        check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
+        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
+        0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
+    )
+    cut = group_tiling(shape)
+    items = count * shape.rows.most_planes * cut.tiles
+    if items:  # an empty grid cannot be launched
+        constants = {"FAULT_COLUMNS": fault_columns, "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1))}
+        arguments = (*addresses, items)
+        launch(dequantize_kernel, grid_size(items, programs), arguments, constants | cut.constants(shape), cut.warps)

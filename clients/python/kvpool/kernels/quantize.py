@@ -1,0 +1,148 @@
+"""Gather and quantize: rows of an engine's paged cache become data and scales of pages."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.kernels.copying import table_row, tile_blocks
+from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.row_codecs import (
+    LIMITS,
+    CodecShape,
+    RowCodec,
+    e4m3_of,
+    group_offsets,
+    group_tiling,
+    integers_of,
+    lane_pointers,
+    scales_of,
+    widen,
+)
+from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
+
+_PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
+_FIRST_PLANE = tl.constexpr(PageColumn.FIRST_PLANE.value)
+_PLANE_COUNT = tl.constexpr(PageColumn.PLANE_COUNT.value)
+_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_ADDRESS = tl.constexpr(PlaneColumn.ADDRESS.value)
+_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.PAYLOAD_OFFSET.value)
+_SCALE_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.SCALE_PAYLOAD_OFFSET.value)
+_PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
+_PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INT4 = tl.constexpr(RowCodec.INT4_GROUP8.value)
+_FP8 = tl.constexpr(RowCodec.FP8_E4M3.value)
+
+
+def quantize_rows_reference(rows: Tensor, codec: RowCodec, group_elements: int) -> tuple[Tensor, Tensor]:
+    """The same arithmetic by torch, with its own casts.
+
+    rows:    [..., row elements] bfloat16, float16 or float32.
+    returns: ([..., data bytes] uint8, [..., groups] of the scales' type).
+    """
+    x = rows.float().view(*rows.shape[:-1], -1, group_elements)
+    limit = torch.tensor(LIMITS[codec])
+    largest = x.abs().amax(-1)
+    scale_dtype = torch.float32 if codec is RowCodec.FP8_E4M3 else rows.dtype
+    scales = (largest.clamp(max=torch.finfo(rows.dtype).max) / limit).to(scale_dtype)
+    is_live = (largest >= 2.0**-100) & (scales != 0)
+    y = torch.where(is_live[..., None], x * (1 / scales.float())[..., None], 0.0).clamp(-limit, limit).flatten(-2)
+    scales = torch.where(
+        is_live, scales, torch.where(largest.isnan(), torch.full_like(scales, torch.nan), torch.zeros_like(scales))
+    )
+    if codec is RowCodec.FP8_E4M3:
+        return y.to(torch.float8_e4m3fn).view(torch.uint8), scales
+    integers = y.round().to(torch.int8).view(torch.uint8)
+    if codec is RowCodec.INT4_GROUP8:
+        integers = (integers[..., 0::2] & 15) | (integers[..., 1::2] << 4)
+    return integers, scales
+
+
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "items"])
+def quantize_kernel(
+    pages: tl.int64,
+    blocks: tl.int64,
+    planes: tl.int64,
+    items: tl.int32,
+    BLOCKS: tl.constexpr,
+    MOST_PLANES: tl.constexpr,
+    TILES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    PAYLOAD_UNIT_BYTES: tl.constexpr,
+    CODEC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FLOAT: tl.constexpr,
+    RAW: tl.constexpr,
+    SCALE_FLOAT: tl.constexpr,
+    SCALE_RAW: tl.constexpr,
+    LARGEST_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+) -> None:
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        row = table_row(blocks, nth_page, BLOCKS)
+        ids = tile_blocks(row, tile, BLOCK_ROWS, HEADS * ROW_GROUPS, tl.int8, TILE, TILE_BLOCKS, BLOCKS)
+        page = table_row(pages, nth_page, _PAGE_COLUMNS)
+        if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + _PLANE_COUNT)):
+            plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+            offset, nth_group, _position, exists = group_offsets(
+                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, RAW, TILE, TILE_BLOCKS
+            )
+            lane = tl.arange(0, LANES)[None, :]
+            mask = exists[:, None] & (lane < GROUP)
+            source = lane_pointers(tl.load(plane + _ADDRESS), offset, LANES, RAW, UNIT_BYTES)
+            x = widen(tl.load(source, mask=mask, other=0, eviction_policy="evict_first"), FLOAT)
+
+            largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
+            scales, inverses, is_live = scales_of(largest, LIMIT, LARGEST_BITS, SCALE_FLOAT, SCALE_RAW)
+            y = tl.where(is_live[:, None], x, 0.0) * inverses[:, None]
+            y = tl.minimum(tl.maximum(y, -LIMIT), LIMIT)
+
+            payload = tl.load(page + _PAYLOAD_ADDRESS)
+            data = payload + tl.load(plane + _PAYLOAD_OFFSET)
+            if CODEC == _INT4:
+                words = tl.sum((integers_of(y) & 15) << (4 * lane), axis=1)  # bits that do not meet: 8 nibbles
+                tl.store(data.to(tl.pointer_type(tl.int32)) + nth_group, words, mask=exists)
+            else:
+                codes = e4m3_of(y) if CODEC == _FP8 else integers_of(y)
+                target = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
+                tl.store(target, codes.to(tl.int8), mask=mask)
+            scale_base = payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)
+            tl.store(scale_base.to(tl.pointer_type(SCALE_RAW)) + nth_group, scales, mask=exists)
+
+
+def gather_quantize_pages(
+    pages: Tensor, blocks: Tensor, planes: Tensor, shape: CodecShape, *, programs: int | None = None
+) -> None:
+    """Quantize the rows of all planes of all pages of a burst into the pages' payloads, in one launch.
+
+    pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see kvpool.kernels.tables. On
+              the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they
+              name is not checked on the device.
+    shape:    of the planes and of what is made of them. Data of a row goes to PAYLOAD_OFFSET, its scales go to
+              SCALE_PAYLOAD_OFFSET: both [position][head], contiguous, and multiples of 16 (data: of a group) from a
+              payload's start.
+    programs: at most so many; None takes one for each tile of 8192 elements.
+    raises:   ValueError naming the argument, before any launch.
+
+    Pages that are not PRESENT stay as they are. Reads pages * planes * shape.rows.plane_bytes bytes and writes what the
+    codec makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
+    """
+    count = pages.shape[0]
+    addresses = (
+        check_table("pages", pages, torch.int64, PAGE_COLUMNS),
+        check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
+        check_table("planes", planes, torch.int64, PLANE_COLUMNS),
+    )
+    cut = group_tiling(shape)
+    items = count * shape.rows.most_planes * cut.tiles
+    if items:  # an empty grid cannot be launched
+        launch(quantize_kernel, grid_size(items, programs), (*addresses, items), cut.constants(shape), cut.warps)
