@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -8,8 +10,14 @@ from kvpool.core.copy_runs import Runs, run_bytes_of, runs_of, runs_of_pages
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.layout import EngineLayout
-from kvpool.core.layout_presets import contiguous_layout, vllm_hnd_layout, vllm_nhd_layout
+from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+from kvpool.core.layout_presets import (
+    block_scales_layout,
+    contiguous_layout,
+    mla_layout,
+    vllm_hnd_layout,
+    vllm_nhd_layout,
+)
 from kvpool.core.payload import ShardPayload
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
@@ -143,6 +151,40 @@ def test_a_whole_cache_is_one_run_but_never_over_the_border_of_a_handle() -> Non
     two = vllm_nhd_layout(LLAMA, range(2), HEADS, 4, 4)
     adjacent = [64, 64 + two.handle_sizes[0]]
     assert runs_of(PlaneTable.of(LLAMA, WHOLE, two, adjacent), 0, ids).sizes_bytes.tolist() == [2 * 16 * 64] * 2
+
+
+def test_runs_end_with_their_page() -> None:
+    """Layer 2 ends the first page's copy where, in payload and cache, layer 1 begins the second page's."""
+    spec = KeyspaceSpec("m", "r", (KvGroup.mla(4, 8),), Dtype.BF16, chunk_tokens=16)
+    layout = mla_layout(spec, range(4), range(1), 16, 2)
+    planes = [
+        replace(layer.planes[0], offset_bytes=512 * place)
+        for layer, place in zip(layout.layers, (0, 2, 1, 3), strict=True)
+    ]
+    layout = replace(layout, layers=tuple(LayerLayout((plane,)) for plane in planes))
+    layout.validate(spec)
+    table = PlaneTable.of(spec, ShardGrid(4, 1, 2, 1), layout, [0])
+    runs = runs_of_pages(table, [1, 0], np.array([[1], [0]]), [0, 0], range(1, 3))
+    assert (page_runs(runs, 0), page_runs(runs, 1)) == ([(768, 0, 256)], [(1024, 256, 256)])
+
+
+def test_runs_end_where_the_payload_has_a_gap() -> None:
+    """Scales lie right behind the rows of their block, but in the payload behind the rows of all layers."""
+    spec = KeyspaceSpec("m", "r", (KvGroup.mla(2, 8),), Dtype.BF16, Codec.FP8_E4M3, chunk_tokens=16)
+    table = PlaneTable.of(spec, ShardGrid(2, 1, 1, 1), block_scales_layout(spec, range(2), range(1), 16, 2), [0, 4096])
+    runs = page_runs(runs_of(table, 0, np.array([1]), layers=range(1)), 0)
+    assert runs == [(192, 0, 128), (192 + 128, 256, 64)]
+
+
+def test_tokens_at_the_distance_of_a_tokens_bytes_need_not_be_whole() -> None:
+    """Heads far apart, with room for a row between two tokens of each."""
+    spec = KeyspaceSpec("m", "r", (KvGroup(1, 2, 8),), Dtype.BF16, chunk_tokens=16)
+    planes = tuple(RowPlane(0, number * 8192, 4096, 2 * 16, 1024, 16) for number in range(2))
+    layout = EngineLayout(16, 2, (LayerLayout(planes),), 0, 0, 2, (16384,))
+    layout.validate(spec)
+    table = PlaneTable.of(spec, ShardGrid(1, 2, 1, 1), layout, [0])
+    assert run_bytes_of(table, 0) == 16
+    assert page_runs(runs_of(table, 0, np.array([1])), 0)[:3] == [(4096, 0, 16), (5120, 16, 16), (4128, 32, 16)]
 
 
 @pytest.mark.parametrize(
