@@ -9,17 +9,17 @@ import grpc.aio
 import pytest
 
 from kvpool.core.elements import Codec
-from kvpool.core.errors import NotServed
+from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert_keyspace import spec_to_proto
-from kvpool_gpuagent.config import GpuAgentConfig
 from tests.fixtures.agent import SPEC, EngineProcess, World, running_agent
+from tests.fixtures.gpu_agent import DEVICE_UUID
 from tests.fixtures.raw_engine import raw_engine
 
 SERVICE = gpuagent_pb2.DESCRIPTOR.services_by_name["GpuAgentService"]
 SERVED = {"EngineSession", "GetAgentStatus"}
-CUDA = gpuagent_pb2.CudaIpcHandle(device_uuid="GPU-1", handle=b"h" * 64, allocation_bytes=1 << 20)
+CUDA = gpuagent_pb2.CudaIpcHandle(device_uuid=DEVICE_UUID, handle=b"h" * 64, allocation_bytes=1 << 30)
 
 
 def quantized() -> Any:
@@ -48,8 +48,11 @@ async def test_calls_that_are_not_served() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("cuda handle", r"handles\[0\] is a CUDA IPC handle.*register shared memory"),
-        ("events", "interprocess CUDA events.*leave `events` empty"),
+        (
+            "cuda handle",
+            r"handles\[0\] is a CUDA IPC handle.*register shared memory, or start the agent with --device cuda",
+        ),
+        ("events", "events are those of CUDA devices.*leave `events` empty"),
         ("codec", "codec INT8_GROUP8.*RAW"),
     ],
 )
@@ -61,9 +64,10 @@ async def test_registrations_that_are_not_served(change: str, named: str) -> Non
             register = gpuagent_pb2.EngineRegister()
             register.MergeFrom(raw.registration(engine))
             if change == "cuda handle":
-                register.handles[0].cuda_ipc.CopyFrom(CUDA)
+                for handle in register.handles:
+                    handle.cuda_ipc.CopyFrom(CUDA)
             elif change == "events":
-                register.events.add(device_uuid="GPU-1", handle=b"e" * 64)
+                register.events.add(device_uuid=DEVICE_UUID, handle=b"e" * 64)
             else:
                 register.spec.CopyFrom(quantized())
                 for layer in register.layout.layers:
@@ -78,23 +82,18 @@ async def test_registrations_that_are_not_served(change: str, named: str) -> Non
         engine.close()
 
 
-async def test_events_inside_a_session_are_not_served_and_the_session_goes_on() -> None:
+async def test_a_session_without_events_refuses_them_and_goes_on() -> None:
     event = gpuagent_pb2.EngineEvent(slot=0, generation=1)
     async with running_agent(World()) as agent:
         engine = EngineProcess(agent.endpoint)
         async with raw_engine(agent.endpoint) as raw:
             await raw.ready(engine)
             await raw.send(2, event_recorded=event)
-            assert (await raw.next("error")).reason == NotServed.reason
+            with pytest.raises(InvalidRequest, match="event slot 0 does not exist; 0 events were registered"):
+                raise await raw.refusal()
             await raw.send(3, store=gpuagent_pb2.EngineStoreRequest(after=event))
-            refused = await raw.next("error")
-            assert refused.reason == NotServed.reason
-            assert "leave `after` unset" in refused.message
+            with pytest.raises(InvalidRequest, match="event slot 0 does not exist"):
+                raise await raw.refusal()
             await raw.send(4, match=gpuagent_pb2.EngineMatchRequest())
             assert (await raw.next("match")).matched_chunks == 0
         engine.close()
-
-
-def test_the_cuda_device_is_refused_with_a_clear_line() -> None:
-    with pytest.raises(ValueError, match="device cuda is not served by this version; use cpu"):
-        GpuAgentConfig(data_dir="d", index_endpoints=("i:1",), socket="s", device="cuda")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -139,16 +140,17 @@ class EventSlots:
 
     def _serve(self, future: Future[EngineEvent], number: int) -> bool:
         slot = self._slots[number]
-        slot.generation, slot.held, slot.session = slot.generation + 1, True, None
         try:
-            future.set_result(EngineEvent(slot=number, generation=slot.generation))
+            future.set_result(EngineEvent(slot=number, generation=slot.generation + 1))
         except InvalidStateError:  # its taker has left
-            slot.held = False
             return False
+        slot.generation, slot.held, slot.session = slot.generation + 1, True, None
         return True
 
     def _abandon(self, future: Future[EngineEvent]) -> None:
         """Its taker has left: an event that came in the same instant goes back."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(future)
         if not future.cancel() and not future.cancelled():
             self.give_back(future.result())
 
