@@ -169,7 +169,8 @@ def page_sums_kernel(
         start = column.to(tl.int64) * _BLOCK_BYTES
         block_bytes = tl.minimum(payload_bytes - start, _BLOCK_BYTES).to(tl.int32)
         groups = (block_bytes - 1) // 1024 + 1
-        exists = (tl.load(page + _PRESENT) != 0) & (payload_bytes > start)
+        # The address is looked at here so that all of the row comes in one trip over the host link.
+        exists = (tl.load(page + _PRESENT) != 0) & (payload_bytes > start) & (address != 0)
         if exists & (part * _GROUPS_OF_PART < groups) & (block_bytes > _SHORT_BYTES):
             words = tl.multiple_of((address + start).to(tl.pointer_type(tl.uint64)), 16)
             added = _add_up_groups(words, (block_bytes - 1) // 64, part * _GROUPS_OF_PART, key_words)
