@@ -51,9 +51,9 @@ def is_wanted(
     if FAULT_COLUMNS > 0:
         lanes = tl.arange(0, FAULT_LANES)
         own = (tl.load(page + _PAYLOAD_BYTES) + _SUM_BLOCK_BYTES - 1) // _SUM_BLOCK_BYTES
-        found = tl.load(faults + lanes, mask=(lanes < own) & (lanes < FAULT_COLUMNS), other=0)
+        found = tl.load(faults + lanes, mask=lanes < FAULT_COLUMNS, other=0)
         wanted &= own <= FAULT_COLUMNS  # what was not verified is not good
-        wanted &= tl.max((found != 0).to(tl.int32), axis=0) == 0
+        wanted &= tl.max(((found != 0) & (lanes < own)).to(tl.int32), axis=0) == 0
     return wanted
 
 
