@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvpool.core import codecs
 from kvpool.core.elements import Codec, Dtype
+from kvpool.kernels.codec_shapes import CodecShape, RowCodec
 from kvpool.kernels.gather import gather_pages_reference
-from kvpool.kernels.row_codecs import CodecShape, RowCodec
 from kvpool.kernels.tables import CopyShape, PlaneColumn, widest_unit_bytes
 from tests.kernels.paged_caches import HEADER_BYTES, PagedCache, Pages, make_pages, paged_cache, poisoned
 

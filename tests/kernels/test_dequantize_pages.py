@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvpool.core import codecs
 from kvpool.core.elements import Codec
+from kvpool.kernels.codec_shapes import CodecShape, RowCodec
 from kvpool.kernels.dequantize import dequantize_rows_reference, dequantize_scatter_pages
-from kvpool.kernels.row_codecs import CodecShape, RowCodec
 from kvpool.kernels.scatter import scatter_pages_reference
 from kvpool.kernels.tables import CopyShape, PageColumn
 from tests.kernels.paged_caches import pick_blocks, random_bytes

@@ -5,19 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpool.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
 from kvpool.kernels.copying import table_row, tile_blocks
 from kvpool.kernels.launching import check_table, grid_size, launch
-from kvpool.kernels.row_codecs import (
-    CodecShape,
-    RowCodec,
-    e4m3_values,
-    finite_scales,
-    group_offsets,
-    group_tiling,
-    lane_pointers,
-    nan_of,
-    narrow,
-)
+from kvpool.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
 from kvpool.kernels.scatter import is_wanted
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
@@ -56,6 +47,32 @@ def dequantize_rows_reference(
     return torch.where(is_broken[..., None], torch.nan, y).flatten(-2).to(dtype)
 
 
+@triton.jit
+def load_groups(
+    payload: tl.tensor,
+    plane: tl.tensor,
+    nth_group: tl.tensor,
+    exists: tl.tensor,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+    PAYLOAD_UNIT_BYTES: tl.constexpr,
+    CODEC: tl.constexpr,
+    RAW: tl.constexpr,
+) -> tl.tuple:
+    """int32 codes [TILE, LANES] and bit patterns of scales [TILE] of some groups of a plane, from a page's payload."""
+    lane = tl.arange(0, LANES)[None, :]
+    data = payload + tl.load(plane + _PAYLOAD_OFFSET)
+    if CODEC == _INT4:
+        words = tl.load(data.to(tl.pointer_type(tl.int32)) + nth_group, mask=exists, other=0)
+        codes = (((words[:, None] >> (4 * lane)) & 15) ^ 8) - 8
+    else:
+        source = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
+        mask = exists[:, None] & (lane < GROUP)
+        codes = tl.load(source, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
+    scales = (payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)).to(tl.pointer_type(tl.int32 if CODEC == _FP8 else RAW))
+    return codes, tl.load(scales + nth_group, mask=exists, other=0)
+
+
 @triton.jit(do_not_specialize=["pages", "blocks", "planes", "faults", "items"])
 def dequantize_kernel(
     pages: tl.int64,
@@ -77,16 +94,12 @@ def dequantize_kernel(
     UNIT_BYTES: tl.constexpr,
     PAYLOAD_UNIT_BYTES: tl.constexpr,
     CODEC: tl.constexpr,
-    LIMIT: tl.constexpr,
     FLOAT: tl.constexpr,
-    RAW: tl.constexpr,
-    SCALE_FLOAT: tl.constexpr,
-    SCALE_RAW: tl.constexpr,
-    LARGEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
     TOKEN: tl.constexpr = HEADS * ROW_GROUPS
+    RAW: tl.constexpr = tl.int32 if tl.float32 == FLOAT else tl.int16
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
         row = table_row(blocks, nth_page, BLOCKS)
@@ -97,35 +110,15 @@ def dequantize_kernel(
         if is_wanted(page, page_faults, nth_plane, tile_end, _FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
             plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
             offset, nth_group, position, exists = group_offsets(
-                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, RAW, TILE, TILE_BLOCKS
+                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, FLOAT, TILE, TILE_BLOCKS
             )
             exists &= position >= tl.load(page + _SKIP_TOKENS)
-            lane = tl.arange(0, LANES)[None, :]
-            mask = exists[:, None] & (lane < GROUP)
-
-            payload = tl.load(page + _PAYLOAD_ADDRESS)
-            data = payload + tl.load(plane + _PAYLOAD_OFFSET)
-            if CODEC == _INT4:
-                words = tl.load(data.to(tl.pointer_type(tl.int32)) + nth_group, mask=exists, other=0)
-                codes = (((words[:, None] >> (4 * lane)) & 15) ^ 8) - 8
-            else:
-                source = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
-                codes = tl.load(source, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
-            scale_base = payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)
-            stored = tl.load(scale_base.to(tl.pointer_type(SCALE_RAW)) + nth_group, mask=exists, other=0)
-
-            scale, is_broken = finite_scales(stored, SCALE_FLOAT)
-            is_nan = is_broken[:, None]
-            if CODEC == _FP8:
-                is_nan = is_nan | ((codes & 127) == 127)
-                values = e4m3_values(codes)
-            else:
-                values = codes.to(tl.float32)
-            largest = tl.full(codes.shape, LARGEST_BITS, tl.int32).to(tl.float32, bitcast=True)
-            y = tl.minimum(tl.maximum(values * scale[:, None], -largest), largest)
-            raw = tl.where(is_nan, nan_of(FLOAT, RAW), narrow(y, FLOAT))
+            codes, scales = load_groups(
+                tl.load(page + _PAYLOAD_ADDRESS), plane, nth_group, exists, GROUP, LANES, PAYLOAD_UNIT_BYTES, CODEC, RAW
+            )
             target = lane_pointers(tl.load(plane + _ADDRESS), offset, LANES, RAW, UNIT_BYTES)
-            tl.store(target, raw, mask=mask)
+            mask = exists[:, None] & (tl.arange(0, LANES)[None, :] < GROUP)
+            tl.store(target, decode_groups(codes, scales, CODEC, FLOAT), mask=mask)
 
 
 def dequantize_scatter_pages(

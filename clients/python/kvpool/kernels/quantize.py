@@ -5,20 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpool.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
 from kvpool.kernels.copying import table_row, tile_blocks
 from kvpool.kernels.launching import check_table, grid_size, launch
-from kvpool.kernels.row_codecs import (
-    LIMITS,
-    CodecShape,
-    RowCodec,
-    e4m3_of,
-    group_offsets,
-    group_tiling,
-    integers_of,
-    lane_pointers,
-    scales_of,
-    widen,
-)
+from kvpool.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
@@ -30,9 +20,7 @@ _PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.PAYLOAD_OFFSET.value)
 _SCALE_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.SCALE_PAYLOAD_OFFSET.value)
 _PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
 _PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INT4 = tl.constexpr(RowCodec.INT4_GROUP8.value)
-_FP8 = tl.constexpr(RowCodec.FP8_E4M3.value)
 
 
 def quantize_rows_reference(rows: Tensor, codec: RowCodec, group_elements: int) -> tuple[Tensor, Tensor]:
@@ -77,15 +65,11 @@ def quantize_kernel(
     UNIT_BYTES: tl.constexpr,
     PAYLOAD_UNIT_BYTES: tl.constexpr,
     CODEC: tl.constexpr,
-    LIMIT: tl.constexpr,
     FLOAT: tl.constexpr,
-    RAW: tl.constexpr,
-    SCALE_FLOAT: tl.constexpr,
-    SCALE_RAW: tl.constexpr,
-    LARGEST_BITS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
+    RAW: tl.constexpr = tl.int32 if tl.float32 == FLOAT else tl.int16
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
         row = table_row(blocks, nth_page, BLOCKS)
@@ -94,29 +78,24 @@ def quantize_kernel(
         if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + _PLANE_COUNT)):
             plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
             offset, nth_group, _position, exists = group_offsets(
-                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, RAW, TILE, TILE_BLOCKS
+                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, FLOAT, TILE, TILE_BLOCKS
             )
             lane = tl.arange(0, LANES)[None, :]
             mask = exists[:, None] & (lane < GROUP)
             source = lane_pointers(tl.load(plane + _ADDRESS), offset, LANES, RAW, UNIT_BYTES)
             x = widen(tl.load(source, mask=mask, other=0, eviction_policy="evict_first"), FLOAT)
-
-            largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
-            scales, inverses, is_live = scales_of(largest, LIMIT, LARGEST_BITS, SCALE_FLOAT, SCALE_RAW)
-            y = tl.where(is_live[:, None], x, 0.0) * inverses[:, None]
-            y = tl.minimum(tl.maximum(y, -LIMIT), LIMIT)
+            codes, scales = encode_groups(x, CODEC, FLOAT)
 
             payload = tl.load(page + _PAYLOAD_ADDRESS)
             data = payload + tl.load(plane + _PAYLOAD_OFFSET)
             if CODEC == _INT4:
-                words = tl.sum((integers_of(y) & 15) << (4 * lane), axis=1)  # bits that do not meet: 8 nibbles
+                words = tl.sum((codes & 15) << (4 * lane), axis=1)  # 8 nibbles, which do not meet
                 tl.store(data.to(tl.pointer_type(tl.int32)) + nth_group, words, mask=exists)
             else:
-                codes = e4m3_of(y) if CODEC == _FP8 else integers_of(y)
                 target = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
                 tl.store(target, codes.to(tl.int8), mask=mask)
             scale_base = payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)
-            tl.store(scale_base.to(tl.pointer_type(SCALE_RAW)) + nth_group, scales, mask=exists)
+            tl.store(scale_base.to(tl.pointer_type(scales.dtype)) + nth_group, scales, mask=exists)
 
 
 def gather_quantize_pages(
