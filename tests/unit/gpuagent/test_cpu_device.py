@@ -39,7 +39,7 @@ async def test_memory_that_is_not_there_is_refused_before_it_can_kill_the_agent(
     handles, _ = offer(layout.handle_sizes)
     descriptor = handles[0].descriptor
     assert descriptor is not None
-    bad = MappedHandle(**{"size_bytes": handles[0].size_bytes, "descriptor": descriptor, **change})
+    bad = replace(handles[0], **change)  # type: ignore[arg-type]
     device = CpuDevice()
     with pytest.raises(InvalidRequest, match=named):
         await device.map_cache(spec, ShardGrid.of(spec), layout, [bad], [])
