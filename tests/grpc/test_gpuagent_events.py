@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from kvpool.client.gpu import wait_for_layers
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.pool import KvPool
+from kvpool.client.sync import SyncKvPool
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
@@ -188,4 +190,35 @@ async def test_the_pool_gives_events_back_and_its_loads_begin_layer_by_layer() -
         assert await pool.begin_load(chain, table, first_chunk=0, end_chunk=0).wait_layers(1) is False
         await eventually(lambda: engine.slots.free_count == 1)
         assert await pool.close()
+        engine.close()
+
+
+async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
+    async with host() as one:
+        engine = one.engine()
+
+        def use_pool() -> int:
+            with SyncKvPool(engine.plan, CLIENT) as pool:
+                chain = prompt(pool.pool.session, 3)
+                table = engine.blocks.reshape(-1)
+                event = engine.record()
+                storing = pool.store(chain, table, first_chunk=0, end_chunk=3, after=event)
+                engine.compute(chain, range(3))
+                engine.finish(event)
+                assert storing.report(10.0).stored_chunks == 3
+                engine.clear()
+                event = engine.record()
+                loading = pool.begin_load(chain, table, first_chunk=0, end_chunk=3, after=event)
+                with pytest.raises(DeadlineExceeded):
+                    wait_for_layers(loading, 1, timeout_s=0.02)
+                assert loading.layers_loaded == 0
+                engine.finish(event)
+                assert wait_for_layers(loading, SPEC.group.layers, timeout_s=10.0)
+                assert wait_for_layers(loading, 1)
+                assert engine.holds(chain, range(3))
+                assert loading.failed_chunks == ()
+                return loading.report(10.0).loaded_chunks
+
+        assert await asyncio.to_thread(use_pool) == 3
+        assert engine.slots.free_count == 2
         engine.close()

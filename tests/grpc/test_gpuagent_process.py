@@ -54,7 +54,7 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"data-dir": "/proc/nowhere"}, "data_dir /proc/nowhere cannot be used"),
-        ({"device": "cuda"}, "device cuda is not served by this version; use cpu"),
+        ({"device": "cuda"}, "device cuda cannot be served"),
         ({"copy-threads": "0"}, "copy_threads must be > 0, got 0"),
         ({"listen": "nonsense"}, "listen"),
         ({"socket": "/nowhere/a.sock"}, "/nowhere"),
@@ -62,7 +62,8 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
 )
 def test_it_says_in_one_line_why_it_cannot_start(changes: dict[str, str], named: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvpool_gpuagent.main", *flags(tmp_path, **changes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # also where there is a GPU
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 2, done.stderr
     assert named in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
