@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.core import page
-from kvpool.core.errors import InvalidRequest, NotServed, PartitionRefused
+from kvpool.core.codecs import decode_rows, encode_rows
+from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
-from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.payload import ShardPayload
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
 from tests.unit.core.engine_caches import EngineCache, make_cache
@@ -194,10 +194,28 @@ def test_block_ids_are_checked(block_ids: list[int]) -> None:
         gather_payload_reference(SPEC, GRID, 0, cache.layout, cache.handles, np.array(block_ids, dtype=np.int64))
 
 
-def test_the_reference_does_not_quantize() -> None:
-    spec = KeyspaceSpec("m", "r", (KvGroup(2, 2, 8),), Dtype.BF16, Codec.INT8_GROUP8, chunk_tokens=16)
-    layout = contiguous_layout(spec, range(2), range(2), 16, 1)
-    layout.validate(spec)  # the device may do it
-    handles = [np.zeros(size, dtype=np.uint8) for size in layout.handle_sizes]
-    with pytest.raises(NotServed, match="INT8_GROUP8"):
-        gather_payload_reference(spec, GRID, 0, layout, handles, np.zeros(1, dtype=np.int64))
+@pytest.mark.parametrize("codec", [Codec.INT8_GROUP8, Codec.INT4_GROUP8, Codec.FP8_E4M3])
+def test_a_codec_stands_between_a_cache_and_its_pages(codec: Codec) -> None:
+    """Data and then scales of each row, as the codec makes them; back they come where the engine has them."""
+    spec = KeyspaceSpec("m", "r", (KvGroup(2, 2, 16),), Dtype.FP16, codec, chunk_tokens=16)
+    noise = np.random.default_rng(2)
+    cache = make_cache("vllm_nhd", spec, range(2), range(2), 8, 3, noise)
+    block_ids, skip_tokens = np.array([2, 0]), 5
+    rows = np.empty((1, 2, 16, 1, 32), dtype=np.uint8)
+    for plane in range(2):
+        for position in range(16):
+            block, token = int(block_ids[position // 8]), position % 8
+            rows[0, plane, position, 0] = cache.rows(1, plane, block, token)[1]
+    payload = gather_payload_reference(spec, GRID, 3, cache.layout, cache.handles, block_ids)
+    data, scales = encode_rows(codec, Dtype.FP16, rows)
+    assert payload.tobytes() == data.tobytes() + scales.tobytes()
+
+    expected = [handle.copy() for handle in cache.handles]
+    scatter_payload_reference(spec, GRID, 3, cache.layout, cache.handles, block_ids, payload, skip_tokens)
+    decoded = decode_rows(codec, Dtype.FP16, data, scales)
+    view = expected[1].reshape(2, 3, 8, 2, 32)  # layer 0 is another shard's
+    for plane in range(2):
+        for position in range(skip_tokens, 16):
+            view[plane, block_ids[position // 8], position % 8, 1] = decoded[0, plane, position, 0]
+    for handle, wanted in zip(cache.handles, expected, strict=True):
+        assert np.array_equal(handle, wanted)

@@ -4,13 +4,13 @@ import asyncio
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.core import layout_presets
-from kvpool.core.elements import Dtype
+from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
@@ -25,8 +25,14 @@ LAYERS, HEADS, DIM, CHUNK = 4, 4, 8, 32
 KEYSPACE, CHUNK_HASH = b"k" * 16, b"c" * 16
 
 
+CODECS = {"int8": Codec.INT8_GROUP8, "fp8": Codec.FP8_E4M3, "int4": Codec.INT4_GROUP8}
+
+
 def make_spec(kind: str) -> KeyspaceSpec:
-    """canonical GQA, MLA, or opaque cells."""
+    """canonical GQA, MLA, or opaque cells; "mla fp8" and the like for a codec."""
+    kind, _, codec = kind.partition(" ")
+    if codec:
+        return replace(make_spec(kind), codec=CODECS[codec])
     if kind == "mla":
         group = KvGroup(layers=LAYERS, kv_heads=1, head_dim=0, latent_dim=20, attention=AttentionKind.FULL)
         return KeyspaceSpec(model_id="m", model_revision="r", groups=(group,), dtype=Dtype.BF16, chunk_tokens=CHUNK)
@@ -42,7 +48,7 @@ def make_spec(kind: str) -> KeyspaceSpec:
             payload=PayloadKind.OPAQUE,
             opaque=opaque,
         )
-    dtype = Dtype.FP32 if kind == "fp32" else Dtype.BF16
+    dtype = {"fp32": Dtype.FP32, "fp16": Dtype.FP16}.get(kind, Dtype.BF16)
     return KeyspaceSpec(model_id="m", model_revision="r", groups=(group,), dtype=dtype, chunk_tokens=CHUNK)
 
 
@@ -54,6 +60,13 @@ PRESETS = {
     "sglang": ("gqa", layout_presets.sglang_layout),
     "lightllm": ("gqa", layout_presets.lightllm_layout),
     "mla": ("mla", layout_presets.mla_layout),
+    "contiguous-int4": ("fp32 int4", layout_presets.contiguous_layout),
+    "vllm-nhd-int8": ("gqa int8", layout_presets.vllm_nhd_layout),
+    "vllm-hnd-fp8": ("fp16 fp8", layout_presets.vllm_hnd_layout),
+    "mla-fp8": ("mla fp8", layout_presets.mla_layout),
+    "lightllm-int8": ("gqa int8", layout_presets.lightllm_quantized_layout),
+    "inline-scales-fp8": ("gqa fp8", layout_presets.inline_scales_layout),
+    "block-scales-int4": ("gqa int4", layout_presets.block_scales_layout),
     "vllm-cpu": ("opaque", layout_presets.vllm_cpu_opaque_layout),
 }
 

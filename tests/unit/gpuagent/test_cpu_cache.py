@@ -5,11 +5,13 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.core import reference
-from kvpool.core.elements import Codec
+from kvpool.core.codecs import error_bound
+from kvpool.core.elements import Codec, Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.page import HEADER_BYTES, PageFaultKind, PageKey, seal, verify
 from kvpool_gpuagent.ports import PageCopy
@@ -18,6 +20,7 @@ from tests.unit.gpuagent.cpu_caches import (
     DIM,
     HEADS,
     KEYSPACE,
+    LAYERS,
     PRESETS,
     make_cache,
     make_cache_async,
@@ -44,7 +47,7 @@ def test_gather_and_scatter_equal_the_reference(preset: str, data: st.DataObject
     for shard in range(cache.grid.shard_count):
         slot = cache.slot(shard)
         assert cache.gather([PageCopy(key=cache.key(shard), page=slot, block_ids=source)])
-        assert verify(slot, cache.key(shard), Codec.RAW) is None
+        assert verify(slot, cache.key(shard), cache.spec.codec) is None
         expected = reference.gather_payload_reference(cache.spec, cache.grid, shard, cache.layout, cache.memory, source)
         assert bytes(slot[HEADER_BYTES : HEADER_BYTES + expected.size]) == expected.tobytes()
 
@@ -121,3 +124,50 @@ async def test_a_cpu_cache_has_no_device_events() -> None:
     with pytest.raises(InvalidRequest, match="event"):
         await cache.mapped.event_passed(0)
     await cache.close()
+
+
+@pytest.mark.parametrize("preset", ["vllm-nhd-int8", "vllm-hnd-fp8", "contiguous-int4"])
+def test_a_codec_is_undone_up_to_its_stated_error(preset: str) -> None:
+    """What the engine had comes back within the bound, and pages are smaller by what the codec takes."""
+    cache = make_cache(preset, 8)
+    dtype = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}[cache.spec.dtype]
+    before = []
+    for seed, part in enumerate(cache.memory):
+        values = torch.randn(part.size // dtype.itemsize, generator=torch.Generator().manual_seed(seed))
+        part[:] = values.to(dtype).view(torch.uint8).numpy()
+        before.append(torch.from_numpy(part.copy()).view(dtype).double().numpy())
+    ids, slot = np.arange(23, dtype=np.int64)[7:11], cache.slot(0)
+    copy = PageCopy(key=cache.key(0), page=slot, block_ids=ids)
+    assert cache.gather([copy])
+    for part in cache.memory:
+        part[:] = 0
+    assert cache.scatter(copy) == [None]
+    group = cache.spec.codec.format.scale_group_elements(DIM)
+    moved = 0
+    for part, old in zip(cache.memory, before, strict=True):
+        now = torch.from_numpy(part.copy()).view(dtype).double().numpy().reshape(-1, group)
+        written = now.any(axis=-1)
+        stored = old.reshape(-1, group)[written]
+        largest = np.abs(stored).max(axis=-1, keepdims=True)
+        assert (np.abs(now[written] - stored) <= error_bound(cache.spec.codec, cache.spec.dtype, largest)).all()
+        assert not np.array_equal(now[written], stored)
+        moved += int(written.sum()) * group
+    assert moved == LAYERS * 2 * CHUNK * HEADS * DIM
+    assert len(slot) < moved * dtype.itemsize
+    asyncio.run(cache.close())
+
+
+def test_a_quantized_engines_pages_are_those_of_its_own_rows_and_scales() -> None:
+    cache = make_cache("lightllm-int8", 8, cuts=(1, 2))
+    for seed, part in enumerate(cache.memory):
+        part[:] = np.random.default_rng(seed).integers(0, 256, part.size, dtype=np.uint8)
+    ids, slot = np.array([3, 1, 9, 5]), cache.slot(1)
+    assert cache.gather([PageCopy(key=cache.key(1), page=slot, block_ids=ids)])
+    positions = (ids[:, None] * 8 + np.arange(8)).ravel()
+    heads = cache.grid.heads_of(1)
+    expected = []
+    for part in cache.memory:  # data [L, S, 2H, D], then scales [L, S, 2H, D / 8]
+        tensor = part.reshape(LAYERS, -1, 2, HEADS, part.size // (LAYERS * 23 * 8 * 2 * HEADS))
+        expected.append(tensor[:, positions, :, heads.start : heads.stop].transpose(0, 2, 1, 3, 4).tobytes())
+    assert bytes(slot[HEADER_BYTES:]).startswith(b"".join(expected))
+    asyncio.run(cache.close())

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.core import layout_presets
-from kvpool.core.elements import Codec
-from kvpool.core.errors import InvalidRequest, NotServed
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
@@ -107,13 +106,6 @@ async def test_a_session_leaves_no_descriptor_and_no_mapping() -> None:
     assert held() == (0, 0)
     page.release()  # nothing of the copies refers to the page any more
     await device.close()
-
-
-def test_a_codec_with_scales_is_refused() -> None:
-    spec = replace(make_spec("gqa"), codec=Codec.INT8_GROUP8)
-    layout = layout_presets.contiguous_layout(make_spec("gqa"), range(LAYERS), range(HEADS), 8, 4)
-    with pytest.raises(NotServed, match="INT8_GROUP8"):
-        CpuDevice().check(spec, layout, [], [])
 
 
 async def test_segments_are_populated_and_let_go() -> None:

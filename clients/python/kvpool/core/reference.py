@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.errors import InvalidRequest, NotServed, PartitionRefused
+from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, RowPlane
 from kvpool.core.payload import ShardPayload
+from kvpool.core.payload_codec import decode_payload, encode_payload, engine_rows_bytes
 
 Bytes = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.int64]
@@ -31,9 +32,14 @@ def gather_payload_reference(
     block_ids: [chunk_tokens / block_tokens] int64: where the chunk lies.
     returns:   [payload_bytes] uint8, a new array.
     """
-    payload = np.empty(ShardPayload.of(spec, grid, shard).payload_bytes, dtype=np.uint8)
+    shape = ShardPayload.of(spec, grid, shard)
+    copied = np.empty(_copied_bytes(spec, shape, layout), dtype=np.uint8)
     for handle, at, begin, size_bytes, _ in _rows(spec, grid, shard, layout, block_ids):
-        payload[begin : begin + size_bytes] = handles[handle][at : at + size_bytes]
+        copied[begin : begin + size_bytes] = handles[handle][at : at + size_bytes]
+    if layout.holds_codec_rows(spec):
+        return copied
+    payload = np.empty(shape.payload_bytes, dtype=np.uint8)
+    encode_payload(spec, shape, copied, payload)
     return payload
 
 
@@ -57,6 +63,8 @@ def scatter_payload_reference(
     if not 0 <= skip_tokens <= spec.chunk_tokens or (spec.opaque and skip_tokens % spec.opaque.block_tokens):
         raise InvalidRequest(f"skip_tokens {skip_tokens} does not fit chunks of {spec.chunk_tokens} tokens")
     skip_positions = skip_tokens * spec.positions // spec.chunk_tokens
+    if not layout.holds_codec_rows(spec):
+        payload = decode_payload(spec, ShardPayload.of(spec, grid, shard), payload)
     for handle, at, begin, size_bytes, (layer, position) in _rows(spec, grid, shard, layout, block_ids):
         if position >= skip_positions and (layers is None or layer in layers):
             handles[handle][at : at + size_bytes] = payload[begin : begin + size_bytes]
@@ -65,7 +73,7 @@ def scatter_payload_reference(
 def _rows(
     spec: KeyspaceSpec, grid: ShardGrid, shard: int, layout: EngineLayout, block_ids: BlockIds
 ) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-    """(handle, offset in it, offset in the payload, bytes, (model layer, position in the chunk)) of every row."""
+    """(handle, offset in it, offset in what is copied, bytes, (model layer, position in the chunk)) of every row."""
     shape = ShardPayload.of(spec, grid, shard)
     _check(spec, shape, layout, block_ids, grid)
     begin = 0
@@ -77,8 +85,13 @@ def _rows(
                         at = _row_offset(spec, layout, plane, block_ids, position, head)
                         yield plane.handle, at, begin, plane.row_bytes, (layer, position)
                         begin += plane.row_bytes
-    if begin != shape.payload_bytes:
+    if begin != _copied_bytes(spec, shape, layout):
         raise AssertionError(f"{begin} bytes of rows for a payload of {shape.payload_bytes}")
+
+
+def _copied_bytes(spec: KeyspaceSpec, shape: ShardPayload, layout: EngineLayout) -> int:
+    """Bytes that are copied as they are: the payload, or what a codec makes the payload of."""
+    return shape.payload_bytes if layout.holds_codec_rows(spec) else engine_rows_bytes(spec, shape)
 
 
 def _row_offset(
@@ -94,10 +107,6 @@ def _row_offset(
 
 
 def _check(spec: KeyspaceSpec, shape: ShardPayload, layout: EngineLayout, block_ids: BlockIds, grid: ShardGrid) -> None:
-    if not layout.holds_codec_rows(spec):
-        raise NotServed(
-            f"codec {spec.codec.name} on the way from or to a {spec.dtype.name} cache: this only copies bytes"
-        )
     for wanted, here in ((shape.layers, layout.layer_range), (shape.heads, layout.head_range)):
         if wanted.start < here.start or wanted.stop > here.stop:
             raise PartitionRefused(f"the shard's {wanted} is not in the rank's {here}; {grid.describe()}")

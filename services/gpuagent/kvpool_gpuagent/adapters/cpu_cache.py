@@ -18,8 +18,9 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, RowPlane
 from kvpool.core.page import PageFault
 from kvpool.core.payload import ShardPayload
+from kvpool.core.payload_codec import decode_payload, encode_payload
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
-from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, ItemShape, PlaneItems, PlaneRun, plane_runs
+from kvpool_gpuagent.adapters.cpu_rows import BlockWalk, Bytes, Items, ItemShape, PlaneItems, PlaneRun, plane_runs
 from kvpool_gpuagent.ports import PageCopy, StopFlag
 
 _log = logging.getLogger(__name__)
@@ -28,18 +29,37 @@ _BATCH_BYTES = 16 << 20  # 2 to 4 ms; in batches of 4 MiB the hand-overs took as
 
 
 @dataclass(frozen=True, slots=True)
-class _ShardView:
-    """What copies of one shard need. planes: in payload order, [layer][plane]; items: of all, in as few as possible."""
+class _Part:
+    """Planes with rows of one kind: a shard's data, or the scales that the engine keeps itself.
 
-    payload: ShardPayload
+    planes: in payload order, [layer][plane]; items: of all, in as few as possible. begin_bytes, end_bytes: in what is
+    copied.
+    """
+
     first_head: int
+    head_count: int
     planes: tuple[RowPlane, ...]
     items: tuple[PlaneItems, ...]
     shapes: frozenset[ItemShape]  # nearly always one
+    begin_bytes: int
+    end_bytes: int
+
+    def rows(self, copied: Bytes, shape: ItemShape) -> Items:
+        """[planes, blocks, *axes] view of the part."""
+        return shape.payload_items(copied[self.begin_bytes : self.end_bytes], len(self.planes))
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardView:
+    """What copies of one shard need. copied_bytes: of all parts; the payload's if no codec stands in between."""
+
+    payload: ShardPayload
+    parts: tuple[_Part, ...]
+    copied_bytes: int
 
 
 class CpuCache:
-    """See ports.EngineCache."""
+    """See ports.EngineCache. With a codec, rows are quantized on their way out and back on the thread that copies."""
 
     batch_bytes = _BATCH_BYTES
 
@@ -54,6 +74,7 @@ class CpuCache:
         self._spec, self._grid, self._layout, self._threads = spec, grid, layout, threads
         self._mappings = list(mappings)
         self._memory: list[Bytes] = [np.frombuffer(mapping, dtype=np.uint8) for mapping in mappings]
+        self._copies_payload = layout.holds_codec_rows(spec)
         self._block_rows = layout.rows_of_block(spec)
         shards = range(grid.shard_count)
         owned = grid.bitmap_for(layout.layer_range, layout.head_range)
@@ -89,9 +110,13 @@ class CpuCache:
         shard = self._shards[copy.key.shard]
         walk = BlockWalk(copy.block_ids)
         payload = self._payload(shard, copy.page)
-        rows = {shape: shape.payload_items(payload, len(shard.planes)) for shape in shard.shapes}
-        for items in shard.items:
-            walk.gather(items, items.of_payload(rows[items.shape]))
+        copied = payload if self._copies_payload else np.empty(shard.copied_bytes, dtype=np.uint8)
+        for part in shard.parts:
+            rows = {shape: part.rows(copied, shape) for shape in part.shapes}
+            for items in part.items:
+                walk.gather(items, items.of_payload(rows[items.shape]))
+        if not self._copies_payload:
+            encode_payload(self._spec, shard.payload, copied, payload)
         page_format.seal(copy.page, copy.key, self._spec.codec, shard.payload.payload_bytes)
 
     def _verify_and_scatter(self, copy: PageCopy) -> PageFault | None:
@@ -104,24 +129,27 @@ class CpuCache:
 
     def _scatter(self, shard: _ShardView, copy: PageCopy) -> None:
         payload = self._payload(shard, copy.page)
-        whole, part = divmod(copy.skip_tokens, self._layout.block_tokens)
-        if part:  # never in an opaque keyspace: the request was checked
-            self._scatter_part_of_block(shard, payload, int(copy.block_ids[whole]), whole, part)
+        copied = payload if self._copies_payload else decode_payload(self._spec, shard.payload, payload)
+        for part in shard.parts:
+            self._scatter_part(part, copied, copy)
+
+    def _scatter_part(self, part: _Part, copied: Bytes, copy: PageCopy) -> None:
+        whole, rest = divmod(copy.skip_tokens, self._layout.block_tokens)
+        if rest:  # never in an opaque keyspace: the request was checked
+            self._scatter_part_of_block(part, copied, int(copy.block_ids[whole]), whole, rest)
             whole += 1
         if whole == copy.block_ids.size:
             return
         walk = BlockWalk(copy.block_ids[whole:])
-        rows = {shape: shape.payload_items(payload, len(shard.planes))[:, whole:] for shape in shard.shapes}
-        for items in shard.items:
+        rows = {shape: part.rows(copied, shape)[:, whole:] for shape in part.shapes}
+        for items in part.items:
             walk.scatter(items, items.of_payload(rows[items.shape]))
 
-    def _scatter_part_of_block(
-        self, shard: _ShardView, payload: Bytes, block: int, position: int, first_token: int
-    ) -> None:
-        for number, plane in enumerate(shard.planes):
-            shape = ItemShape.of(plane, self._block_rows, len(shard.payload.heads), by_token=True)
-            rows = shape.payload_items(payload, len(shard.planes))[number, position]
-            items = self._items(PlaneRun(plane, number), shard.first_head, shape)
+    def _scatter_part_of_block(self, part: _Part, copied: Bytes, block: int, position: int, first_token: int) -> None:
+        for number, plane in enumerate(part.planes):
+            shape = ItemShape.of(plane, self._block_rows, part.head_count, by_token=True)
+            rows = part.rows(copied, shape)[number, position]
+            items = self._items(PlaneRun(plane, number), part.first_head, shape)
             items.blocks[0, block, first_token:] = rows[first_token:]
 
     @staticmethod
@@ -131,15 +159,30 @@ class CpuCache:
 
     def _shard_view(self, shard: int) -> _ShardView:
         payload = ShardPayload.of(self._spec, self._grid, shard)
+        layers = [self._layout.layers[layer - self._layout.first_layer] for layer in payload.layers]
+        parts: list[_Part] = []
+        for of_layers in ([layer.planes for layer in layers], [layer.scales for layer in layers]):
+            planes = [plane for of_layer in of_layers for plane in of_layer]
+            if planes:
+                parts.append(self._part(payload, planes, parts[-1].end_bytes if parts else 0))
+        return _ShardView(payload, tuple(parts), parts[-1].end_bytes)
+
+    def _part(self, payload: ShardPayload, planes: Sequence[RowPlane], begin_bytes: int) -> _Part:
         first_head = payload.heads.start - self._layout.first_head
-        planes = tuple(
-            plane for layer in payload.layers for plane in self._layout.layers[layer - self._layout.first_layer].planes
-        )
         items = tuple(
             self._items(run, first_head, ItemShape.of(run.first, self._block_rows, len(payload.heads)))
             for run in plane_runs(planes)
         )
-        return _ShardView(payload, first_head, planes, items, frozenset(each.shape for each in items))
+        rows_bytes = payload.positions * len(payload.heads) * sum(plane.row_bytes for plane in planes)
+        return _Part(
+            first_head=first_head,
+            head_count=len(payload.heads),
+            planes=tuple(planes),
+            items=items,
+            shapes=frozenset(each.shape for each in items),
+            begin_bytes=begin_bytes,
+            end_bytes=begin_bytes + rows_bytes,
+        )
 
     def _items(self, run: PlaneRun, first_head: int, shape: ItemShape) -> PlaneItems:
         return PlaneItems(self._memory[run.first.handle], run, first_head, self._layout.block_count, shape)

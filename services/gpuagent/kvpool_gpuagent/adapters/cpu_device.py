@@ -51,8 +51,6 @@ class CpuDevice:
             raise NotServed(
                 "events are those of CUDA devices, but this agent's device is the CPU; leave `events` empty"
             )
-        if not spec.codec.format.lossless or any(layer.scales for layer in layout.layers):
-            raise NotServed(f"codec {spec.codec.name} is not served by the CPU device; open the keyspace with RAW")
 
     async def map_cache(
         self,
