@@ -113,6 +113,14 @@ def test_slots_beyond_four_gib_are_found(device: str) -> None:
         assert torch.equal(far[destination], theirs.views[0][source])
 
 
+@pytest.mark.parametrize("row_bytes", [16, 48, 80, 1152, 21 * 16, 4096, 3 * 65536])
+def test_a_tile_has_room_for_all_tokens_that_it_touches(row_bytes: int) -> None:
+    constants = pull_shape([], [], **(SIZES | {"row_bytes": row_bytes})).constants()
+    tile_bytes, tiles = constants["TILE"] * 8, 1000
+    touched = [((tile + 1) * tile_bytes - 1) // row_bytes - tile * tile_bytes // row_bytes + 1 for tile in range(tiles)]
+    assert max(touched) <= constants["TILE_TOKENS"] <= 512
+
+
 def test_nothing_to_do_launches_nothing(device: str) -> None:
     cache = own_cache("separate", 1, 1, 64, device)
     none = PullPlanes(*(torch.zeros((0, 8), dtype=torch.int64, device=device),) * 2, pull_shape([], [], **SIZES))

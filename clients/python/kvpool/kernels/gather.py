@@ -52,10 +52,12 @@ def gather_kernel(
             table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, HEADS * ROW_BYTES, ELEMENT, TILE, TILE_BLOCKS, BLOCKS
         )
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
+        # All of the row is read before anything is decided: one trip over the host link.
+        payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
         if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1)):
-            plane = table_row(planes, tl.load(page + FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+            plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             source, destination, _position, mask = tile_pointers(
-                tl.load(page + _PAYLOAD_ADDRESS), plane, ids, tile,
+                payload, plane, ids, tile,
                 BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
             )  # fmt: skip
             tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)

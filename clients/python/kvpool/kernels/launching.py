@@ -1,5 +1,6 @@
 """How kernels are launched: tables checked on the host, and no work twice for a shape that was launched before."""
 
+import functools
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: di
         compiled[(programs, 1, 1)](*arguments, *values)
 
 
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def check_table(name: str, table: Tensor, dtype: torch.dtype, columns: int, rows: int | None = None) -> int:
     """The address of a table that a kernel may read.
 
@@ -40,7 +46,7 @@ def check_table(name: str, table: Tensor, dtype: torch.dtype, columns: int, rows
     if table.shape[1] != columns or rows not in (None, table.shape[0]):
         wanted = f"[{'any' if rows is None else rows}, {columns}]"
         raise ValueError(f"{name} must have the shape {wanted}, got {list(table.shape)}")
-    if torch.cuda.is_available() and not (table.is_cuda or table.is_pinned()):
+    if not table.is_cuda and _has_cuda() and not table.is_pinned():
         raise ValueError(f"{name} lies in pageable memory: pin it or put it on the device")
     return table.data_ptr()
 

@@ -40,14 +40,12 @@ def is_wanted(
     page: tl.tensor,
     faults: tl.tensor,
     nth_plane: tl.tensor,
-    tile_end: tl.tensor,
     FIRST_PLANE: tl.constexpr,
     FAULT_COLUMNS: tl.constexpr,
     FAULT_LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Whether a tile that ends before position tile_end has anything to write; all three pointers are of the page."""
+    """Whether the page has such a plane, is there and is good; both pointers are of the page."""
     wanted = (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
-    wanted &= tile_end > tl.load(page + _SKIP_TOKENS)
     if FAULT_COLUMNS > 0:
         lanes = tl.arange(0, FAULT_LANES)
         own = (tl.load(page + _PAYLOAD_BYTES) + _SUM_BLOCK_BYTES - 1) // _SUM_BLOCK_BYTES
@@ -87,14 +85,17 @@ def scatter_kernel(
         )
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
         page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
+        # All of the row is read before anything is decided: one trip over the host link.
+        payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
+        skip_tokens = tl.load(page + _SKIP_TOKENS)
         tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
-        if is_wanted(page, page_faults, nth_plane, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
-            plane = table_row(planes, tl.load(page + FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
+        if (tile_end > skip_tokens) & is_wanted(page, page_faults, nth_plane, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+            plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             destination, source, position, mask = tile_pointers(
-                tl.load(page + _PAYLOAD_ADDRESS), plane, ids, tile,
+                payload, plane, ids, tile,
                 BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
             )  # fmt: skip
-            mask &= position >= tl.load(page + _SKIP_TOKENS)
+            mask &= position >= skip_tokens
             tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
 
 
