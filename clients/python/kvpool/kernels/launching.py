@@ -20,6 +20,8 @@ def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: di
     constants: the constexpr arguments, in the order of the kernel's signature.
     """
     if not isinstance(kernel, JITFunction):
+        # Later launches on a GPU pass all by place, which nothing there checks.
+        assert kernel.arg_names == [*kernel.arg_names[: len(arguments)], *constants]
         kernel[(programs,)](*arguments, **constants)
         return
     values = tuple(constants.values())
