@@ -11,8 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvpool.core import page
 from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
+from kvpool.core.codecs import decode_rows, encode_rows
 from kvpool.core.keyspace import (
     PUBLISHED_TENANT_SECRET,
     Codec,
@@ -119,6 +122,36 @@ def page_header_vectors() -> list[dict[str, Any]]:
     return vectors
 
 
+def codec_vectors() -> list[dict[str, Any]]:
+    """Two groups of 8 elements a row: numbers of every size, then what is not finite or too small."""
+    numbers = np.array(
+        [
+            [0.5, -1.25, 3.0, 1e-3, 0.0, -0.0, 7.0, -6.96875, 100.0, -448.0, 15.5, 0.0625, -2.5, 1.5, 33.0, 1e-5],
+            [np.nan, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -1.0, 0.25, -0.75, 2.0, -2.0, 0.5, 1.0, 0.0],
+            [np.inf, -np.inf, 60000.0, 1.0, 0.0, -1.0, 2.0, -60000.0, 2e-7, -1e-7, 6e-8, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [1e-31, -2e-32, 0.0, 1e-33, 0.0, 0.0, 0.0, 0.0, 1e-30, -2e-31, 0.0, 1e-32, 0.0, 0.0, 0.0, 0.0],
+        ],
+        dtype=np.float32,
+    )
+    elements: dict[Dtype, np.ndarray] = {
+        Dtype.BF16: (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16),
+        Dtype.FP16: numbers.astype(np.float16),
+        Dtype.FP32: numbers,
+    }
+    vectors = []
+    for codec in (Codec.INT8_GROUP8, Codec.FP8_E4M3, Codec.INT4_GROUP8):
+        for dtype, values in elements.items():
+            rows = values.view(np.uint8)
+            data, scales = encode_rows(codec, dtype, rows)
+            decoded = decode_rows(codec, dtype, data, scales)
+            parts = {"rows": rows, "data": data, "scales": scales, "decoded": decoded}
+            vectors.append(
+                {"codec": codec.value, "dtype": dtype.value}
+                | {name: [row.tobytes().hex() for row in part] for name, part in parts.items()}
+            )
+    return vectors
+
+
 def write(name: str, about: str, vectors: list[dict[str, Any]]) -> None:
     text = json.dumps({"about": about, "vectors": vectors}, indent=1, ensure_ascii=True)
     (HERE / name).write_text(text + "\n")
@@ -140,4 +173,10 @@ if __name__ == "__main__":
         "page_header_vectors.json",
         "Pages whose payload byte i is (31 * i + 7) % 251. Bytes are in hex.",
         page_header_vectors(),
+    )
+    write(
+        "codec_vectors.json",
+        "Rows of 16 elements, what a codec stores for them, and what that decodes to. Bytes are in hex, one string a "
+        "row; codec and dtype are wire numbers.",
+        codec_vectors(),
     )

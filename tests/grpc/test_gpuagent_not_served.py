@@ -8,24 +8,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvpool.core.elements import Codec
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
-from kvpool.wire.convert_keyspace import spec_to_proto
-from tests.fixtures.agent import SPEC, EngineProcess, World, running_agent
+from tests.fixtures.agent import EngineProcess, World, running_agent
 from tests.fixtures.gpu_agent import DEVICE_UUID
 from tests.fixtures.raw_engine import raw_engine
 
 SERVICE = gpuagent_pb2.DESCRIPTOR.services_by_name["GpuAgentService"]
 SERVED = {"EngineSession", "GetAgentStatus"}
 CUDA = gpuagent_pb2.CudaIpcHandle(device_uuid=DEVICE_UUID, handle=b"h" * 64, allocation_bytes=1 << 30)
-
-
-def quantized() -> Any:
-    spec = spec_to_proto(SPEC)
-    spec.codec = int(Codec.INT8_GROUP8)  # type: ignore[assignment]
-    return spec
 
 
 async def test_calls_that_are_not_served() -> None:
@@ -53,7 +45,6 @@ async def test_calls_that_are_not_served() -> None:
             r"handles\[0\] is a CUDA IPC handle.*register shared memory, or start the agent with --device cuda",
         ),
         ("events", "events are those of CUDA devices.*leave `events` empty"),
-        ("codec", "codec INT8_GROUP8.*RAW"),
     ],
 )
 async def test_registrations_that_are_not_served(change: str, named: str) -> None:
@@ -66,13 +57,8 @@ async def test_registrations_that_are_not_served(change: str, named: str) -> Non
             if change == "cuda handle":
                 for handle in register.handles:
                     handle.cuda_ipc.CopyFrom(CUDA)
-            elif change == "events":
-                register.events.add(device_uuid=DEVICE_UUID, handle=b"e" * 64)
             else:
-                register.spec.CopyFrom(quantized())
-                for layer in register.layout.layers:
-                    for plane in layer.planes:
-                        plane.row_bytes = 64 * 4
+                register.events.add(device_uuid=DEVICE_UUID, handle=b"e" * 64)
             await raw.send(1, register=register)
             error = await raw.end()
             assert isinstance(error, NotServed)

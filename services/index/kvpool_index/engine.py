@@ -70,7 +70,7 @@ class IndexEngine:
         await self._watches.close()
 
     async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
-        """Raises InvalidRequest, KeyspaceMismatch, NotServed."""
+        """Raises InvalidRequest, KeyspaceMismatch."""
         return await self._keyspaces.open(tenant, name, spec)
 
     async def list_keyspaces(self, tenant: str) -> list[KnownKeyspace]:

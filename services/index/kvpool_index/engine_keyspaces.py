@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.elements import Codec
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, NotServed
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import (
     KeyspaceSpec,
@@ -55,11 +54,9 @@ class KeyspaceService:
         self._known: dict[bytes, KnownKeyspace] = {}
 
     async def open(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
-        """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch naming the field, NotServed for a codec."""
+        """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch naming the field."""
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"name must be 1 to 128 characters of [A-Za-z0-9._:/-], got {name[:160]!r}")
-        if spec.codec is not Codec.RAW:
-            raise NotServed(f"codec {spec.codec.name} is not served yet; open the keyspace with RAW")
         encoding = encode_keyspace(tenant, spec)
         wanted = BoundKeyspace(tenant=tenant, name=name, keyspace_id=keyspace_id(encoding), encoding=encoding)
         bound, created = await self._registry.bind(wanted)

@@ -1,6 +1,7 @@
 """Codecs against float64: stated errors hold, values are the nearest, and what is not finite is told apart."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from kvpool.core import codecs
 from kvpool.core.codecs import decode_rows, encode_rows, error_bound, rms_error_bound
 from kvpool.core.elements import FLOAT_DTYPES, Codec, Dtype
 from kvpool.core.errors import InvalidRequest
+from tests.unit.core.vectors import load_vectors
 
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
@@ -168,6 +170,20 @@ def test_bytes_by_hand() -> None:
     data, scales = encode_rows(Codec.FP8_E4M3, Dtype.FP32, rows_of(values * 64, Dtype.FP32))
     assert scales.tobytes().hex() == "0000803f"
     assert data.tobytes().hex() == "7e" + "fe" + "68" + "70" + "f4" + "60" + "6c" + "00"
+
+
+@pytest.mark.parametrize(
+    "vector", load_vectors("codec_vectors.json"), ids=lambda each: f"{each['codec']}-{each['dtype']}"
+)
+def test_published_vectors(vector: dict[str, Any]) -> None:
+    codec, dtype = Codec(vector["codec"]), Dtype(vector["dtype"])
+    rows, data, scales, decoded = (
+        np.frombuffer(bytes.fromhex("".join(vector[name])), dtype=np.uint8).reshape(len(vector[name]), -1)
+        for name in ("rows", "data", "scales", "decoded")
+    )
+    ours = encode_rows(codec, dtype, rows)
+    assert np.array_equal(ours[0], data) and np.array_equal(ours[1], scales)
+    assert np.array_equal(decode_rows(codec, dtype, data, scales), decoded)
 
 
 @every

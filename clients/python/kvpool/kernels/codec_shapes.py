@@ -31,7 +31,7 @@ FLOAT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.flo
 class CodecShape:
     """What a codec makes of the rows of a launch.
 
-    rows:  of the engine's cache; every address and stride is a multiple of an element.
+    rows:  of the engine's cache. Every address and stride is a multiple of an element, also if unit_bytes is less.
     dtype: of the engine's elements: bfloat16, float16 or float32.
     """
 
@@ -42,8 +42,6 @@ class CodecShape:
     def __post_init__(self) -> None:
         if self.dtype not in FLOAT_TYPES:
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype}")
-        if self.rows.unit_bytes % self.dtype.itemsize:
-            raise ValueError(f"rows.unit_bytes {self.rows.unit_bytes} is less than an element of {self.dtype}")
         if self.row_elements % self.group_elements:
             raise ValueError(f"rows of {self.row_elements} elements are no multiple of a group of {GROUP_ELEMENTS}")
 
@@ -96,7 +94,7 @@ class GroupTiling:
             "ROW_GROUPS": shape.row_elements // shape.group_elements,
             "GROUP": shape.group_elements,
             "LANES": triton.next_power_of_2(shape.group_elements),
-            "UNIT_BYTES": shape.rows.unit_bytes,
+            "UNIT_BYTES": max(shape.rows.unit_bytes, shape.dtype.itemsize),
             "PAYLOAD_UNIT_BYTES": shape.payload_unit_bytes,
             "CODEC": shape.codec.value,
             "FLOAT": FLOAT_TYPES[shape.dtype],

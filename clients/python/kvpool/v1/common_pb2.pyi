@@ -105,11 +105,11 @@ class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType
     CODEC_RAW: _Codec.ValueType  # 1
     """The engine's own bytes, lossless."""
     CODEC_INT8_GROUP8: _Codec.ValueType  # 2
-    """int8, one scale per 8 elements of the head dim. Not served yet: refused with UNIMPLEMENTED by OpenKeyspace."""
+    """int8, one scale of the engine's dtype per 8 elements of the head dim. Like the others, for BF16, FP16 and FP32 only."""
     CODEC_FP8_E4M3: _Codec.ValueType  # 3
-    """fp8 e4m3 with one scale per token and head. Not served yet."""
+    """fp8 e4m3, one fp32 scale per token and head."""
     CODEC_INT4_GROUP8: _Codec.ValueType  # 4
-    """int4, one scale per 8 elements of the head dim. Not served yet."""
+    """int4, two's complement, the first of two in the low nibble; one scale of the engine's dtype per 8 elements of the head dim."""
 
 class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
     """How page payloads are encoded relative to the engine's own elements."""
@@ -119,11 +119,11 @@ CODEC_UNSPECIFIED: Codec.ValueType  # 0
 CODEC_RAW: Codec.ValueType  # 1
 """The engine's own bytes, lossless."""
 CODEC_INT8_GROUP8: Codec.ValueType  # 2
-"""int8, one scale per 8 elements of the head dim. Not served yet: refused with UNIMPLEMENTED by OpenKeyspace."""
+"""int8, one scale of the engine's dtype per 8 elements of the head dim. Like the others, for BF16, FP16 and FP32 only."""
 CODEC_FP8_E4M3: Codec.ValueType  # 3
-"""fp8 e4m3 with one scale per token and head. Not served yet."""
+"""fp8 e4m3, one fp32 scale per token and head."""
 CODEC_INT4_GROUP8: Codec.ValueType  # 4
-"""int4, one scale per 8 elements of the head dim. Not served yet."""
+"""int4, two's complement, the first of two in the low nibble; one scale of the engine's dtype per 8 elements of the head dim."""
 Global___Codec: _TypeAlias = Codec  # noqa: Y015
 
 class _AttentionKind:

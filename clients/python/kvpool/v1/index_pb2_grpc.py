@@ -125,7 +125,7 @@ class IndexServiceServicer(object):
 
     def OpenKeyspace(self, request, context):
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class IndexServiceStub:
     def __new__(cls, channel: _aio.Channel) -> IndexServiceAsyncStub: ...
     OpenKeyspace: _grpc.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
@@ -94,7 +94,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenKeyspace: _aio.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]  # type: ignore[assignment]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _aio.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]  # type: ignore[assignment]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
@@ -154,7 +154,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.OpenKeyspaceResponse, _abc.Awaitable[_index_pb2.OpenKeyspaceResponse]]:
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one; UNIMPLEMENTED for a codec not served yet.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
 
     @_abc_1.abstractmethod
