@@ -40,12 +40,14 @@ def is_wanted(
     page: tl.tensor,
     faults: tl.tensor,
     nth_plane: tl.tensor,
+    tile_end: tl.tensor,
     FIRST_PLANE: tl.constexpr,
     FAULT_COLUMNS: tl.constexpr,
     FAULT_LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Whether the page has such a plane, is there and is good; both pointers are of the page."""
+    """Whether a tile that ends before position tile_end has anything to write; both pointers are of the page."""
     wanted = (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
+    wanted &= tile_end > tl.load(page + _SKIP_TOKENS)
     if FAULT_COLUMNS > 0:
         lanes = tl.arange(0, FAULT_LANES)
         own = (tl.load(page + _PAYLOAD_BYTES) + _SUM_BLOCK_BYTES - 1) // _SUM_BLOCK_BYTES
@@ -89,7 +91,7 @@ def scatter_kernel(
         payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
         skip_tokens = tl.load(page + _SKIP_TOKENS)
         tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
-        if (tile_end > skip_tokens) & is_wanted(page, page_faults, nth_plane, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+        if is_wanted(page, page_faults, nth_plane, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
             plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             destination, source, position, mask = tile_pointers(
                 payload, plane, ids, tile,
