@@ -41,8 +41,8 @@ LAYOUTS = {
 
 def force(world: HostCache, way: Way) -> None:
     """Leave the cache one way."""
-    for direction in (world.cache._store, world.cache._load):
-        direction.chooser._ways = [way]
+    for direction in (world.cache.store, world.cache.load):
+        direction.chooser.pin(way)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,7 +153,7 @@ async def test_a_gpu_that_is_broken_refuses_everything_from_then_on() -> None:
 
 async def test_a_gpu_without_room_for_scratch_copies_runs_one_by_one() -> None:
     async with host_cache(make_spec(), layout_presets.vllm_nhd_layout, memory_bytes=1 << 20) as world:
-        assert world.cache._store.chooser.ways == (Way.RUNS,)
+        assert world.cache.store.chooser.ways == (Way.RUNS,)
         copy = world.copy(1, 0, [4, 2])
         assert await world.cache.gather([copy], lambda: False)
         assert world.payload(copy) == world.expected(copy)
@@ -162,7 +162,7 @@ async def test_a_gpu_without_room_for_scratch_copies_runs_one_by_one() -> None:
 async def test_less_scratch_than_a_transfer_means_more_bursts_and_the_same_bytes() -> None:
     spec = make_spec(layers=8, heads=1, dim=512)
     async with host_cache(spec, layout_presets.vllm_nhd_layout, memory_bytes=5 << 20, scratch_bytes=16 << 20) as world:
-        assert Way.BURSTS in world.cache._store.chooser.ways
+        assert Way.BURSTS in world.cache.store.chooser.ways
         copies = [world.copy(chunk, 0, [chunk, 11 - chunk]) for chunk in range(6)]
         assert await asyncio.gather(*(world.cache.gather([copy], lambda: False) for copy in copies))
         assert all(world.payload(copy) == world.expected(copy) for copy in copies)

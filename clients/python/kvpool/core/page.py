@@ -173,6 +173,13 @@ def verify_header(
 ) -> PageFault | None:
     """Check header and sum table against the key (and codec, length) asked for. The payload is not looked at."""
     view = _view(buffer)
+    if codec is not None and payload_len is not None and page_bytes(payload_len) <= len(view):
+        # Nearly always all is well; a third of the time that it takes to say what is not.
+        fields = _FIELDS.pack(MAGIC, VERSION, codec, key.pack(), payload_len)
+        end = page_bytes(payload_len)
+        digest = xxh3_128_digest(fields + view[HEADER_BYTES + payload_len : end])
+        if view[:HEADER_BYTES] == fields + digest:
+            return None
     header = parse_header(view)
     if isinstance(header, PageFault):
         return header

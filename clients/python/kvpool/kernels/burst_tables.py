@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from kvpool.core.page import PageFault, PageFaultKind, block_count
@@ -36,56 +36,78 @@ class BurstPages:
     present: Sequence[bool]
 
 
-class BurstTables:
-    """pages [N, 8], blocks [N, B] and faults [N, F]. The memory grows with the largest burst."""
+class _Grown:
+    """Pinned memory as numpy sees it, remade when more is needed. Slicing tensors would cost more than filling them."""
 
     def __init__(self, host_table: HostTable) -> None:
         self._host_table = host_table
-        self._pages = self._blocks = self._faults = host_table(0)
-        self.pages = self.blocks = self.faults = self._pages
+        self._tensor = host_table(0)
+        self.numbers: Int64s = self._tensor.numpy()
+        self.address = 0
+
+    def hold(self, count: int) -> None:
+        """Have room for so many numbers."""
+        if self.numbers.size < count:
+            self._tensor = self._host_table(2 * count)
+            self.numbers, self.address = self._tensor.numpy(), self._tensor.data_ptr()
+
+
+class BurstTables:
+    """pages [count, 8], blocks [count, B] and faults [count, fault_columns] int32: their memory and addresses."""
+
+    def __init__(self, host_table: HostTable) -> None:
+        self._pages, self._blocks, self._faults = (_Grown(host_table) for _ in range(3))
+        self.count = self.fault_columns = 0
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of pages, blocks and faults."""
+        return self._pages.address, self._blocks.address, self._faults.address
 
     def fill(self, table: PlaneTable, burst: BurstPages) -> None:
         """Describe a burst; whoever filled it before has settled."""
-        count, columns = burst.block_ids.shape
-        fault_columns = most_sum_blocks(table)
-        self._pages, self.pages = self._shaped(self._pages, count, PAGE_COLUMNS)
-        self._blocks, self.blocks = self._shaped(self._blocks, count, columns)
-        self._faults, faults = self._shaped(self._faults, count, -(-fault_columns // 2))
-        self.faults = faults.view(-1).view(torch.int32)[: count * fault_columns].view(count, fault_columns)
-        self.faults.zero_()
-        self.blocks.numpy()[...] = burst.block_ids
-        shards = [table.of_shard(shard) for shard in burst.shards]
-        pages = self.pages.numpy()
-        pages[:, PageColumn.PAYLOAD_ADDRESS] = burst.payloads
-        pages[:, PageColumn.FIRST_PLANE : PageColumn.SKIP_TOKENS] = [
-            (
-                shard.first_plane,
-                shard.plane_count,
-                shard.first_scale_plane,
-                shard.scale_plane_count,
-                shard.payload_bytes,
-            )
-            for shard in shards
-        ]
+        self.count, columns = burst.block_ids.shape
+        self.fault_columns = most_sum_blocks(table)
+        self._blocks.hold(burst.block_ids.size)
+        self._faults.hold(self.count * self.fault_columns)  # twice as many as int32 need
+        self._pages.hold(self.count * PAGE_COLUMNS)
+        self._blocks.numbers[: self.count * columns] = burst.block_ids.reshape(-1)
+        self._faults.numbers[: self.count * self.fault_columns] = 0
         positions, tokens = table.spec.positions, table.spec.chunk_tokens
-        pages[:, PageColumn.SKIP_TOKENS] = [skip * positions // tokens for skip in burst.skip_tokens]
-        pages[:, PageColumn.PRESENT] = burst.present
+        rows = []
+        for number, payload, skip, present in zip(
+            burst.shards, burst.payloads.tolist(), burst.skip_tokens, burst.present, strict=True
+        ):
+            shard = table.shards[number]
+            rows.append(
+                (
+                    payload,
+                    shard.first_plane,
+                    shard.plane_count,
+                    shard.first_scale_plane,
+                    shard.scale_plane_count,
+                    shard.payload_bytes,
+                    skip * positions // tokens,
+                    present,
+                )
+            )
+        self._pages_of_burst()[...] = rows
 
     def found_faults(self) -> list[PageFault | None]:
         """Per page of the burst, what verification found; once its kernels have ended."""
-        pages, faults = self.pages.numpy(), self.faults.numpy()
-        found: list[PageFault | None] = [None] * len(pages)
-        bad = np.flatnonzero(faults.any(axis=1))
-        for page in bad.tolist():
+        faults = self._faults.numbers.view(np.int32)[: self.count * self.fault_columns].reshape(self.count, -1)
+        found: list[PageFault | None] = [None] * self.count
+        if not faults.any():
+            return found
+        pages = self._pages_of_burst()
+        for page in np.flatnonzero(faults.any(axis=1)).tolist():
             blocks = np.flatnonzero(faults[page, : block_count(int(pages[page, PageColumn.PAYLOAD_BYTES]))])
             if blocks.size and pages[page, PageColumn.PRESENT]:
                 found[page] = PageFault(PageFaultKind.BAD_SUM, int(blocks[0]))
         return found
 
-    def _shaped(self, tensor: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        if tensor.numel() < rows * columns:
-            tensor = self._host_table(2 * rows * columns)
-        return tensor, tensor[: rows * columns].view(rows, columns)
+    def _pages_of_burst(self) -> Int64s:
+        return self._pages.numbers[: self.count * PAGE_COLUMNS].reshape(self.count, PAGE_COLUMNS)
 
 
 class TablePool:
@@ -107,6 +129,7 @@ class TablePool:
             self._free.append(tables)
 
 
+@lru_cache(maxsize=64)
 def most_sum_blocks(table: PlaneTable) -> int:
     """Sum blocks of the largest page of a rank."""
     return max(block_count(shard.payload_bytes) for shard in table.shards.values())

@@ -19,12 +19,12 @@ from kvpool.core.elements import Dtype
 from kvpool.core.page import PageFault, PageKey
 from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import BurstTables, most_sum_blocks
-from kvpool.kernels.dequantize import dequantize_scatter_pages
-from kvpool.kernels.gather import gather_pages
-from kvpool.kernels.page_sums import SumScratch, can_sum, sum_pages, verify_pages
-from kvpool.kernels.quantize import gather_quantize_pages
-from kvpool.kernels.row_codecs import CodecShape, RowCodec
-from kvpool.kernels.scatter import scatter_pages
+from kvpool.kernels.codec_shapes import CodecShape, RowCodec
+from kvpool.kernels.dequantize import dequantize_launch
+from kvpool.kernels.gather import gather_launch
+from kvpool.kernels.page_sums import SumScratch, can_sum, sums_launch
+from kvpool.kernels.quantize import quantize_launch
+from kvpool.kernels.scatter import scatter_launch
 from kvpool.kernels.tables import CopyShape, copy_shape
 
 SPACE_BLOCKS = 1024  # sum blocks of one burst: 256 MiB of whole blocks take 16 MiB of device memory
@@ -38,12 +38,15 @@ class KernelSpace:
 
     sums: SumScratch
     faults: Tensor  # [SPACE_BLOCKS] int32
+    sum_addresses: tuple[int, int, int]
+    faults_address: int
 
     @classmethod
     def allocate(cls, device: torch.device | str) -> Self:
         """raises: what torch raises when there is no memory."""
         faults = torch.zeros(SPACE_BLOCKS, dtype=torch.int32, device=device)
-        return cls(SumScratch.allocate(SPACE_BLOCKS, device), faults)
+        sums = SumScratch.allocate(SPACE_BLOCKS, device)
+        return cls(sums, faults, sums.addresses, faults.data_ptr())
 
 
 class CacheKernels:
@@ -56,22 +59,21 @@ class CacheKernels:
         is_scale = np.zeros(len(table.planes), dtype=np.bool_)
         for shard in shards:
             is_scale[shard.first_scale_plane : shard.first_scale_plane + shard.scale_plane_count] = True
-        most_planes = max(shard.plane_count for shard in shards)
-        heads = len(shards[0].heads)
-        self._codec: CodecShape | None = None
-        self._scales: CopyShape | None = None
-        if table.layout.holds_codec_rows(table.spec):
-            self._data = self._copied(table.planes[~is_scale], heads, table.row_bytes, most_planes)
-            if is_scale.any():
-                self._scales = self._copied(table.planes[is_scale], heads, table.scale_row_bytes, most_planes)
-        else:
-            rows = CopyShape(
-                table.spec.positions, table.block_rows, heads, table.cache_row_bytes, table.unit_bytes, most_planes
-            )
-            self._codec = CodecShape(rows, RowCodec(table.spec.codec.value), _TORCH_TYPES[table.spec.dtype])
         self.sum_columns = most_sum_blocks(table)
         # Otherwise some page ends in a block that is too short for the kernels: the CPU sums and verifies them all.
         self.sums_on_device = all(can_sum(shard.payload_bytes) for shard in shards)
+        self._sum = sums_launch(self.sum_columns, verify=False, host_faults=False)
+        self._verify = sums_launch(self.sum_columns, verify=True, host_faults=True)
+        columns = self.sum_columns if self.sums_on_device else 0
+        if table.layout.holds_codec_rows(table.spec):
+            copied = [(_copy_shape(table, ~is_scale, table.row_bytes), False)]
+            if is_scale.any():
+                copied.append((_copy_shape(table, is_scale, table.scale_row_bytes), True))
+            self._gathers = [gather_launch(shape, scales) for shape, scales in copied]
+            self._scatters = [scatter_launch(shape, columns, scales) for shape, scales in copied]
+        else:
+            codec = _codec_shape(table)
+            self._gathers, self._scatters = [quantize_launch(codec)], [dequantize_launch(codec, columns)]
 
     @property
     def most_pages(self) -> int:
@@ -80,33 +82,27 @@ class CacheKernels:
 
     def gather(self, tables: BurstTables) -> None:
         """Fill the payloads of a burst from the cache."""
-        if self._codec is not None:
-            gather_quantize_pages(tables.pages, tables.blocks, self._planes, self._codec)
-            return
-        gather_pages(tables.pages, tables.blocks, self._planes, self._data)
-        if self._scales is not None:
-            gather_pages(tables.pages, tables.blocks, self._planes, self._scales, scales=True)
+        pages, blocks, _ = tables.addresses
+        for launch in self._gathers:
+            launch.start(tables.count, pages, blocks, self._planes.data_ptr())
 
     def sum(self, tables: BurstTables, space: KernelSpace) -> None:
         """Write sum tables behind the payloads; `finish_page` does the rest."""
         if self.sums_on_device:
-            sum_pages(tables.pages, self.sum_columns, space.sums)
+            self._sum.start(tables.count, tables.addresses[0], 0, 0, *space.sum_addresses)
 
     def verify(self, tables: BurstTables, space: KernelSpace) -> None:
-        """Find the faults of pages that passed `check_page`: for `scatter`, and in tables.faults for the host."""
-        faults = self._faults(tables, space)
-        if faults is not None:
-            verify_pages(tables.pages, faults, space.sums, host_faults=tables.faults)
+        """Find the faults of pages that passed `check_page`: for `scatter`, and in the tables for the host."""
+        if self.sums_on_device:
+            pages, _, faults = tables.addresses
+            self._verify.start(tables.count, pages, space.faults_address, faults, *space.sum_addresses)
 
     def scatter(self, tables: BurstTables, space: KernelSpace) -> None:
         """Move payloads without a fault into the cache."""
-        faults = self._faults(tables, space)
-        if self._codec is not None:
-            dequantize_scatter_pages(tables.pages, tables.blocks, self._planes, self._codec, faults=faults)
-            return
-        scatter_pages(tables.pages, tables.blocks, self._planes, self._data, faults=faults)
-        if self._scales is not None:
-            scatter_pages(tables.pages, tables.blocks, self._planes, self._scales, faults=faults, scales=True)
+        pages, blocks, _ = tables.addresses
+        faults = space.faults_address if self.sums_on_device else 0
+        for launch in self._scatters:
+            launch.start(tables.count, pages, blocks, self._planes.data_ptr(), faults)
 
     def finish_page(self, page: memoryview, key: PageKey, payload_bytes: int) -> None:
         """Complete a page on the CPU whose payload, and sums if the device can, have come from it."""
@@ -119,18 +115,35 @@ class CacheKernels:
         check = page_format.verify_header if self.sums_on_device else page_format.verify
         return check(page, key, self._table.spec.codec, payload_bytes)
 
-    def _faults(self, tables: BurstTables, space: KernelSpace) -> Tensor | None:
-        if not self.sums_on_device:
-            return None
-        count = tables.pages.shape[0]
-        return space.faults[: count * self.sum_columns].view(count, self.sum_columns)
 
-    def _copied(self, planes: npt.NDArray[np.int64], heads: int, row_bytes: int, most_planes: int) -> CopyShape:
-        return copy_shape(
-            planes.tolist(),
-            positions=self._table.spec.positions,
-            block_rows=self._table.block_rows,
-            heads=heads,
-            row_bytes=row_bytes,
-            most_planes=most_planes,
-        )
+def _copy_shape(table: PlaneTable, chosen: npt.NDArray[np.bool_], row_bytes: int) -> CopyShape:
+    """Of the planes that only have their bytes copied."""
+    return copy_shape(
+        table.planes[chosen].tolist(),
+        positions=table.spec.positions,
+        block_rows=table.block_rows,
+        heads=_heads(table),
+        row_bytes=row_bytes,
+        most_planes=_most_planes(table),
+    )
+
+
+def _codec_shape(table: PlaneTable) -> CodecShape:
+    """Of planes whose rows a codec makes other bytes of."""
+    rows = CopyShape(
+        table.spec.positions,
+        table.block_rows,
+        _heads(table),
+        table.cache_row_bytes,
+        table.unit_bytes,
+        _most_planes(table),
+    )
+    return CodecShape(rows, RowCodec(table.spec.codec.value), _TORCH_TYPES[table.spec.dtype])
+
+
+def _heads(table: PlaneTable) -> int:
+    return len(next(iter(table.shards.values())).heads)
+
+
+def _most_planes(table: PlaneTable) -> int:
+    return max(shard.plane_count for shard in table.shards.values())

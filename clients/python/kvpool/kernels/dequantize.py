@@ -1,5 +1,7 @@
 """Dequantize and scatter: data and scales of pages become rows of an engine's paged cache."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from kvpool.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
 from kvpool.kernels.copying import table_row, tile_blocks
-from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
 from kvpool.kernels.scatter import is_wanted
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
@@ -153,9 +155,13 @@ def dequantize_scatter_pages(
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
         0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
     )
+    dequantize_launch(shape, fault_columns).start(count, *addresses, programs=programs)
+
+
+@functools.lru_cache(maxsize=256)
+def dequantize_launch(shape: CodecShape, fault_columns: int) -> Launch:
+    """What `dequantize_scatter_pages` launches: start it with the addresses of pages, blocks, planes and faults."""
     cut = group_tiling(shape)
-    items = count * shape.rows.most_planes * cut.tiles
-    if items:  # an empty grid cannot be launched
-        constants = {"FAULT_COLUMNS": fault_columns, "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1))}
-        arguments = (*addresses, items)
-        launch(dequantize_kernel, grid_size(items, programs), arguments, constants | cut.constants(shape), cut.warps)
+    constants = {"FAULT_COLUMNS": fault_columns, "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1))}
+    constants |= cut.constants(shape)
+    return Launch(dequantize_kernel, constants, cut.warps, shape.rows.most_planes * cut.tiles)

@@ -1,5 +1,6 @@
 """Gather: rows of an engine's paged cache become the payloads of pages, bit for bit."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -8,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
-from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
@@ -91,9 +92,13 @@ def gather_pages(
         check_table("blocks", blocks, torch.int64, shape.blocks, count),
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
     )
+    gather_launch(shape, scales).start(count, *addresses, programs=programs)
+
+
+@functools.lru_cache(maxsize=256)
+def gather_launch(shape: CopyShape, scales: bool = False) -> Launch:
+    """What `gather_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = tiling(shape)
-    items = count * shape.most_planes * cut.tiles
-    if items:  # an empty grid cannot be launched
-        first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
-        constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)
-        launch(gather_kernel, grid_size(items, programs), (*addresses, items), constants, cut.warps)
+    first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
+    constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)
+    return Launch(gather_kernel, constants, cut.warps, shape.most_planes * cut.tiles)

@@ -33,6 +33,33 @@ def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: di
         compiled[(programs, 1, 1)](*arguments, *values)
 
 
+class Launch:
+    """A kernel and its constants, ready to run over any number of pages of its shape; addresses are not checked."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, items_of_page: int) -> None:
+        """constants: the constexpr arguments, in the order of the kernel's signature."""
+        self._kernel, self._constants, self._warps = kernel, constants, warps
+        self._items_of_page = items_of_page
+        self._values = tuple(constants.values())
+        self._compiled: dict[int, Any] = {}  # by device
+
+    def start(self, pages: int, *addresses: int, programs: int | None = None) -> None:
+        """Run on the current stream of the current device. raises: ValueError for more pages than can be counted."""
+        items = pages * self._items_of_page
+        if not items:  # an empty grid cannot be launched
+            return
+        grid = grid_size(items, programs)
+        if not isinstance(self._kernel, JITFunction):
+            launch(self._kernel, grid, (*addresses, items), self._constants, self._warps)
+            return
+        device = driver.active.get_current_device()
+        compiled = self._compiled.get(device)
+        if compiled is None:
+            self._compiled[device] = self._kernel[(grid,)](*addresses, items, **self._constants, num_warps=self._warps)
+        else:
+            compiled[(grid, 1, 1)](*addresses, items, *self._values)
+
+
 @functools.cache
 def _has_cuda() -> bool:
     return torch.cuda.is_available()

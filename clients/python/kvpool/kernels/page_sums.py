@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels import xxh3
-from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.tables import PAGE_COLUMNS, SUM_BLOCK_BYTES, PageColumn
 
 GROUPS_OF_BLOCK = SUM_BLOCK_BYTES // xxh3.GROUP_BYTES
@@ -70,6 +70,12 @@ class SumScratch:
         """Room for launches of pages x columns <= blocks. raises: what torch raises when there is no memory."""
         partials = torch.empty((blocks, GROUPS_OF_BLOCK * xxh3.LANES), dtype=torch.int64, device=device)
         return cls(partials, torch.zeros(blocks, dtype=torch.int32, device=device))
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the key table, the partials and the arrivals."""
+        keys = _key_table(self.partials.device)
+        return keys.data_ptr(), self.partials.data_ptr(), self.arrivals.data_ptr()
 
     @staticmethod
     def size_bytes(blocks: int) -> int:
@@ -258,13 +264,15 @@ def _launch(
         raise ValueError(f"columns must be > 0, got {columns}")
     if scratch.arrivals.numel() < blocks:
         raise ValueError(f"scratch has room for {scratch.arrivals.numel()} blocks, {blocks} are needed")
-    items = blocks * (GROUPS_OF_BLOCK // GROUPS_OF_PART)
-    if not items:  # an empty grid cannot be launched
-        return
-    keys = _key_table(scratch.partials.device)
-    addresses = (*tables, keys.data_ptr(), scratch.partials.data_ptr(), scratch.arrivals.data_ptr())
-    constants = {"COLUMNS": columns, "VERIFY": faults is not None, "HOST_FAULTS": host_faults is not None}
-    launch(page_sums_kernel, grid_size(items, programs), (*addresses, items), constants, _WARPS)
+    started = sums_launch(columns, verify=faults is not None, host_faults=host_faults is not None)
+    started.start(count, *tables, *scratch.addresses, programs=programs)
+
+
+@lru_cache
+def sums_launch(columns: int, *, verify: bool, host_faults: bool) -> Launch:
+    """What is launched: start it with the addresses of pages, faults, host faults (0 for none), and a SumScratch's."""
+    constants = {"COLUMNS": columns, "VERIFY": verify, "HOST_FAULTS": host_faults}
+    return Launch(page_sums_kernel, constants, _WARPS, columns * (GROUPS_OF_BLOCK // GROUPS_OF_PART))
 
 
 @lru_cache

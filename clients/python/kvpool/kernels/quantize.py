@@ -1,5 +1,7 @@
 """Gather and quantize: rows of an engine's paged cache become data and scales of pages."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from kvpool.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
 from kvpool.kernels.copying import table_row, tile_blocks
-from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
 
@@ -121,7 +123,11 @@ def gather_quantize_pages(
         check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
     )
+    quantize_launch(shape).start(count, *addresses, programs=programs)
+
+
+@functools.lru_cache(maxsize=256)
+def quantize_launch(shape: CodecShape) -> Launch:
+    """What `gather_quantize_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = group_tiling(shape)
-    items = count * shape.rows.most_planes * cut.tiles
-    if items:  # an empty grid cannot be launched
-        launch(quantize_kernel, grid_size(items, programs), (*addresses, items), cut.constants(shape), cut.warps)
+    return Launch(quantize_kernel, cut.constants(shape), cut.warps, shape.rows.most_planes * cut.tiles)

@@ -1,5 +1,6 @@
 """Scatter: payloads of pages become rows of an engine's paged cache, bit for bit."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -8,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
-from kvpool.kernels.launching import check_table, grid_size, launch
+from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, SUM_BLOCK_BYTES, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
@@ -134,13 +135,16 @@ def scatter_pages(
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
         0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
     )
+    scatter_launch(shape, fault_columns, scales).start(count, *addresses, programs=programs)
+
+
+@functools.lru_cache(maxsize=256)
+def scatter_launch(shape: CopyShape, fault_columns: int, scales: bool = False) -> Launch:
+    """What `scatter_pages` launches: start it with the addresses of pages, blocks, planes and faults."""
     cut = tiling(shape)
-    items = count * shape.most_planes * cut.tiles
-    if items:  # an empty grid cannot be launched
-        constants = {
-            "FIRST_PLANE": (PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE).value,
-            "FAULT_COLUMNS": fault_columns,
-            "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1)),
-        }
-        arguments = (*addresses, items)
-        launch(scatter_kernel, grid_size(items, programs), arguments, constants | cut.constants(shape), cut.warps)
+    constants = {
+        "FIRST_PLANE": (PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE).value,
+        "FAULT_COLUMNS": fault_columns,
+        "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1)),
+    }
+    return Launch(scatter_kernel, constants | cut.constants(shape), cut.warps, shape.most_planes * cut.tiles)

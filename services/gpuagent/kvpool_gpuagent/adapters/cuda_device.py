@@ -40,11 +40,11 @@ class CudaDevice:
         on_broken: Callable[[KvPoolError], None] = lambda error: None,
     ) -> None:
         """on_broken: called, from a thread, when the GPU has failed for good; the process must be started again."""
-        self._runtime = CudaRuntime(ordinal)
-        self._runtime.attach()
-        self._mappings = IpcMappings(self._runtime.driver)
+        self.runtime = CudaRuntime(ordinal)
+        self.runtime.attach()
+        self._mappings = IpcMappings(self.runtime.driver)
         self._transfers = TransferEngine(
-            self._runtime, scratch_bytes=scratch_bytes, sum_threads=sum_threads, on_broken=on_broken
+            self.runtime, scratch_bytes=scratch_bytes, sum_threads=sum_threads, on_broken=on_broken
         )
 
     def check(
@@ -61,9 +61,9 @@ class CudaDevice:
                     f"handles[{number}] is shared memory, but this agent serves GPU memory: register CUDA IPC handles, "
                     f"or start an agent with --device cpu for this engine"
                 )
-            self._runtime.driver.ordinal_of(handle.ipc.device_uuid)
+            self.runtime.driver.ordinal_of(handle.ipc.device_uuid)
         for event in events:
-            self._runtime.driver.ordinal_of(event.device_uuid)
+            self.runtime.driver.ordinal_of(event.device_uuid)
 
     async def map_cache(
         self,
@@ -86,7 +86,7 @@ class CudaDevice:
         """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
         address = address_of(segment)
         try:
-            self._runtime.pin(address, len(segment))
+            self.runtime.pin(address, len(segment))
         except CudaError as error:
             _log.warning("an arena segment of %d bytes could not be pinned: %s", len(segment), error)
             return lambda: None
@@ -98,7 +98,7 @@ class CudaDevice:
 
     def _unpin(self, address: int) -> None:
         try:
-            self._runtime.unpin(address)
+            self.runtime.unpin(address)
         except CudaError as error:
             _log.warning("an arena segment could not be unpinned: %s", error)
 
@@ -110,7 +110,7 @@ class CudaDevice:
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
     ) -> GpuCache:
-        runtime = self._runtime
+        runtime = self.runtime
         runtime.attach()
         with ExitStack() as undo:
             addresses: list[int] = []

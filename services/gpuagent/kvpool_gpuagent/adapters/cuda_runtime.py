@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -23,7 +22,7 @@ class CudaMark:
     __slots__ = ("event",)
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -32,28 +31,22 @@ class CudaMark:
     def passed(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
-    def seconds_since(self, earlier: Mark) -> float:
-        return float(cast(CudaMark, earlier).event.elapsed_time(self.event)) / 1e3
-
 
 class CudaStream:
     """See gpu_runtime.Stream."""
 
     def __init__(self, device: torch.device, priority: int) -> None:
-        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        self.address = int(self._stream.cuda_stream)
+        self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.address = int(self.stream.cuda_stream)
 
     def mark(self) -> Mark:
-        return CudaMark(self._stream)
+        return CudaMark(self.stream)
 
     def after(self, mark: Mark) -> None:
-        self._stream.wait_event(cast(CudaMark, mark).event)
-
-    def current(self) -> AbstractContextManager[object]:
-        return cast("AbstractContextManager[object]", torch.cuda.stream(self._stream))
+        self.stream.wait_event(cast(CudaMark, mark).event)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        self.stream.synchronize()
 
 
 class CudaRuntime:
@@ -69,10 +62,12 @@ class CudaRuntime:
         self._pinned_lock = threading.Lock()
         self._pinned: list[tuple[int, int]] = []  # (start, end), ascending
 
-    def attach(self) -> None:
+    def attach(self, stream: Stream | None = None) -> None:
         """See gpu_runtime.GpuRuntime."""
         torch.cuda.set_device(self.device)
         self.driver.use_device(self.ordinal)
+        if stream is not None:
+            torch.cuda.set_stream(cast(CudaStream, stream).stream)
 
     def stream(self, *, urgent: bool) -> Stream:
         """See gpu_runtime.GpuRuntime."""

@@ -13,7 +13,9 @@ async def finished(work: asyncio.Future[T]) -> tuple[asyncio.Future[T], bool]:
     cancelled = False
     while not work.done():
         try:
-            await asyncio.wait((work,))
+            await asyncio.shield(work)
         except asyncio.CancelledError:
             cancelled = True
+        except Exception:
+            break  # the work's own: whoever asks it gets it
     return work, cancelled

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from kvpool.core.page import PageFault
 from kvpool_gpuagent.adapters.finishing import finished
-from kvpool_gpuagent.adapters.gpu_lane import Lane, Mover, Transfer
+from kvpool_gpuagent.adapters.gpu_lane import Lane
+from kvpool_gpuagent.adapters.gpu_transfer import Mover, Transfer
 from kvpool_gpuagent.core.ways import Way, WayChooser
 from kvpool_gpuagent.ports import PageCopy, StopFlag
 
@@ -35,7 +36,7 @@ class GpuCache:
         unmap: Callable[[], None],
     ) -> None:
         """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly."""
-        self._store, self._load = store, load
+        self.store, self.load = store, load
         self._event_passed, self._unmap = event_passed, unmap
         self._closed = False
 
@@ -45,11 +46,11 @@ class GpuCache:
 
     async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
         """See ports.EngineCache."""
-        return await _moved(self._store, copies, stop) is not False
+        return await _moved(self.store, copies, stop) is not False
 
     async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
         """See ports.EngineCache."""
-        faults = await _moved(self._load, copies, lambda: False)
+        faults = await _moved(self.load, copies, lambda: False)
         assert not isinstance(faults, bool)
         return faults
 
@@ -65,9 +66,9 @@ async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFla
     if not copies:
         return []
     way = direction.chooser.choose()
-    transfer = Transfer(direction.movers[way], copies, stop)
+    transfer = Transfer(direction.movers[way], copies, stop, asyncio.get_running_loop().create_future())
     direction.lane.submit(transfer)
-    settled, gone = await finished(asyncio.wrap_future(transfer.settled))
+    settled, gone = await finished(transfer.settled)
     if gone:
         settled.exception()  # nobody is left who could be told
         raise asyncio.CancelledError

@@ -12,77 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageFault
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Stream
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.adapters.gpu_transfer import Issued, Mover, Transfer, settle
 from kvpool_gpuagent.core.bursts import BurstSizer
-from kvpool_gpuagent.ports import PageCopy, StopFlag
+from kvpool_gpuagent.ports import PageCopy
 
 _log = logging.getLogger(__name__)
 
 DEPTH = 3  # bursts enqueued and not settled: one on the link, one in kernels, one being formed
 _THREADS_END_S = 10.0
-
-
-class Issued(Protocol):
-    """Work of one burst on the GPU."""
-
-    def finish(self) -> Sequence[PageFault | None]:
-        """Wait for it, complete the pages; per copy, why it was not moved."""
-        ...
-
-    @property
-    def timing(self) -> tuple[float, float] | None:
-        """(seconds of the kernels and their turn, seconds of the copies) once finished; None without kernels."""
-        ...
-
-
-class Mover(Protocol):
-    """Moves pages of one cache in one direction on one way. Transfers with the same mover share bursts."""
-
-    needs_scratch: bool
-    most_pages: int  # of a burst
-
-    def page_bytes(self, copy: PageCopy) -> int:
-        """What a page takes of a burst, and of the scratch if it needs some."""
-        ...
-
-    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> Issued:
-        """Enqueue the work of a burst; page after page in the scratch, each page_bytes long."""
-        ...
-
-    def record(self, size_bytes: int, duration_s: float) -> None:
-        """A burst of it occupied the lane so long."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """One call: its copies, in order. `settled` gets per copy None or a fault, or False if `stop` said so."""
-
-    mover: Mover
-    copies: Sequence[PageCopy]
-    stop: StopFlag
-    settled: Future[Sequence[PageFault | None] | bool] = field(default_factory=Future)
-    faults: list[PageFault | None] = field(default_factory=list)
-    issued: int = 0  # leading copies that went into bursts
-    in_flight: int = 0
-    stopped: bool = False
-    error: KvPoolError | None = None
-
-    def __post_init__(self) -> None:
-        self.faults = [None] * len(self.copies)
-
-    @property
-    def over(self) -> bool:
-        """Nothing of it is enqueued or will be."""
-        ended = self.stopped or self.error is not None or self.issued == len(self.copies)
-        return ended and not self.in_flight
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +62,7 @@ class Lane:
         self._places = threading.Semaphore(DEPTH)
         self._in_flight: queue.SimpleQueue[_Burst | None] = queue.SimpleQueue()
         self._in_flight_count = 0
-        self._sizer = BurstSizer()
+        self._sizer = BurstSizer(largest_bytes=scratch.wanted_bytes // 4)
         self._broken: KvPoolError | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -149,7 +92,7 @@ class Lane:
     # Issuing
 
     def _issue_all(self) -> None:
-        self._runtime.attach()
+        self._runtime.attach(self._streams[0])
         while True:
             self._places.acquire()
             burst = self._next_burst()
@@ -178,11 +121,11 @@ class Lane:
                 self._changed.wait()
 
     def _drop_stopped(self) -> None:
-        for transfer in list(self._pending):
-            if transfer.stop():
-                transfer.stopped = True
-                self._pending.remove(transfer)
-                self._settle_if_over(transfer)
+        for transfer in [transfer for transfer in self._pending if transfer.stop()]:
+            transfer.stopped = True
+            self._pending.remove(transfer)
+            if transfer.over:
+                settle([transfer])
 
     def _form(self) -> _Burst | None:
         """The next burst out of what is pending; None if the scratch has no room for it now."""
@@ -191,8 +134,9 @@ class Lane:
         first_bytes = mover.page_bytes(self._pending[0].copies[self._pending[0].issued])
         scratch = None
         if mover.needs_scratch:
-            wanted = self._wanted_bytes(mover, max(limit_bytes, first_bytes))
-            scratch = self._scratch.take(wanted, first_bytes)
+            wanted_bytes = self._wanted_bytes(mover, max(limit_bytes, first_bytes))
+            # Not the crumbs between two bursts: each burst costs its launches.
+            scratch = self._scratch.take(wanted_bytes, max(first_bytes, wanted_bytes // 2))
             if scratch is None:
                 return None
             limit_bytes = scratch[1]
@@ -241,12 +185,10 @@ class Lane:
             assert burst.issued is not None
             try:
                 faults = burst.issued.finish()
-                timing = burst.issued.timing
             except Exception as error:
                 self._fail(burst, error)
             else:
-                if timing is not None:
-                    self._sizer.record(turn_s=timing[0], copied_bytes=burst.size_bytes, copy_s=timing[1])
+                self._sizer.record(turn_s=burst.issued.turn_s)
                 begun_s, settled_s = max(burst.issued_s, settled_s), time.perf_counter()
                 burst.mover.record(burst.size_bytes, settled_s - begun_s)
                 self._give_back(burst, faults, None)
@@ -274,7 +216,7 @@ class Lane:
             pending, self._pending = list(self._pending), deque()
             for transfer in pending:
                 transfer.error = error
-                self._settle_if_over(transfer)
+            settle([transfer for transfer in pending if transfer.over])
         _log.error("%s", error)
         self._on_broken(error)
 
@@ -293,16 +235,5 @@ class Lane:
                     transfer.error = transfer.error or error
                     if transfer in self._pending:
                         self._pending.remove(transfer)
-                self._settle_if_over(transfer)
+            settle([transfer for transfer, _, _ in burst.parts if transfer.over])
             self._changed.notify_all()
-
-    @staticmethod
-    def _settle_if_over(transfer: Transfer) -> None:
-        if not transfer.over:
-            return
-        if transfer.error is not None:
-            transfer.settled.set_exception(transfer.error)
-        elif transfer.stopped:
-            transfer.settled.set_result(False)
-        else:
-            transfer.settled.set_result(transfer.faults)

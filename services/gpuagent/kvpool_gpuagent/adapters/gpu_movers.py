@@ -44,7 +44,7 @@ class MoverParts:
 
     def payload_bytes(self, copy: PageCopy) -> int:
         """Of a page, without header and sum table."""
-        return self.table.of_shard(copy.key.shard).payload_bytes
+        return self.table.shards[copy.key.shard].payload_bytes
 
     def body_bytes(self, copies: Sequence[PageCopy]) -> Int64s:
         """[N] bytes of payload and sum table, which lie side by side."""
@@ -102,50 +102,43 @@ class StoreBursts:
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         return len(copy.page)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> StoredBurst:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         parts = self._parts
         payloads = scratch_payloads(copies, scratch_address)
         tables = parts.tables.take()
         tables.fill(parts.table, burst_pages(copies, payloads, [True] * len(copies)))
-        begun = self._kernels.mark()
-        with self._kernels.current():
-            parts.kernels.gather(tables)
-            parts.kernels.sum(tables, self._space)
+        parts.kernels.gather(tables)
+        parts.kernels.sum(tables, self._space)
         gathered = self._kernels.mark()
         self._copies.after(gathered)
-        copying = self._copies.mark()
         bodies = parts.body_bytes(copies)
         parts.runtime.copy_runs(page_addresses(copies) + HEADER_BYTES, payloads, bodies, self._copies)
-        return StoredBurst(parts, copies, tables, begun, gathered, copying, self._copies.mark(), time.perf_counter())
+        return StoredBurst(parts, copies, tables, gathered, self._copies.mark(), time.perf_counter())
 
 
 @dataclass(slots=True, eq=False)
 class StoredBurst:
-    """See gpu_lane.Issued."""
+    """See gpu_transfer.Issued."""
 
     parts: MoverParts
     copies: Sequence[PageCopy]
     tables: BurstTables
-    begun: Mark
     gathered: Mark
-    copying: Mark
     copied: Mark
     issued_s: float
-    timing: tuple[float, float] | None = None
+    turn_s: float = 0.0
 
     def finish(self) -> Sequence[PageFault | None]:
         """The GPU has summed; the header, which names the sums, is the CPU's."""
-        turn_s = 0.0
         if not self.gathered.passed():  # then it is now that we see it end
             self.gathered.wait()
-            turn_s = time.perf_counter() - self.issued_s
+            self.turn_s = time.perf_counter() - self.issued_s
         self.copied.wait()
         self.parts.tables.give(self.tables)
-        self.timing = max(turn_s, self.gathered.seconds_since(self.begun)), self.copied.seconds_since(self.copying)
         for copy in self.copies:
             payload_bytes = self.parts.payload_bytes(copy)
             self.parts.kernels.finish_page(copy.page, copy.key, payload_bytes)
@@ -163,53 +156,46 @@ class LoadBursts:
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         return len(copy.page)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedBurst:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         parts = self._parts
         faults = [parts.kernels.check_page(copy.page, copy.key, parts.payload_bytes(copy)) for copy in copies]
         good = np.array([fault is None for fault in faults])
         payloads = scratch_payloads(copies, scratch_address)
         sources = page_addresses(copies) + HEADER_BYTES
-        copying = self._copies.mark()
         parts.runtime.copy_runs(payloads[good], sources[good], parts.body_bytes(copies)[good], self._copies)
         copied = self._copies.mark()
         tables = parts.tables.take()
         tables.fill(parts.table, burst_pages(copies, payloads, good.tolist()))
         self._kernels.after(copied)
-        begun = self._kernels.mark()
-        with self._kernels.current():
-            parts.kernels.verify(tables, self._space)
-            parts.kernels.scatter(tables, self._space)
-        return LoadedBurst(parts, faults, tables, copying, copied, begun, self._kernels.mark())
+        parts.kernels.verify(tables, self._space)
+        parts.kernels.scatter(tables, self._space)
+        return LoadedBurst(parts, faults, tables, copied, self._kernels.mark())
 
 
 @dataclass(slots=True, eq=False)
 class LoadedBurst:
-    """See gpu_lane.Issued."""
+    """See gpu_transfer.Issued."""
 
     parts: MoverParts
     faults: list[PageFault | None]
     tables: BurstTables
-    copying: Mark
     copied: Mark
-    begun: Mark
     scattered: Mark
-    timing: tuple[float, float] | None = None
+    turn_s: float = 0.0
 
     def finish(self) -> Sequence[PageFault | None]:
-        """See gpu_lane.Issued."""
-        turn_s = 0.0
+        """See gpu_transfer.Issued."""
         self.copied.wait()
         if not self.scattered.passed():
             waited_s = time.perf_counter()
             self.scattered.wait()
-            turn_s = time.perf_counter() - waited_s
+            self.turn_s = time.perf_counter() - waited_s
         found = self.tables.found_faults()
         self.parts.tables.give(self.tables)
-        self.timing = max(turn_s, self.scattered.seconds_since(self.begun)), self.copied.seconds_since(self.copying)
         return [known or seen for known, seen in zip(self.faults, found, strict=True)]
 
 
@@ -223,11 +209,11 @@ class StoreRuns:
         self._parts, self._copies, self.record = parts, streams.copies, record
 
     def page_bytes(self, copy: PageCopy) -> int:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         return len(copy.page)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> StoredRuns:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         engine, pages, sizes = copy_arguments(self._parts, copies)
         self._parts.runtime.copy_runs(pages, engine, sizes, self._copies)
         return StoredRuns(self._parts, copies, self._copies.mark())
@@ -235,15 +221,15 @@ class StoreRuns:
 
 @dataclass(slots=True, eq=False)
 class StoredRuns:
-    """See gpu_lane.Issued."""
+    """See gpu_transfer.Issued."""
 
     parts: MoverParts
     copies: Sequence[PageCopy]
     copied: Mark
-    timing: None = None
+    turn_s: float = 0.0
 
     def finish(self) -> Sequence[PageFault | None]:
-        """See gpu_lane.Issued."""
+        """See gpu_transfer.Issued."""
         self.copied.wait()
         list(self.parts.sums.map(self.parts.seal, self.copies))
         return [None] * len(self.copies)
@@ -259,11 +245,11 @@ class LoadRuns:
         self._parts, self._copies, self.record = parts, streams.copies, record
 
     def page_bytes(self, copy: PageCopy) -> int:
-        """See gpu_lane.Mover."""
+        """See gpu_transfer.Mover."""
         return len(copy.page)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedRuns:
-        """See gpu_lane.Mover. While this verifies, the burst before is on the link."""
+        """See gpu_transfer.Mover. While this verifies, the burst before is on the link."""
         faults = list(self._parts.sums.map(self._parts.verify, copies))
         good = [copy for copy, fault in zip(copies, faults, strict=True) if fault is None]
         if good:
@@ -274,14 +260,14 @@ class LoadRuns:
 
 @dataclass(slots=True, eq=False)
 class LoadedRuns:
-    """See gpu_lane.Issued."""
+    """See gpu_transfer.Issued."""
 
     faults: list[PageFault | None]
     copied: Mark
-    timing: None = None
+    turn_s: float = 0.0
 
     def finish(self) -> Sequence[PageFault | None]:
-        """See gpu_lane.Issued."""
+        """See gpu_transfer.Issued."""
         self.copied.wait()
         return self.faults
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -31,10 +30,6 @@ class Mark(Protocol):
         """Whether it has ended; looks, never waits."""
         ...
 
-    def seconds_since(self, earlier: Mark) -> float:
-        """GPU time between two marks that have passed."""
-        ...
-
 
 class Stream(Protocol):
     """Work in order."""
@@ -49,10 +44,6 @@ class Stream(Protocol):
         """Work from here on waits for a mark of another stream."""
         ...
 
-    def current(self) -> AbstractContextManager[object]:
-        """Kernels launched inside go to this stream."""
-        ...
-
     def synchronize(self) -> None:
         """Block until all its work has ended. Raises what the GPU reports."""
         ...
@@ -63,8 +54,8 @@ class GpuRuntime(Protocol):
 
     name: str
 
-    def attach(self) -> None:
-        """Make the device current in this thread."""
+    def attach(self, stream: Stream | None = None) -> None:
+        """Make the device current in this thread; its kernels go to this stream."""
         ...
 
     def stream(self, *, urgent: bool) -> Stream:

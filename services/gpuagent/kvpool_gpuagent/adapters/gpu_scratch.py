@@ -25,7 +25,7 @@ class Scratch:
 
     def __init__(self, runtime: GpuRuntime, size_bytes: int) -> None:
         self.changed = threading.Condition()
-        self._runtime, self._wanted_bytes = runtime, size_bytes
+        self._runtime, self.wanted_bytes = runtime, size_bytes
         self._memory: torch.Tensor | None = None
         self._extents: Extents | None = None
 
@@ -57,7 +57,7 @@ class Scratch:
 
     def _allocated(self) -> Extents:
         if self._extents is None:
-            size_bytes = self._wanted_bytes
+            size_bytes = self.wanted_bytes
             while size_bytes >= SMALLEST_BYTES:
                 try:
                     self._memory = self._runtime.device_bytes(size_bytes)
@@ -66,11 +66,11 @@ class Scratch:
                     size_bytes //= 2
             else:
                 size_bytes = 0
-            if size_bytes < self._wanted_bytes:
+            if size_bytes < self.wanted_bytes:
                 _log.warning(
                     "the GPU has no room for %d bytes of scratch, got %d: transfers go on, slower; leave the agent "
                     "more memory (vLLM: gpu_memory_utilization) or lower scratch_bytes",
-                    self._wanted_bytes,
+                    self.wanted_bytes,
                     size_bytes,
                 )
             self._extents = Extents(size_bytes)

@@ -14,10 +14,11 @@ from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import TablePool
 from kvpool.kernels.cache_kernels import CacheKernels
 from kvpool_gpuagent.adapters.gpu_cache import Direction
-from kvpool_gpuagent.adapters.gpu_lane import Lane, Mover
+from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_movers import LaneStreams, LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, Way, WayChooser
 
 _SCRATCH_PAGES = 4  # two of each direction: one on the link, one in kernels

@@ -6,7 +6,7 @@ _WEIGHT = 0.25  # of a new measurement
 # A burst's copy must outlast the kernels of the next one, their turn included, or the link runs dry; twice, as turns
 # vary.
 _COPIES_PER_TURN = 2.0
-_LINK_BYTES_PER_S = 55e9  # until measured: a PCIe 5 x16 link
+_LINK_BYTES_PER_S = 55e9  # of PCIe 5 x16: on a slower link bursts are larger than they need be, no harm
 
 
 class BurstSizer:
@@ -16,19 +16,16 @@ class BurstSizer:
     def __init__(self, smallest_bytes: int = 16 << 20, largest_bytes: int = 128 << 20) -> None:
         self._smallest_bytes, self._largest_bytes = smallest_bytes, max(smallest_bytes, largest_bytes)
         self._turn_s = 0.0
-        self._link_bytes_per_s = _LINK_BYTES_PER_S
         self._last_bytes = 0
 
     def next_bytes(self, *, continuing: bool) -> int:
         """Bytes of the next burst at most. continuing: an earlier one is still in flight; sizes double then."""
-        wanted = int(_COPIES_PER_TURN * self._turn_s * self._link_bytes_per_s)
+        wanted = int(_COPIES_PER_TURN * self._turn_s * _LINK_BYTES_PER_S)
         if continuing:
             wanted = max(wanted, 2 * self._last_bytes)
         self._last_bytes = min(max(wanted, self._smallest_bytes), self._largest_bytes)
         return self._last_bytes
 
-    def record(self, *, turn_s: float, copied_bytes: int, copy_s: float) -> None:
-        """turn_s: from when a burst's kernels could start until they had ended. copy_s: of its copies."""
+    def record(self, *, turn_s: float) -> None:
+        """turn_s: how long a burst's kernels, their turn included, were waited for; 0 if not at all."""
         self._turn_s += _WEIGHT * (turn_s - self._turn_s)
-        if copied_bytes >= self._smallest_bytes and copy_s > 0:
-            self._link_bytes_per_s += _WEIGHT * (copied_bytes / copy_s - self._link_bytes_per_s)

@@ -40,14 +40,21 @@ class WayChooser:
             self._ways = [*kernels, Way.RUNS]
         self._bytes_per_s: dict[Way, float] = {}
         self._count = 0
+        self._pinned: Way | None = None
 
     @property
     def ways(self) -> Sequence[Way]:
         """Ways that can be taken, the preferred one first."""
         return tuple(self._ways)
 
+    def pin(self, way: Way | None) -> None:
+        """Take this way only, whatever was measured; None: choose again."""
+        self._pinned = way
+
     def choose(self) -> Way:
         """The way of the next burst."""
+        if self._pinned is not None:
+            return self._pinned
         self._count += 1
         if len(self._ways) == 1:
             return self._ways[0]
