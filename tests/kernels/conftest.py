@@ -9,6 +9,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     # Read when a kernel is defined, so before any module with kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    # The transfer engine on host memory is for the interpreter; tests/gpu has the real one.
+    collect_ignore = ["test_transfers.py"]
 
 
 @pytest.fixture

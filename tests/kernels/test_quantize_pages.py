@@ -102,13 +102,13 @@ def test_no_pages_is_no_launch(device: str) -> None:
     gather_quantize_pages(tables[0], tables[1], tables[2], shape)
 
 
-def test_shapes_that_no_codec_takes_are_refused() -> None:
+def test_shapes_that_no_codec_takes_are_refused(device: str) -> None:
     rows = CopyShape(16, 16, 1, 40, 8, 2)
     with pytest.raises(ValueError, match="rows of 20 elements"):
         CodecShape(rows, RowCodec.INT4_GROUP8, BF16)
     with pytest.raises(ValueError, match="dtype must be bfloat16"):
         CodecShape(rows, RowCodec.FP8_E4M3, torch.int8)
     shape = CodecShape(rows, RowCodec.FP8_E4M3, BF16)
-    tables = [torch.zeros((1, columns), dtype=torch.int64) for columns in (8, 1, 8)]
+    tables = [torch.zeros((1, columns), dtype=torch.int64, device=device) for columns in (8, 2, 8)]
     with pytest.raises(ValueError, match="blocks must have the shape"):
-        gather_quantize_pages(tables[0], torch.zeros((1, 2), dtype=torch.int64), tables[2], shape)
+        gather_quantize_pages(tables[0], tables[1], tables[2], shape)

@@ -153,7 +153,8 @@ class Measurement:
             nonlocal moved
             while time.perf_counter() - started_s < seconds:
                 begun_s = time.perf_counter()
-                moved += await job(next(numbers), size_bytes)
+                size = await job(next(numbers), size_bytes)  # not `moved += await`: that would read `moved` too early
+                moved += size
                 durations.append(time.perf_counter() - begun_s)
 
         await asyncio.gather(*(one() for _ in range(in_flight)))

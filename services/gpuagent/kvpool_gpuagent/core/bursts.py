@@ -8,22 +8,26 @@ _WEIGHT = 0.25  # of a new measurement
 _COPIES_PER_TURN = 2.0
 _LINK_BYTES_PER_S = 55e9  # of PCIe 5 x16: on a slower link bursts are larger than they need be, no harm
 
+FIRST_BYTES = 8 << 20  # on the link as long as the next burst takes to be enqueued
+IDLE_BYTES = 32 << 20  # on an idle GPU: more gains nothing
+
 
 class BurstSizer:
-    """Of one direction. Small bursts on an idle GPU (low latency, little exposed at both ends), large beside a busy
-    engine: on an H200 beside matrix products, bursts of 16 MiB reach 15 GB/s, of 128 MiB 53 of 55."""
+    """Of one direction. Small bursts on an idle GPU (what is exposed before the first copy and after the last one is
+    short), large ones beside a busy engine: on an H200 beside matrix products, bursts of 16 MiB reach 15 GB/s, of 128
+    MiB 53 of 55."""
 
-    def __init__(self, smallest_bytes: int = 16 << 20, largest_bytes: int = 128 << 20) -> None:
-        self._smallest_bytes, self._largest_bytes = smallest_bytes, max(smallest_bytes, largest_bytes)
+    def __init__(self, largest_bytes: int) -> None:
+        self._largest_bytes = largest_bytes
         self._turn_s = 0.0
         self._last_bytes = 0
 
     def next_bytes(self, *, continuing: bool) -> int:
         """Bytes of the next burst at most. continuing: an earlier one is still in flight; sizes double then."""
-        wanted = int(_COPIES_PER_TURN * self._turn_s * _LINK_BYTES_PER_S)
+        wanted = max(int(_COPIES_PER_TURN * self._turn_s * _LINK_BYTES_PER_S), FIRST_BYTES)
         if continuing:
-            wanted = max(wanted, 2 * self._last_bytes)
-        self._last_bytes = min(max(wanted, self._smallest_bytes), self._largest_bytes)
+            wanted = max(wanted, min(2 * self._last_bytes, IDLE_BYTES))
+        self._last_bytes = min(wanted, self._largest_bytes)
         return self._last_bytes
 
     def record(self, *, turn_s: float) -> None:

@@ -56,14 +56,13 @@ class WayChooser:
         if self._pinned is not None:
             return self._pinned
         self._count += 1
-        if len(self._ways) == 1:
-            return self._ways[0]
-        if self._count % _TRIAL_INTERVAL == 0:
-            return self._ways[1 + self._count // _TRIAL_INTERVAL % (len(self._ways) - 1)]
         best = self._ways[0]
         for way in self._ways[1:]:
             if self._bytes_per_s.get(way, 0.0) > _WORTH_CHANGING * self._bytes_per_s.get(best, float("inf")):
                 best = way
+        others = [way for way in self._ways if way is not best]
+        if others and self._count % _TRIAL_INTERVAL == 0:
+            return others[self._count // _TRIAL_INTERVAL % len(others)]
         return best
 
     def keep(self, ways: Collection[Way]) -> None:
