@@ -1172,57 +1172,347 @@ class GetAgentStatusResponse(_message.Message):
 Global___GetAgentStatusResponse: _TypeAlias = GetAgentStatusResponse  # noqa: Y015
 
 @_typing.final
+class PeerPull(_message.Message):
+    """Tokens of one request from one source rank. Token t of it (0 to token_count - 1) lies, on each side, in block (first_token + t) / block_tokens of the ids and there at place
+    (first_token + t) % block_tokens: block sizes and layouts may differ. In an opaque keyspace first tokens and token_count are multiples of the block.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_AGENT_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    DESTINATION_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    DESTINATION_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    source_session_id: _builtins.bytes
+    """16-byte session id of the source rank: same keyspace, not the destination, its cache holding rows of the same codec."""
+    source_agent: _builtins.str
+    """Unix socket of the source rank's agent ("unix:/path") on this host; empty if it is the agent asked."""
+    source_block_ids: _builtins.bytes
+    """Source blocks as little-endian int64, at least as many as the tokens need."""
+    source_first_token: _builtins.int
+    """Tokens of the first source block to leave out; 0 or more, less than the source's block_tokens."""
+    destination_block_ids: _builtins.bytes
+    """Destination blocks, likewise."""
+    destination_first_token: _builtins.int
+    """Tokens of the first destination block to leave untouched, likewise."""
+    token_count: _builtins.int
+    """Tokens to copy, > 0."""
+    def __init__(
+        self,
+        *,
+        source_session_id: _builtins.bytes = ...,
+        source_agent: _builtins.str = ...,
+        source_block_ids: _builtins.bytes = ...,
+        source_first_token: _builtins.int = ...,
+        destination_block_ids: _builtins.bytes = ...,
+        destination_first_token: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_first_token", b"destination_first_token", "source_agent", b"source_agent", "source_block_ids", b"source_block_ids", "source_first_token", b"source_first_token", "source_session_id", b"source_session_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerPull: _TypeAlias = PeerPull  # noqa: Y015
+
+@_typing.final
 class PeerPullRequest(_message.Message):
-    """Request of PeerPull."""
+    """Request of PeerPull. Layers and heads that both ranks have are copied, scales of quantized caches with their rows. No byte is written twice: pulls into the same token must come
+    from ranks with other heads or layers. Source slots hold final rows (the GPU work that computes them has ended) and stay pinned by the source engine's scheduler, destination
+    slots are untouched by the destination engine, until this call or EndPeerPulls is answered by the agent: a deadline or a broken connection ends the caller's wait, not the copy.
+    What slots hold is the schedulers' word: nothing is verified. After an error the destination slots hold anything.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_NODE_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    DESTINATION_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PULL_ID_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16-byte session id of the destination."""
-    source_node_id: _builtins.bytes
-    """Agent node that maps the source cache."""
-    source_block_ids: _builtins.bytes
-    """Source block ids as little-endian int64."""
-    destination_block_ids: _builtins.bytes
-    """Destination block ids as little-endian int64."""
+    pull_id: _builtins.int
+    """Numbers the pulls into the session: > 0, greater than any that EndPeerPulls named, not that of one that runs."""
+    wait_ms: _builtins.int
+    """Give up after this many milliseconds unless the copy has begun; 0 means 10000."""
+    partial: _builtins.bool
+    """True: tokens may be left without some of the destination's layers or heads, which the caller gets elsewhere. Otherwise that is INVALID_ARGUMENT."""
+    @_builtins.property
+    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPull]:
+        """At least one, at most 4096, of at most 4194304 tokens together; at most 64 sources."""
+
+    @_builtins.property
+    def after(self) -> Global___EngineEvent:
+        """Work of the destination engine that must have ended before its slots are written: an event of the session. It may come before its `event_recorded`, which is waited for."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
-        source_node_id: _builtins.bytes = ...,
-        source_block_ids: _builtins.bytes = ...,
-        destination_block_ids: _builtins.bytes = ...,
+        pull_id: _builtins.int = ...,
+        pulls: _abc.Iterable[Global___PeerPull] | None = ...,
+        after: Global___EngineEvent | None = ...,
+        wait_ms: _builtins.int = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "session_id", b"session_id", "source_block_ids", b"source_block_ids", "source_node_id", b"source_node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "partial", b"partial", "pull_id", b"pull_id", "pulls", b"pulls", "session_id", b"session_id", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerPullRequest: _TypeAlias = PeerPullRequest  # noqa: Y015
 
 @_typing.final
+class PeerPulled(_message.Message):
+    """What one of the pulls copied, in model layers and heads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    HEAD_COUNT_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    """First layer that both ranks have."""
+    layer_count: _builtins.int
+    """Number of them."""
+    first_head: _builtins.int
+    """First head that both ranks have."""
+    head_count: _builtins.int
+    """Number of them."""
+    def __init__(
+        self,
+        *,
+        first_layer: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
+        first_head: _builtins.int = ...,
+        head_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "head_count", b"head_count", "layer_count", b"layer_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerPulled: _TypeAlias = PeerPulled  # noqa: Y015
+
+@_typing.final
 class PeerPullResponse(_message.Message):
-    """Answer of PeerPull."""
+    """Answer of PeerPull: all of it is in the destination, and every source session was alive when the copy had ended. Source slots need no pin any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    COPY_US_FIELD_NUMBER: _builtins.int
+    PULLED_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Bytes copied."""
+    """Bytes copied, scales included."""
+    copy_us: _builtins.int
+    """Microseconds from the first launch to the end of the copy on the GPU."""
+    @_builtins.property
+    def pulled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPulled]:
+        """Of each of the pulls, in order."""
+
     def __init__(
         self,
         *,
         size_bytes: _builtins.int = ...,
+        copy_us: _builtins.int = ...,
+        pulled: _abc.Iterable[Global___PeerPulled] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_us", b"copy_us", "pulled", b"pulled", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerPullResponse: _TypeAlias = PeerPullResponse  # noqa: Y015
+
+@_typing.final
+class EndPeerPullsRequest(_message.Message):
+    """Request of EndPeerPulls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    THROUGH_PULL_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """16-byte session id of the destination."""
+    through_pull_id: _builtins.int
+    """Pulls with ids up to this one are ended, and refused if they come later."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        through_pull_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "through_pull_id", b"through_pull_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndPeerPullsRequest: _TypeAlias = EndPeerPullsRequest  # noqa: Y015
+
+@_typing.final
+class EndPeerPullsResponse(_message.Message):
+    """Answer of EndPeerPulls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndPeerPullsResponse: _TypeAlias = EndPeerPullsResponse  # noqa: Y015
+
+@_typing.final
+class BorrowCache(_message.Message):
+    """Asks for a cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """16-byte session id."""
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id of the borrower's session: it must be that of the lender's."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        keyspace_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BorrowCache: _TypeAlias = BorrowCache  # noqa: Y015
+
+@_typing.final
+class LendCacheRequest(_message.Message):
+    """Message of a borrowing agent. It ends the stream once it has unmapped the memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BORROW_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
+    check: _builtins.int
+    """Asks whether the session is alive, with a number > 0 of the borrower's choice: asked after each copy, because mapped memory outlives its engine."""
+    @_builtins.property
+    def borrow(self) -> Global___BorrowCache:
+        """Must be first, once."""
+
+    def __init__(
+        self,
+        *,
+        borrow: Global___BorrowCache | None = ...,
+        check: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["borrow", b"borrow", "check", b"check", "kind", b"kind"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrow", b"borrow", "check", b"check", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["borrow", "check"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___LendCacheRequest: _TypeAlias = LendCacheRequest  # noqa: Y015
+
+@_typing.final
+class LentCache(_message.Message):
+    """The memory of a cache, as the engine registered it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryHandle]:
+        """CUDA IPC handles."""
+
+    @_builtins.property
+    def layout(self) -> Global___EngineLayout:
+        """Where KV rows lie in that memory."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[Global___MemoryHandle] | None = ...,
+        layout: Global___EngineLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentCache: _TypeAlias = LentCache  # noqa: Y015
+
+@_typing.final
+class LendCacheEnding(_message.Message):
+    """The session ends: start no copy from it, and end the stream once those that run have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendCacheEnding: _TypeAlias = LendCacheEnding  # noqa: Y015
+
+@_typing.final
+class LendCacheResponse(_message.Message):
+    """Message of a lending agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENT_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    ENDING_FIELD_NUMBER: _builtins.int
+    alive: _builtins.int
+    """Answer of `check` with its number: the session is alive. There is none after `ending`."""
+    @_builtins.property
+    def lent(self) -> Global___LentCache:
+        """Answer of `borrow`."""
+
+    @_builtins.property
+    def ending(self) -> Global___LendCacheEnding:
+        """The session is no more alive."""
+
+    def __init__(
+        self,
+        *,
+        lent: Global___LentCache | None = ...,
+        alive: _builtins.int = ...,
+        ending: Global___LendCacheEnding | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "ending", b"ending", "kind", b"kind", "lent", b"lent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "ending", b"ending", "kind", b"kind", "lent", b"lent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lent", "alive", "ending"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___LendCacheResponse: _TypeAlias = LendCacheResponse  # noqa: Y015

@@ -50,6 +50,16 @@ class GpuAgentServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.FromString,
                 _registered_method=True)
+        self.EndPeerPulls = channel.unary_unary(
+                '/kvpool.v1.GpuAgentService/EndPeerPulls',
+                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.FromString,
+                _registered_method=True)
+        self.LendCache = channel.stream_stream(
+                '/kvpool.v1.GpuAgentService/LendCache',
+                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.FromString,
+                _registered_method=True)
 
 
 class GpuAgentServiceServicer(object):
@@ -72,7 +82,25 @@ class GpuAgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PeerPull(self, request, context):
-        """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED.
+        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
+        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+        UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndPeerPulls(self, request, context):
+        """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
+        FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LendCache(self, request_iterator, context):
+        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
+        FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +123,16 @@ def add_GpuAgentServiceServicer_to_server(servicer, server):
                     servicer.PeerPull,
                     request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.SerializeToString,
+            ),
+            'EndPeerPulls': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPeerPulls,
+                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.SerializeToString,
+            ),
+            'LendCache': grpc.stream_stream_rpc_method_handler(
+                    servicer.LendCache,
+                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +217,60 @@ class GpuAgentService(object):
             '/kvpool.v1.GpuAgentService/PeerPull',
             kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.SerializeToString,
             kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndPeerPulls(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.GpuAgentService/EndPeerPulls',
+            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.SerializeToString,
+            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendCache(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.GpuAgentService/LendCache',
+            kvpool_dot_v1_dot_gpuagent__pb2.LendCacheRequest.SerializeToString,
+            kvpool_dot_v1_dot_gpuagent__pb2.LendCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,18 @@ class GpuAgentServiceStub:
     GetAgentStatus: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]
     """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]
-    """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED."""
+    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
+    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+    UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+    """
+    EndPeerPulls: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullsRequest, _gpuagent_pb2.EndPeerPullsResponse]
+    """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
+    FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    """
+    LendCache: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]
+    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
+    FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+    """
 
 @_typing.type_check_only
 class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
@@ -54,7 +65,18 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     GetAgentStatus: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]  # type: ignore[assignment]
     """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]  # type: ignore[assignment]
-    """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED."""
+    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
+    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+    UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+    """
+    EndPeerPulls: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullsRequest, _gpuagent_pb2.EndPeerPullsResponse]  # type: ignore[assignment]
+    """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
+    FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    """
+    LendCache: _aio.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]  # type: ignore[assignment]
+    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
+    FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+    """
 
 class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING)."""
@@ -83,6 +105,29 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gpuagent_pb2.PeerPullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.PeerPullResponse, _abc.Awaitable[_gpuagent_pb2.PeerPullResponse]]:
-        """Pulls slots of a peer rank's cache over GPU links, for all requests and layers in one launch. Not served yet: UNIMPLEMENTED."""
+        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
+        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+        UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+        """
+
+    @_abc_1.abstractmethod
+    def EndPeerPulls(
+        self,
+        request: _gpuagent_pb2.EndPeerPullsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gpuagent_pb2.EndPeerPullsResponse, _abc.Awaitable[_gpuagent_pb2.EndPeerPullsResponse]]:
+        """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
+        FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+        """
+
+    @_abc_1.abstractmethod
+    def LendCache(
+        self,
+        request_iterator: _MaybeAsyncIterator[_gpuagent_pb2.LendCacheRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gpuagent_pb2.LendCacheResponse], _abc.AsyncIterator[_gpuagent_pb2.LendCacheResponse]]:
+        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
+        FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+        """
 
 def add_GpuAgentServiceServicer_to_server(servicer: GpuAgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
