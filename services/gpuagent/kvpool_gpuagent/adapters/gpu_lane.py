@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ class _Burst:
     parts: list[tuple[Transfer, int, int]]  # transfer, first copy, number of copies
     scratch: tuple[int, int] | None
     issued: Issued | None = None
-    issued_s: float = 0.0
 
     @property
     def copies(self) -> list[PageCopy]:
@@ -66,6 +64,11 @@ class Lane:
         self._broken: KvPoolError | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
+
+    @property
+    def turn_s(self) -> float:
+        """How long its kernels lately waited for their turn: long beside an engine that keeps the GPU busy."""
+        return self._sizer.turn_s
 
     def submit(self, transfer: Transfer) -> None:
         """Start a transfer; its `settled` says when nothing of it is running any more."""
@@ -99,7 +102,6 @@ class Lane:
             if burst is None:
                 self._in_flight.put(None)
                 return
-            burst.issued_s = time.perf_counter()
             try:
                 burst.issued = burst.mover.issue(burst.copies, burst.scratch[0] if burst.scratch else 0)
             except Exception as error:
@@ -134,6 +136,8 @@ class Lane:
         first_bytes = mover.page_bytes(self._pending[0].copies[self._pending[0].issued])
         scratch = None
         if mover.needs_scratch:
+            # Of what there is, not of what was asked for: otherwise a lane would wait for more than ever comes back.
+            limit_bytes = min(limit_bytes, self._scratch.size_bytes // 4)
             wanted_bytes = self._wanted_bytes(mover, max(limit_bytes, first_bytes))
             # Not the crumbs between two bursts: each burst costs its launches.
             scratch = self._scratch.take(wanted_bytes, max(first_bytes, wanted_bytes // 2))
@@ -180,7 +184,6 @@ class Lane:
 
     def _settle_all(self) -> None:
         self._runtime.attach()
-        settled_s = 0.0
         while (burst := self._in_flight.get()) is not None:
             assert burst.issued is not None
             try:
@@ -188,9 +191,9 @@ class Lane:
             except Exception as error:
                 self._fail(burst, error)
             else:
-                self._sizer.record(turn_s=burst.issued.turn_s)
-                begun_s, settled_s = max(burst.issued_s, settled_s), time.perf_counter()
-                burst.mover.record(burst.size_bytes, settled_s - begun_s)
+                turn_s = burst.issued.turn_s
+                if turn_s is not None:
+                    self._sizer.record(turn_s=turn_s)
                 self._give_back(burst, faults, None)
             self._places.release()
 

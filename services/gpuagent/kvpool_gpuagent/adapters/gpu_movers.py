@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.core import page as page_format
 from kvpool.core.copy_runs import runs_of_pages
-from kvpool.core.page import HEADER_BYTES, PageFault
+from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES, PageFault
 from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import BurstPages, BurstTables, TablePool
 from kvpool.kernels.cache_kernels import CacheKernels, KernelSpace
@@ -60,10 +60,6 @@ class MoverParts:
         return page_format.verify(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
 
 
-Record = Callable[[int, float], None]
-"""Told (bytes, seconds on the lane) of each burst that ended well."""
-
-
 def address_of(view: memoryview) -> int:
     """Where writable bytes lie in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -74,9 +70,15 @@ def page_addresses(copies: Sequence[PageCopy]) -> Int64s:
     return np.array([address_of(copy.page) for copy in copies], dtype=np.int64)
 
 
+def scratch_bytes(copy: PageCopy) -> int:
+    """Of the scratch, for one page. As in the arena, whatever the page's length: kernels read and write 16 bytes at
+    once, and a page ends with its sums, 8 bytes for each."""
+    return -(-len(copy.page) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
 def scratch_payloads(copies: Sequence[PageCopy], scratch_address: int) -> Int64s:
-    """[N] addresses of payloads in the scratch, where slot follows slot as in memory, headers left out."""
-    sizes = np.array([len(copy.page) for copy in copies], dtype=np.int64)
+    """[N] addresses of payloads in the scratch, where slot follows slot as in the arena, headers left out."""
+    sizes = np.array([scratch_bytes(copy) for copy in copies], dtype=np.int64)
     return scratch_address + np.cumsum(sizes) - sizes + HEADER_BYTES
 
 
@@ -96,14 +98,14 @@ class StoreBursts:
 
     needs_scratch = True
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
-        self._parts, self.record = parts, record
+    def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
+        self._parts = parts
         self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
         """See gpu_transfer.Mover."""
-        return len(copy.page)
+        return scratch_bytes(copy)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> StoredBurst:
         """See gpu_transfer.Mover."""
@@ -150,14 +152,14 @@ class LoadBursts:
 
     needs_scratch = True
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
-        self._parts, self.record = parts, record
+    def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
+        self._parts = parts
         self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
         """See gpu_transfer.Mover."""
-        return len(copy.page)
+        return scratch_bytes(copy)
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedBurst:
         """See gpu_transfer.Mover."""
@@ -205,8 +207,8 @@ class StoreRuns:
     needs_scratch = False
     most_pages = 1024
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
-        self._parts, self._copies, self.record = parts, streams.copies, record
+    def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
+        self._parts, self._copies = parts, streams.copies
 
     def page_bytes(self, copy: PageCopy) -> int:
         """See gpu_transfer.Mover."""
@@ -226,7 +228,7 @@ class StoredRuns:
     parts: MoverParts
     copies: Sequence[PageCopy]
     copied: Mark
-    turn_s: float = 0.0
+    turn_s: None = None
 
     def finish(self) -> Sequence[PageFault | None]:
         """See gpu_transfer.Issued."""
@@ -241,8 +243,8 @@ class LoadRuns:
     needs_scratch = False
     most_pages = 1024
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, record: Record) -> None:
-        self._parts, self._copies, self.record = parts, streams.copies, record
+    def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
+        self._parts, self._copies = parts, streams.copies
 
     def page_bytes(self, copy: PageCopy) -> int:
         """See gpu_transfer.Mover."""
@@ -264,7 +266,7 @@ class LoadedRuns:
 
     faults: list[PageFault | None]
     copied: Mark
-    turn_s: float = 0.0
+    turn_s: None = None
 
     def finish(self) -> Sequence[PageFault | None]:
         """See gpu_transfer.Issued."""
