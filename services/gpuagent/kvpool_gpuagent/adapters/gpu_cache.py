@@ -65,7 +65,7 @@ async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFla
     """Move pages on the way of the hour. A cancelled caller is told so once nothing is running any more."""
     if not copies:
         return []
-    way = direction.chooser.choose()
+    way = direction.chooser.choose(direction.lane.turn_s)
     transfer = Transfer(direction.movers[way], copies, stop, asyncio.get_running_loop().create_future())
     direction.lane.submit(transfer)
     settled, gone = await finished(transfer.settled)

@@ -20,8 +20,9 @@ class Issued(Protocol):
         ...
 
     @property
-    def turn_s(self) -> float:
-        """Once finished: seconds that its kernels and their turn were waited for; 0 if they had ended before."""
+    def turn_s(self) -> float | None:
+        """Once finished: seconds that its kernels and their turn were waited for, 0.0 if they had ended before; None
+        without kernels."""
         ...
 
 
@@ -37,10 +38,6 @@ class Mover(Protocol):
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> Issued:
         """Enqueue the work of a burst; page after page in the scratch, each page_bytes long."""
-        ...
-
-    def record(self, size_bytes: int, duration_s: float) -> None:
-        """A burst of it occupied the lane so long."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,8 +75,8 @@ class TransferEngine:
             )
             chooser.keep(ways)
             movers: dict[Way, Mover] = {
-                Way.BURSTS: burst_type(parts, streams, functools.partial(chooser.record, Way.BURSTS)),
-                Way.RUNS: run_type(parts, streams, functools.partial(chooser.record, Way.RUNS)),
+                Way.BURSTS: burst_type(parts, streams),
+                Way.RUNS: run_type(parts, streams),
             }
             return Direction(lane, movers, chooser)
 

@@ -19,12 +19,12 @@ class BurstSizer:
 
     def __init__(self, largest_bytes: int) -> None:
         self._largest_bytes = largest_bytes
-        self._turn_s = 0.0
+        self.turn_s = 0.0  # lately
         self._last_bytes = 0
 
     def next_bytes(self, *, continuing: bool) -> int:
         """Bytes of the next burst at most. continuing: an earlier one is still in flight; sizes double then."""
-        wanted = max(int(_COPIES_PER_TURN * self._turn_s * _LINK_BYTES_PER_S), FIRST_BYTES)
+        wanted = max(int(_COPIES_PER_TURN * self.turn_s * _LINK_BYTES_PER_S), FIRST_BYTES)
         if continuing:
             wanted = max(wanted, min(2 * self._last_bytes, IDLE_BYTES))
         self._last_bytes = min(wanted, self._largest_bytes)
@@ -32,4 +32,4 @@ class BurstSizer:
 
     def record(self, *, turn_s: float) -> None:
         """turn_s: how long a burst's kernels, their turn included, were waited for; 0 if not at all."""
-        self._turn_s += _WEIGHT * (turn_s - self._turn_s)
+        self.turn_s += _WEIGHT * (turn_s - self.turn_s)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpool_gpuagent.core.bursts import FIRST_BYTES, IDLE_BYTES, BurstSizer
 from kvpool_gpuagent.core.extents import Extents
-from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, SHORTEST_RUN_BYTES, Way, WayChooser
+from kvpool_gpuagent.core.ways import CONTENDED_TURN_S, LONG_RUN_BYTES, SHORTEST_RUN_BYTES, Way, WayChooser
 
 MIB = 1 << 20
 
@@ -25,7 +25,7 @@ def test_ranges_that_are_out_never_overlap_and_all_come_back(steps: list[tuple[i
         if start is None:
             assert extents.largest_bytes < size
             continue
-        assert 0 <= start and start + size <= 100
+        assert start >= 0 and start + size <= 100
         assert all(start + size <= other or other + length <= start for other, length in out)
         out.append((start, size))
     for held in out:
@@ -61,39 +61,41 @@ def test_bursts_outlast_the_turn_that_kernels_wait_for() -> None:
     assert sizer.next_bytes(continuing=False) == FIRST_BYTES
 
 
+QUIET_S, BUSY_S = CONTENDED_TURN_S / 3, CONTENDED_TURN_S * 3
+
+
 @pytest.mark.parametrize(
-    ("run_bytes", "copies_bytes", "ways"),
+    ("run_bytes", "copies_bytes", "launches", "beside_busy"),
     [
-        (LONG_RUN_BYTES, True, (Way.RUNS, Way.BURSTS)),
-        (LONG_RUN_BYTES - 1, True, (Way.BURSTS, Way.RUNS)),
-        (SHORTEST_RUN_BYTES - 1, True, (Way.BURSTS,)),
-        (0, False, (Way.BURSTS,)),
+        (LONG_RUN_BYTES, True, True, Way.RUNS),
+        (LONG_RUN_BYTES, True, False, Way.RUNS),
+        (LONG_RUN_BYTES - 1, True, True, Way.ENGINE),
+        (LONG_RUN_BYTES - 1, True, False, Way.RUNS),
+        (SHORTEST_RUN_BYTES - 1, True, True, Way.ENGINE),
+        (SHORTEST_RUN_BYTES - 1, True, False, Way.BURSTS),
+        (0, False, True, Way.ENGINE),
+        (0, False, False, Way.BURSTS),
     ],
 )
-def test_the_way_begins_with_the_length_of_runs(run_bytes: int, copies_bytes: bool, ways: tuple[Way, ...]) -> None:
-    chooser = WayChooser(run_bytes, copies_bytes=copies_bytes, engine_launches=False)
-    assert chooser.ways == ways
-    assert chooser.choose() is ways[0]
+def test_kernels_of_ours_beside_an_idle_gpu_and_what_disturbs_least_beside_a_busy_one(
+    run_bytes: int, copies_bytes: bool, launches: bool, beside_busy: Way
+) -> None:
+    chooser = WayChooser(run_bytes, copies_bytes=copies_bytes, engine_launches=launches)
+    assert {chooser.choose(QUIET_S) for _ in range(200)} == {Way.BURSTS}
+    chosen = [chooser.choose(BUSY_S) for _ in range(200)]
+    assert set(chosen) == {beside_busy, Way.BURSTS}  # which tells whether the engine is busy still
+    assert chosen.count(beside_busy) > 190
 
 
-def test_an_engine_that_launches_goes_before_kernels_of_ours() -> None:
+def test_a_way_that_cannot_be_taken_is_left_out_and_a_pinned_one_is_taken_whatever_is_measured() -> None:
     chooser = WayChooser(256, copies_bytes=True, engine_launches=True)
-    assert chooser.ways == (Way.ENGINE, Way.BURSTS)
-    chooser.keep([Way.BURSTS])
-    assert chooser.choose() is Way.BURSTS
+    chooser.keep([Way.BURSTS, Way.RUNS])
+    assert Way.ENGINE not in chooser.ways
+    chooser.pin(Way.RUNS)
+    assert chooser.choose(QUIET_S) is Way.RUNS
+    chooser.pin(None)
+    assert chooser.choose(QUIET_S) is Way.BURSTS
+    chooser.keep([Way.RUNS])
+    assert chooser.choose(QUIET_S) is Way.RUNS
     with pytest.raises(ValueError, match="none"):
-        chooser.keep([Way.RUNS])
-
-
-def test_a_way_that_measures_faster_is_taken_and_the_other_is_tried_again() -> None:
-    chooser = WayChooser(LONG_RUN_BYTES, copies_bytes=True, engine_launches=False)
-    chooser.record(Way.RUNS, 64 * MIB, 2e-3)
-    chooser.record(Way.BURSTS, 64 * MIB, 1e-3)
-    chosen = [chooser.choose() for _ in range(200)]
-    assert chosen.count(Way.BURSTS) > 190 and Way.RUNS in chosen
-    for _ in range(30):
-        chooser.record(Way.RUNS, 64 * MIB, 0.5e-3)
-    chosen = [chooser.choose() for _ in range(200)]
-    assert Way.RUNS in chosen and Way.BURSTS in chosen
-    chooser.record(Way.BURSTS, 1, 1e-9)  # too small to say anything
-    assert chooser.choose() is Way.RUNS
+        chooser.keep([Way.ENGINE])
