@@ -1398,7 +1398,7 @@ Global___PeerPull: _TypeAlias = PeerPull  # noqa: Y015
 class PeerPullRequest(_message.Message):
     """Request of PeerPull. Layers and heads that both ranks have are copied, scales of quantized caches with their rows. No byte is written twice: pulls into the same token must come
     from ranks with other heads or layers. Source slots hold final rows (the GPU work that computes them has ended) and stay pinned by the source engine's scheduler, destination
-    slots are untouched by the destination engine, until this call or EndPeerPulls is answered by the agent: a deadline or a broken connection ends the caller's wait, not the copy.
+    slots are untouched by the destination engine, until this call or EndPeerPull is answered by the agent: a deadline or a broken connection ends the caller's wait, not the copy.
     What slots hold is the schedulers' word: nothing is verified. After an error the destination slots hold anything.
     """
 
@@ -1413,14 +1413,14 @@ class PeerPullRequest(_message.Message):
     session_id: _builtins.bytes
     """16-byte session id of the destination."""
     pull_id: _builtins.int
-    """Numbers the pulls into the session: > 0, greater than any that EndPeerPulls named, not that of one that runs."""
+    """Names the pull in EndPeerPull: > 0, never used before in the session, and best growing."""
     wait_ms: _builtins.int
     """Give up after this many milliseconds unless the copy has begun; 0 means 10000."""
     partial: _builtins.bool
     """True: tokens may be left without some of the destination's layers or heads, which the caller gets elsewhere. Otherwise that is INVALID_ARGUMENT."""
     @_builtins.property
     def pulls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPull]:
-        """At least one, at most 4096, of at most 4194304 tokens together; at most 64 sources."""
+        """At least one, at most 4096, of at most 1048576 tokens together; at most 64 sources."""
 
     @_builtins.property
     def after(self) -> Global___EngineEvent:
@@ -1511,34 +1511,40 @@ class PeerPullResponse(_message.Message):
 Global___PeerPullResponse: _TypeAlias = PeerPullResponse  # noqa: Y015
 
 @_typing.final
-class EndPeerPullsRequest(_message.Message):
-    """Request of EndPeerPulls."""
+class EndPeerPullRequest(_message.Message):
+    """Request of EndPeerPull."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    THROUGH_PULL_ID_FIELD_NUMBER: _builtins.int
+    PULL_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16-byte session id of the destination."""
-    through_pull_id: _builtins.int
-    """Pulls with ids up to this one are ended, and refused if they come later."""
+    pull_id: _builtins.int
+    """Of the pull; it is refused if it comes later."""
+    @_builtins.property
+    def after(self) -> Global___EngineEvent:
+        """The event that the pull named, if any: it gets its `event_waited` even if the pull never arrived."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
-        through_pull_id: _builtins.int = ...,
+        pull_id: _builtins.int = ...,
+        after: Global___EngineEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "through_pull_id", b"through_pull_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "pull_id", b"pull_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EndPeerPullsRequest: _TypeAlias = EndPeerPullsRequest  # noqa: Y015
+Global___EndPeerPullRequest: _TypeAlias = EndPeerPullRequest  # noqa: Y015
 
 @_typing.final
-class EndPeerPullsResponse(_message.Message):
-    """Answer of EndPeerPulls."""
+class EndPeerPullResponse(_message.Message):
+    """Answer of EndPeerPull."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1551,7 +1557,7 @@ class EndPeerPullsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EndPeerPullsResponse: _TypeAlias = EndPeerPullsResponse  # noqa: Y015
+Global___EndPeerPullResponse: _TypeAlias = EndPeerPullResponse  # noqa: Y015
 
 @_typing.final
 class BorrowCache(_message.Message):

@@ -50,10 +50,10 @@ class GpuAgentServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.FromString,
                 _registered_method=True)
-        self.EndPeerPulls = channel.unary_unary(
-                '/kvpool.v1.GpuAgentService/EndPeerPulls',
-                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.FromString,
+        self.EndPeerPull = channel.unary_unary(
+                '/kvpool.v1.GpuAgentService/EndPeerPull',
+                request_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.FromString,
                 _registered_method=True)
         self.LendCache = channel.stream_stream(
                 '/kvpool.v1.GpuAgentService/LendCache',
@@ -83,16 +83,16 @@ class GpuAgentServiceServicer(object):
 
     def PeerPull(self, request, context):
         """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
         UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EndPeerPulls(self, request, context):
-        """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
-        FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    def EndPeerPull(self, request, context):
+        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
+        INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,10 +124,10 @@ def add_GpuAgentServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.PeerPullResponse.SerializeToString,
             ),
-            'EndPeerPulls': grpc.unary_unary_rpc_method_handler(
-                    servicer.EndPeerPulls,
-                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.SerializeToString,
+            'EndPeerPull': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPeerPull,
+                    request_deserializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.SerializeToString,
             ),
             'LendCache': grpc.stream_stream_rpc_method_handler(
                     servicer.LendCache,
@@ -228,7 +228,7 @@ class GpuAgentService(object):
             _registered_method=True)
 
     @staticmethod
-    def EndPeerPulls(request,
+    def EndPeerPull(request,
             target,
             options=(),
             channel_credentials=None,
@@ -241,9 +241,9 @@ class GpuAgentService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvpool.v1.GpuAgentService/EndPeerPulls',
-            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsRequest.SerializeToString,
-            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullsResponse.FromString,
+            '/kvpool.v1.GpuAgentService/EndPeerPull',
+            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullRequest.SerializeToString,
+            kvpool_dot_v1_dot_gpuagent__pb2.EndPeerPullResponse.FromString,
             options,
             channel_credentials,
             insecure,

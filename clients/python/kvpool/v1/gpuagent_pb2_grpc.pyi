@@ -41,12 +41,12 @@ class GpuAgentServiceStub:
     """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]
     """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
     UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
     """
-    EndPeerPulls: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullsRequest, _gpuagent_pb2.EndPeerPullsResponse]
-    """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
-    FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    EndPeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]
+    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
+    INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
     """
     LendCache: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]
     """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
@@ -66,12 +66,12 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     """Device, sessions, bandwidths. No errors of its own."""
     PeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]  # type: ignore[assignment]
     """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
     UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
     """
-    EndPeerPulls: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullsRequest, _gpuagent_pb2.EndPeerPullsResponse]  # type: ignore[assignment]
-    """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
-    FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    EndPeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]  # type: ignore[assignment]
+    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
+    INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
     """
     LendCache: _aio.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]  # type: ignore[assignment]
     """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
@@ -106,18 +106,18 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.PeerPullResponse, _abc.Awaitable[_gpuagent_pb2.PeerPullResponse]]:
         """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPulls came;
+        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
         UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
         """
 
     @_abc_1.abstractmethod
-    def EndPeerPulls(
+    def EndPeerPull(
         self,
-        request: _gpuagent_pb2.EndPeerPullsRequest,
+        request: _gpuagent_pb2.EndPeerPullRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gpuagent_pb2.EndPeerPullsResponse, _abc.Awaitable[_gpuagent_pb2.EndPeerPullsResponse]]:
-        """Ends pulls into a session and answers once none of them touches a slot any more, nor ever will: how the holds on slots end when the answer of PeerPull got lost.
-        FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    ) -> _typing.Union[_gpuagent_pb2.EndPeerPullResponse, _abc.Awaitable[_gpuagent_pb2.EndPeerPullResponse]]:
+        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
+        INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
         """
 
     @_abc_1.abstractmethod
