@@ -27,7 +27,7 @@ from kvpool.kernels.quantize import quantize_launch
 from kvpool.kernels.scatter import scatter_launch
 from kvpool.kernels.tables import CopyShape, copy_shape
 
-SPACE_BLOCKS = 1024  # sum blocks of one burst: 256 MiB of whole blocks take 16 MiB of device memory
+SPACE_BLOCKS = 512  # sum blocks of one burst: 128 MiB of whole blocks take 8 MiB of device memory
 
 _TORCH_TYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 

@@ -62,12 +62,14 @@ class CudaRuntime:
         self._pinned_lock = threading.Lock()
         self._pinned: list[tuple[int, int]] = []  # (start, end), ascending
 
-    def attach(self, stream: Stream | None = None) -> None:
+    def attach(self) -> None:
         """See gpu_runtime.GpuRuntime."""
         torch.cuda.set_device(self.device)
         self.driver.use_device(self.ordinal)
-        if stream is not None:
-            torch.cuda.set_stream(cast(CudaStream, stream).stream)
+
+    def launch_on(self, stream: Stream) -> None:
+        """See gpu_runtime.GpuRuntime."""
+        torch.cuda.set_stream(cast(CudaStream, stream).stream)
 
     def stream(self, *, urgent: bool) -> Stream:
         """See gpu_runtime.GpuRuntime."""

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageFault
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Stream
+from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Issued, Mover, Transfer, settle
 from kvpool_gpuagent.core.bursts import BurstSizer
 from kvpool_gpuagent.ports import PageCopy
 
 _log = logging.getLogger(__name__)
 
-DEPTH = 3  # bursts enqueued and not settled: one on the link, one in kernels, one being formed
+DEPTH = 4  # bursts enqueued and not settled: on the link, in kernels, waiting for a turn, being formed
 _THREADS_END_S = 10.0
 
 
@@ -46,14 +47,14 @@ class Lane:
     def __init__(
         self,
         runtime: GpuRuntime,
-        streams: Sequence[Stream],
+        streams: LaneStreams,
         scratch: Scratch,
         name: str,
         on_broken: Callable[[KvPoolError], None],
     ) -> None:
-        """streams: all that its movers use. on_broken: called once if the GPU fails so that no later work can go on."""
+        """streams: those of its movers. on_broken: called once if the GPU fails so that no later work can go on."""
         self.name = name
-        self._streams = tuple(streams)
+        self._streams = streams
         self._runtime, self._scratch, self._on_broken = runtime, scratch, on_broken
         self._changed = scratch.changed
         self._pending: deque[Transfer] = deque()
@@ -95,7 +96,7 @@ class Lane:
     # Issuing
 
     def _issue_all(self) -> None:
-        self._runtime.attach(self._streams[0])
+        self._runtime.attach()
         while True:
             self._places.acquire()
             burst = self._next_burst()
@@ -205,8 +206,7 @@ class Lane:
             _log.error("a burst of %d bytes failed on the GPU", burst.size_bytes, exc_info=error)
             failure = KvPoolError(f"the GPU failed ({error}); recompute these tokens")
         try:
-            for stream in self._streams:
-                stream.synchronize()
+            self._streams.synchronize()
         except Exception as broken:
             self._break(KvPoolError(f"the GPU does not answer any more ({broken}); restart the agent"))
         self._give_back(burst, None, failure)

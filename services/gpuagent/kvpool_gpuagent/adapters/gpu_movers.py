@@ -18,18 +18,10 @@ from kvpool.core.copy_runs import runs_of_pages
 from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES, PageFault
 from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import BurstPages, BurstTables, TablePool
-from kvpool.kernels.cache_kernels import CacheKernels, KernelSpace
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Mark, Stream
+from kvpool.kernels.cache_kernels import CacheKernels
+from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Mark
+from kvpool_gpuagent.adapters.gpu_streams import KernelLine, LaneStreams
 from kvpool_gpuagent.ports import PageCopy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LaneStreams:
-    """Where a lane's work goes, one order for kernels and one for copies, and what its kernels share."""
-
-    kernels: Stream
-    copies: Stream
-    space: KernelSpace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +85,21 @@ def burst_pages(copies: Sequence[PageCopy], payloads: Int64s, present: Sequence[
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """What a burst has while it is in flight. One that fails keeps it: that is rare, and nothing may use it then."""
+
+    pool: TablePool
+    tables: BurstTables
+    streams: LaneStreams
+    line: KernelLine
+
+    def give_back(self) -> None:
+        """No kernel of the burst runs any more."""
+        self.pool.give(self.tables)
+        self.streams.give(self.line)
+
+
 class StoreBursts:
     """Gather into scratch by kernel, sum there, copy payload and sum table out in one piece a page."""
 
@@ -100,7 +107,7 @@ class StoreBursts:
 
     def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
         self._parts = parts
-        self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
+        self._streams, self._copies = streams, streams.copies
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
@@ -113,13 +120,15 @@ class StoreBursts:
         payloads = scratch_payloads(copies, scratch_address)
         tables = parts.tables.take()
         tables.fill(parts.table, burst_pages(copies, payloads, [True] * len(copies)))
+        line = self._streams.take()
         parts.kernels.gather(tables)
-        parts.kernels.sum(tables, self._space)
-        gathered = self._kernels.mark()
+        parts.kernels.sum(tables, line.space)
+        gathered = line.stream.mark()
         self._copies.after(gathered)
         bodies = parts.body_bytes(copies)
         parts.runtime.copy_runs(page_addresses(copies) + HEADER_BYTES, payloads, bodies, self._copies)
-        return StoredBurst(parts, copies, tables, gathered, self._copies.mark(), time.perf_counter())
+        lent = Lent(parts.tables, tables, self._streams, line)
+        return StoredBurst(parts, copies, lent, gathered, self._copies.mark(), time.perf_counter())
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +137,7 @@ class StoredBurst:
 
     parts: MoverParts
     copies: Sequence[PageCopy]
-    tables: BurstTables
+    lent: Lent
     gathered: Mark
     copied: Mark
     issued_s: float
@@ -140,7 +149,7 @@ class StoredBurst:
             self.gathered.wait()
             self.turn_s = time.perf_counter() - self.issued_s
         self.copied.wait()
-        self.parts.tables.give(self.tables)
+        self.lent.give_back()
         for copy in self.copies:
             payload_bytes = self.parts.payload_bytes(copy)
             self.parts.kernels.finish_page(copy.page, copy.key, payload_bytes)
@@ -154,7 +163,7 @@ class LoadBursts:
 
     def __init__(self, parts: MoverParts, streams: LaneStreams) -> None:
         self._parts = parts
-        self._kernels, self._copies, self._space = streams.kernels, streams.copies, streams.space
+        self._streams, self._copies = streams, streams.copies
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
@@ -172,19 +181,19 @@ class LoadBursts:
         copied = self._copies.mark()
         tables = parts.tables.take()
         tables.fill(parts.table, burst_pages(copies, payloads, good.tolist()))
-        self._kernels.after(copied)
-        parts.kernels.verify(tables, self._space)
-        parts.kernels.scatter(tables, self._space)
-        return LoadedBurst(parts, faults, tables, copied, self._kernels.mark())
+        line = self._streams.take()
+        line.stream.after(copied)
+        parts.kernels.verify(tables, line.space)
+        parts.kernels.scatter(tables, line.space)
+        return LoadedBurst(faults, Lent(parts.tables, tables, self._streams, line), copied, line.stream.mark())
 
 
 @dataclass(slots=True, eq=False)
 class LoadedBurst:
     """See gpu_transfer.Issued."""
 
-    parts: MoverParts
     faults: list[PageFault | None]
-    tables: BurstTables
+    lent: Lent
     copied: Mark
     scattered: Mark
     turn_s: float = 0.0
@@ -196,8 +205,8 @@ class LoadedBurst:
             waited_s = time.perf_counter()
             self.scattered.wait()
             self.turn_s = time.perf_counter() - waited_s
-        found = self.tables.found_faults()
-        self.parts.tables.give(self.tables)
+        found = self.lent.tables.found_faults()
+        self.lent.give_back()
         return [known or seen for known, seen in zip(self.faults, found, strict=True)]
 
 

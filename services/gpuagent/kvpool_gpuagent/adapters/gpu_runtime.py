@@ -54,8 +54,12 @@ class GpuRuntime(Protocol):
 
     name: str
 
-    def attach(self, stream: Stream | None = None) -> None:
-        """Make the device current in this thread; its kernels go to this stream."""
+    def attach(self) -> None:
+        """Make the device current in this thread."""
+        ...
+
+    def launch_on(self, stream: Stream) -> None:
+        """Kernels that this thread launches from here on go to this stream."""
         ...
 
     def stream(self, *, urgent: bool) -> Stream:

@@ -14,9 +14,10 @@ from kvpool.kernels.burst_tables import TablePool
 from kvpool.kernels.cache_kernels import CacheKernels
 from kvpool_gpuagent.adapters.gpu_cache import Direction
 from kvpool_gpuagent.adapters.gpu_lane import Lane
-from kvpool_gpuagent.adapters.gpu_movers import LaneStreams, LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
+from kvpool_gpuagent.adapters.gpu_movers import LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, Way, WayChooser
 
@@ -39,14 +40,9 @@ class TransferEngine:
         self._scratch = Scratch(runtime, scratch_bytes)
         self._tables = TablePool(runtime.host_table)
         self._sums = ThreadPoolExecutor(sum_threads, thread_name_prefix="sums")
-        self._store_streams, self._load_streams = (
-            LaneStreams(runtime.stream(urgent=True), runtime.stream(urgent=True), runtime.kernel_space())
-            for _ in range(2)
-        )
-        self._stores, self._loads = (
-            Lane(runtime, (streams.kernels, streams.copies), self._scratch, name, on_broken)
-            for name, streams in (("store", self._store_streams), ("load", self._load_streams))
-        )
+        self._store_streams, self._load_streams = LaneStreams(runtime), LaneStreams(runtime)
+        self._stores = Lane(runtime, self._store_streams, self._scratch, "store", on_broken)
+        self._loads = Lane(runtime, self._load_streams, self._scratch, "load", on_broken)
 
     def directions(self, table: PlaneTable) -> tuple[Direction, Direction]:
         """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated.
