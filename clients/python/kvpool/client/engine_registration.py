@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.launches import Launch, Launched
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
@@ -34,6 +37,20 @@ class GpuRegion:
     memory: IpcMemory
 
 
+class Launcher(Protocol):
+    """Launches an agent's kernels in this process; kvpool.client.gpu_launch has one. Outlives its sessions."""
+
+    @property
+    def scratch(self) -> GpuRegion:
+        """Memory that the agent may map."""
+        ...
+
+    def start(self, launch: Launch, ended: Callable[[Launched], None]) -> None:
+        """Begin a launch. Neither blocks nor raises; `ended` is called once, from any thread, when nothing of the
+        launch is running any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """How an engine rank registers. regions: the memory of layout.handle_sizes, in order, all of one kind."""
@@ -45,6 +62,7 @@ class EnginePlan:
     layout: EngineLayout
     regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
     events: EventSlots | None = None  # of GPU work that stores and loads may have to come after
+    launcher: Launcher | None = None  # for an agent's kernels, so that they take no turns with this process's
     load_only: bool = False
     layers_per_progress: int = 0  # 0: one report per layer group of the grid
     previous_session_id: bytes = b""
@@ -59,6 +77,10 @@ class EnginePlan:
                 region.memory.check(f"regions[{number}]", region.size_bytes)
             if isinstance(region, GpuRegion) != isinstance(self.regions[0], GpuRegion):
                 raise InvalidRequest("regions must be all shared memory or all GPU memory")
+        if self.launcher is not None:
+            if not isinstance(self.regions[0], GpuRegion):
+                raise InvalidRequest("launcher is for caches on a GPU; leave it out for shared memory")
+            self.launcher.scratch.memory.check("launcher.scratch", self.launcher.scratch.size_bytes)
 
     def new_hold(self) -> MemoryHold:
         """To know when the agent of one session has let go of the memory."""
@@ -104,7 +126,30 @@ def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
         previous_session_id=plan.previous_session_id,
         events=[ipc_event_to_proto(event) for event in plan.events.handles] if plan.events is not None else [],
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
+        scratch=_handle_to_proto(plan.launcher.scratch) if plan.launcher is not None else None,
     )
+
+
+def lend(
+    offer: OfferFd,
+    registered: gpuagent_pb2.EngineRegistered,
+    number: int,
+    region: SharedMemoryRegion,
+    timeout_s: float,
+) -> None:
+    """Offer the descriptor of a region under its number; blocks. raises: as kvpool.client.fds.offer_fd."""
+    fd = region.lent_descriptor()
+    try:
+        offer(
+            registered.descriptor_socket,
+            registered.descriptor_token,
+            number,
+            region.size_bytes,
+            fd,
+            timeout_s=timeout_s,
+        )
+    finally:
+        os.close(fd)
 
 
 def _handle_to_proto(region: SharedMemoryRegion | GpuRegion) -> gpuagent_pb2.MemoryHandle:
