@@ -92,6 +92,35 @@ class MappedHandle:
     ipc: IpcMemory | None = None  # size_bytes from its first byte on are inside of its allocation: checked before
 
 
+class PeerCache(Protocol):
+    """A cache that pulls may read, mapped. Its holder closes it when no pull reads it any more."""
+
+    async def close(self) -> None:
+        """Unmap memory. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullPart:
+    """Rows that one source gives: of model layers x heads that both caches have.
+
+    slots: [T, 2] int64, row slots (block * rows of a block + row) of source and destination, checked before.
+    """
+
+    source: PeerCache
+    layers: range
+    heads: range
+    slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledBytes:
+    """What a pull moved. copy_s: from its first launch to its end."""
+
+    size_bytes: int
+    copy_s: float
+
+
 class Device(Protocol):
     """Reaches engine caches."""
 
@@ -122,6 +151,20 @@ class Device(Protocol):
         """Map an engine's memory and open its events, which passed `check`; owns the descriptors from the call on.
 
         Raises InvalidRequest naming the argument; then nothing of it is mapped.
+        """
+        ...
+
+    async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
+        """Map a cache that another agent serves, for reading. Raises as `check` and `map_cache` do."""
+        ...
+
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+        """Copy rows of peers' caches, which are other memory, into a cache, in as few launches as can be.
+
+        Sources are caches of `map_cache` or of `map_peer`, each at most once, none of them closed before this has
+        ended. Once it has returned, or raised, or its cancelled caller has got CancelledError, it touches no memory any
+        more. Raises NotServed where there is no GPU or no way between two of them, Stopped if `stop` said so before it
+        began, KvPoolError when the GPU fails; the destination's slots then hold anything.
         """
         ...
 

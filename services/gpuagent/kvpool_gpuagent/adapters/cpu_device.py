@@ -19,7 +19,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
-from kvpool_gpuagent.ports import EngineCache, MappedHandle
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; the mmap module of Python 3.11 does not name it
 _POPULATE_STEP_BYTES = 4 << 20  # 0.3 ms under the GIL
@@ -73,6 +73,14 @@ class CpuDevice:
                 if handle.descriptor is not None:
                     os.close(handle.descriptor)
 
+    async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
+        """See ports.Device.map_peer."""
+        raise _no_peers()
+
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+        """See ports.Device.pull."""
+        raise _no_peers()
+
     def register_segment(self, segment: memoryview) -> Callable[[], None]:
         """Fill the page tables now: on the first copy each 4 KiB would cost more than its copying."""
         if isinstance(segment.obj, mmap.mmap):
@@ -82,6 +90,10 @@ class CpuDevice:
     async def close(self) -> None:
         """See ports.Device.close."""
         await asyncio.to_thread(self._threads.close)
+
+
+def _no_peers() -> NotServed:
+    return NotServed("PeerPull copies between GPUs, but this agent's device is the CPU; load from staging instead")
 
 
 def _map_all(handles: Sequence[MappedHandle], mappings: list[mmap.mmap]) -> None:

@@ -20,8 +20,10 @@ from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
 from kvpool_gpuagent.adapters.gpu_movers import address_of
+from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
-from kvpool_gpuagent.ports import EngineCache, MappedHandle
+from kvpool_gpuagent.adapters.peer_memory import PeerMemory
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +39,18 @@ class CudaDevice:
         ordinal: int = 0,
         scratch_bytes: int = 256 << 20,
         sum_threads: int = 2,
+        peer_programs: int = 24,
         on_broken: Callable[[KvPoolError], None] = lambda error: None,
     ) -> None:
-        """on_broken: called, from a thread, when the GPU has failed for good; the process must be started again."""
+        """peer_programs: multiprocessors that pulls take at most. on_broken: called, from a thread, when the GPU has
+        failed for good; the process must be started again."""
         self.runtime = CudaRuntime(ordinal)
         self.runtime.attach()
         self._mappings = IpcMappings(self.runtime.driver)
         self._transfers = TransferEngine(
             self.runtime, scratch_bytes=scratch_bytes, sum_threads=sum_threads, on_broken=on_broken
         )
+        self._peers = PeerPuller(self._runtime_of, programs=peer_programs, on_broken=on_broken)
 
     def check(
         self,
@@ -82,6 +87,15 @@ class CudaDevice:
             raise asyncio.CancelledError
         return mapped.result()
 
+    async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
+        """See ports.Device.map_peer. Mapped, on the GPU that needs it, by the first pull."""
+        self.check(spec, layout, handles, [])
+        return self._peer_memory(spec, layout, handles)
+
+    async def pull(self, destination: EngineCache, parts: Sequence[PullPart], stop: StopFlag) -> PulledBytes:
+        """See ports.Device.pull. The kernel runs on the GPU of the destination's cache."""
+        return await self._peers.pull(destination, parts, stop)
+
     def register_segment(self, segment: memoryview) -> Callable[[], None]:
         """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
         address = address_of(segment)
@@ -94,6 +108,7 @@ class CudaDevice:
 
     async def close(self) -> None:
         """See ports.Device.close."""
+        await self._peers.close()
         await self._transfers.close()
 
     def _unpin(self, address: int) -> None:
@@ -124,6 +139,8 @@ class CudaDevice:
                 undo.callback(runtime.driver.event_destroy, opened[-1])
             table = PlaneTable.of(spec, grid, layout, addresses)
             store, load = self._transfers.directions(table)
+            peer = self._peer_memory(spec, layout, handles)
+            undo.callback(peer.unmap)
             closing = undo.pop_all()
 
         def event_passed(slot: int) -> bool:
@@ -134,4 +151,20 @@ class CudaDevice:
             runtime.attach()
             closing.close()
 
-        return GpuCache(store, load, event_passed, unmap)
+        return GpuCache(store, load, event_passed, unmap, peer)
+
+    def _runtime_of(self, ordinal: int) -> CudaRuntime:
+        return self.runtime if ordinal == self.runtime.ordinal else CudaRuntime(ordinal)
+
+    def _peer_memory(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerMemory:
+        memory = [(handle.ipc, handle.size_bytes) for handle in handles if handle.ipc is not None]
+
+        def open_at(ordinal: int) -> tuple[list[int], Callable[[], None]]:
+            with ExitStack() as undo:
+                addresses: list[int] = []
+                for ipc, size_bytes in memory:
+                    addresses.append(self._mappings.open(ipc, size_bytes, ordinal=ordinal))
+                    undo.callback(self._mappings.close, ipc, ordinal=ordinal)
+                return addresses, undo.pop_all().close
+
+        return PeerMemory(spec, layout, self.runtime.driver.ordinal_of(memory[0][0].device_uuid), open_at)

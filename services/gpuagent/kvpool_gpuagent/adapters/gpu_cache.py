@@ -10,6 +10,7 @@ from kvpool.core.page import PageFault
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_transfer import Mover, Transfer
+from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.core.ways import Way, WayChooser
 from kvpool_gpuagent.ports import PageCopy, StopFlag
 
@@ -34,9 +35,11 @@ class GpuCache:
         load: Direction,
         event_passed: Callable[[int], bool],
         unmap: Callable[[], None],
+        peer: PeerMemory | None = None,
     ) -> None:
-        """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly."""
-        self.store, self.load = store, load
+        """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly.
+        peer: the same cache for pulls; `unmap` unmaps it too."""
+        self.store, self.load, self.peer = store, load, peer
         self._event_passed, self._unmap = event_passed, unmap
         self._closed = False
 
