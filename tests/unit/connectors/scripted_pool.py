@@ -11,12 +11,29 @@ HASH_KEY = b"hash key of the scripted pool..."
 
 
 @dataclass
+class ScriptedLoad:
+    """A load that has ended when it begins."""
+
+    outcome: LoadedChunks | KvPoolError
+    layers_in: int
+
+    def wait_layers(self, layers: int) -> bool:
+        return layers <= self.layers_in
+
+    def result(self) -> LoadedChunks:
+        if isinstance(self.outcome, KvPoolError):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass
 class ScriptedPool:
     """Chunks by hash, shared by all engines whose pools have the same `chunks`.
 
     memory:         the engine's blocks, of block_bytes each.
     match_error, load_error, store_failure: what goes wrong.
     load_limit:     so many chunks of a load arrive, the rest fails (after garbage was written to their blocks).
+    layers_before_failure: of a load that fails, so many layers are said to be in before.
     hold:           releases are kept back until `let_go`.
     """
 
@@ -28,6 +45,7 @@ class ScriptedPool:
     match_error: KvPoolError | None = None
     load_error: KvPoolError | None = None
     load_limit: int | None = None
+    layers_before_failure: int = 0
     store_failure: str = ""
     estimated_load_ms: float = 0.0
     hold: bool = False
@@ -52,7 +70,7 @@ class ScriptedPool:
             count += 1
         return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
 
-    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
+    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> "ScriptedLoad":
         self.loads.append(span)
         self.timeouts_s.append(timeout_s)
         limit = len(span.blocks) if self.load_limit is None else self.load_limit
@@ -60,12 +78,13 @@ class ScriptedPool:
             content = self.chunks[chunk_hash] if position < limit else b"\x7f" * self.block_bytes
             self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
         self._release(on_released)
-        if self.load_error is not None:
-            raise self.load_error
         loaded = min(limit, len(span.blocks))
         tokens = TierTokens(remote=loaded * self.chunk_tokens)
-        failure = "" if loaded == len(span.blocks) else "a page was damaged"
-        return LoadedChunks(chunk_count=loaded, tokens=tokens, failure=failure)
+        complete = loaded == len(span.blocks)
+        failure = "" if complete else "a page was damaged"
+        outcome = LoadedChunks(chunk_count=loaded, tokens=tokens, failure=failure)
+        layers_in = 1_000_000 if complete and self.load_error is None else self.layers_before_failure
+        return ScriptedLoad(self.load_error or outcome, layers_in)
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
         self.stores.append(span)

@@ -12,7 +12,8 @@ import pytest
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource, TierTokens
 from kvpool.connectors.agent_pool import AgentPool
-from kvpool.connectors.prefix_pool import ChunkSpan, StoredChunks
+from kvpool.connectors.block_memory import SharedBlockMemory
+from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, StoredChunks
 from kvpool.core.errors import KeyspaceMismatch, ServiceUnavailable, StoreUnavailable
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually
@@ -27,7 +28,8 @@ LAYOUT = contiguous_layout(SPEC, range(2), range(2), SPEC.chunk_tokens, 8)
 
 def pool_of(one: Engine) -> AgentPool:
     config = replace(one.config, agent_endpoint=one.plan.endpoint)
-    return AgentPool(SPEC, LAYOUT, "tiny", "test", config, offer=one.memory.offer)
+    memory = SharedBlockMemory(LAYOUT.handle_sizes[0])
+    return AgentPool(SPEC, LAYOUT, "tiny", "test", config, memory, offer=one.memory.offer)
 
 
 @asynccontextmanager
@@ -43,6 +45,10 @@ async def opened() -> AsyncGenerator[tuple[AgentPool, Script, Engine]]:
             one.memory.let_go()
             stream.end()
             await asyncio.to_thread(pool.close)
+
+
+def load(pool: AgentPool, span: ChunkSpan, timeout_s: float, watch: Watch) -> LoadedChunks:
+    return pool.begin_load(span, timeout_s, watch.on_released).result()
 
 
 class Watch:
@@ -77,7 +83,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
     async with opened() as (pool, stream, _):
         watch = Watch()
         span = ChunkSpan(CHAIN[:18], (5, 2))
-        loading = asyncio.create_task(asyncio.to_thread(pool.load, span, 5.0, watch.on_released))
+        loading = asyncio.create_task(asyncio.to_thread(load, pool, span, 5.0, watch))
         request = await stream.next("load")
         assert [chunk.chunk_hash for chunk in request.load.chunks] == [CHAIN[16], CHAIN[17]]
         assert [np.frombuffer(chunk.block_ids, "<i8").tolist() for chunk in request.load.chunks] == [[5], [2]]
@@ -94,7 +100,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
 async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:
     async with opened() as (pool, stream, _):
         watch = Watch()
-        loading = asyncio.create_task(asyncio.to_thread(pool.load, ChunkSpan(CHAIN[:1], (0,)), 0.2, watch.on_released))
+        loading = asyncio.create_task(asyncio.to_thread(load, pool, ChunkSpan(CHAIN[:1], (0,)), 0.2, watch))
         request = await stream.next("load")
         loaded = await loading
         assert (loaded.chunk_count, watch.released) == (0, 0)

@@ -1,9 +1,12 @@
 """Own chunks before the pool's, and every failure of the pool ends in computing."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvpool.client.engine_items import EngineMatchRun, EngineSource
-from kvpool.connectors.prefix_cache import FoundPrefix, PrefixCache, worthwhile_chunks
+from kvpool.connectors.prefix_cache import PrefixCache, worthwhile_chunks
+from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.scripted_pool import HASH_KEY, ScriptedPool
@@ -28,11 +31,12 @@ class Engine:
             assert self.memory[block * CHUNK : (block + 1) * CHUNK] == tokens[index * CHUNK : (index + 1) * CHUNK]
         self.cache.release(found)
         whole = tokens + bytes(generated)
-        self.cache.keep(list(whole), lambda index, block: self.fill(whole, index, block))
+        self.cache.keep(list(whole), lambda first_chunk, blocks: self.fill(whole, first_chunk, blocks))
         return found
 
-    def fill(self, tokens: bytes, index: int, block: int) -> None:
-        self.memory[block * CHUNK : (block + 1) * CHUNK] = tokens[index * CHUNK : (index + 1) * CHUNK]
+    def fill(self, tokens: bytes, first_chunk: int, blocks: Sequence[int]) -> None:
+        for index, block in enumerate(blocks, start=first_chunk):
+            self.memory[block * CHUNK : (block + 1) * CHUNK] = tokens[index * CHUNK : (index + 1) * CHUNK]
 
 
 PROMPT = bytes(range(1, 60))  # 3 chunks and 11 tokens
@@ -163,6 +167,30 @@ def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     assert engine.run(PROMPT).own_chunks == 2
 
 
+def test_forgotten_chunks_come_from_the_pool_again() -> None:
+    engine = Engine(ScriptedPool())
+    engine.run(PROMPT)
+    pinned = engine.cache.find(list(PROMPT))
+    engine.cache.forget()
+    assert engine.run(PROMPT).own_chunks == 3, "pinned blocks stay"
+    engine.cache.release(pinned)
+    engine.cache.forget()
+    found = engine.run(PROMPT)
+    assert (found.own_chunks, found.loaded.chunk_count) == (0, 3)
+
+
+def test_blocks_of_a_running_load_are_known_before_it_ends() -> None:
+    engine = Engine(ScriptedPool(chunks=shared_chunks(), load_limit=2, layers_before_failure=1))
+    running = engine.cache.begin(list(PROMPT))
+    assert len(running.blocks) == 3
+    assert (running.wait_layers(1), running.wait_layers(2)) == (True, False)
+    found = running.finish()
+    assert found.blocks == running.blocks[:2]
+    assert running.finish() is found
+    engine.cache.release(found)
+    assert engine.run(PROMPT).own_chunks == 2
+
+
 def test_flush_waits_for_the_end_of_stores() -> None:
     engine = Engine(ScriptedPool())
     engine.run(PROMPT)
@@ -172,7 +200,7 @@ def test_flush_waits_for_the_end_of_stores() -> None:
 def test_a_broken_copy_leaves_no_block_behind() -> None:
     engine = Engine(block_count=3)
 
-    def fail(index: int, block: int) -> None:
+    def fail(first_chunk: int, blocks: Sequence[int]) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError):

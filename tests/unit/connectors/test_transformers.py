@@ -99,6 +99,8 @@ def test_a_conversation_goes_on_from_generated_tokens() -> None:
         ({"load_error": ServiceUnavailable("the agent is gone")}, 0),
         ({"load_limit": 0}, 0),
         ({"load_limit": 2}, 2),
+        ({"load_limit": 2, "layers_before_failure": 1}, 2),
+        ({"load_error": ServiceUnavailable("the agent is gone"), "layers_before_failure": 1}, 0),
         ({"reachable": False}, 0),
         ({"store_failure": "the arena is full"}, 4),
     ],
@@ -191,6 +193,16 @@ def test_a_streamer_and_the_full_output_are_handed_on() -> None:
     assert len(result.output.scores) == 3
 
 
+def test_a_streamer_sees_a_prompt_once_though_its_load_fails_in_the_second_layer() -> None:
+    model, input_ids, pool = tiny_llama(), prompt(4 * CHUNK + 5), ScriptedPool()
+    run(generator_over(model, pool), input_ids)
+    late = ScriptedPool(chunks=pool.chunks, load_limit=1, layers_before_failure=1)
+    collector = Collector()
+    result = generator_over(model, late).generate(input_ids, max_new_tokens=3, do_sample=False, streamer=collector)
+    assert collector.tokens == result.sequences[0].tolist()
+    assert result.stats.prompt_tokens == RequestStats(remote=CHUNK, recomputed=3 * CHUNK + 5)
+
+
 @pytest.mark.parametrize(
     ("input_ids", "arguments", "named"),
     [
@@ -233,6 +245,44 @@ def test_closing_waits_for_stores_and_closes_the_pool() -> None:
     pool.memory.release()  # nothing views the blocks any more
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [(1, 2, 3), (3, 0, 2)])
+@pytest.mark.parametrize("head_dim", [16, 6])  # 6: rows of bf16 are no whole number of 64-bit words
+def test_chunks_come_back_from_any_blocks(dtype: torch.dtype, blocks: tuple[int, ...], head_dim: int) -> None:
+    from transformers import DynamicCache
+
+    model = tiny_llama(head_dim=head_dim).to(dtype)
+    spec = keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK)
+    kv = KvBlocks(spec, 4, memoryview(bytearray(4 * block_bytes(spec))))
+    cache = DynamicCache(config=model.config)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, 2, 5 * CHUNK + 3, head_dim)
+    for number in range(2):
+        cache.update(*(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)), number)
+    kv.from_cache(cache, 1, blocks)
+    waited: list[int] = []
+
+    def wait_layers(layers: int) -> bool:
+        waited.append(layers)
+        return True
+
+    copy = kv.to_cache(blocks, model, wait_layers)
+    assert (copy.get_seq_length(), waited) == (3 * CHUNK, [])
+    tail = torch.ones((1, 2, 2, head_dim), dtype=dtype)
+    for number in (0, 1):
+        for layer, whole in zip(copy.update(tail, -tail, number), (tail, -tail), strict=True):
+            assert torch.equal(layer[:, :, 3 * CHUNK :], whole)
+        assert torch.equal(
+            copy.layers[number].keys[:, :, : 3 * CHUNK], cache.layers[number].keys[:, :, CHUNK : 4 * CHUNK]
+        )
+        assert torch.equal(
+            copy.layers[number].values[:, :, : 3 * CHUNK], cache.layers[number].values[:, :, CHUNK : 4 * CHUNK]
+        )
+    assert (copy.get_seq_length(), waited) == (3 * CHUNK + 2, [1, 2])
+    copy.update(tail, tail, 0)
+    assert copy.get_seq_length() == 3 * CHUNK + 4
+
+
 def test_the_layout_is_what_the_tensor_is() -> None:
     model = tiny_llama()
     spec = keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK)
@@ -246,7 +296,7 @@ def test_the_layout_is_what_the_tensor_is() -> None:
     for number in range(2):
         rows = torch.arange(2 * 2 * CHUNK * 16, dtype=torch.float32).reshape(1, 2, 2 * CHUNK, 16) + number * 10_000
         cache.update(rows, -rows, number)
-    KvBlocks(spec, 3, memory).from_cache(cache, 1, 2)
+    KvBlocks(spec, 3, memory).from_cache(cache, 1, [2])
     plane = layout.layers[1].planes[1]
     for token, head in ((0, 0), (5, 1), (15, 0)):
         start = (

@@ -18,11 +18,13 @@ from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.fds import offer_fd
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
+from kvpool.client.pool_values import LoadTicket
 from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import BackgroundLoop
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, StoredChunks
+from kvpool.connectors.block_memory import BlockMemory
+from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, RunningLoad, StoredChunks
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 
@@ -32,7 +34,7 @@ _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnav
 
 
 class AgentPool:
-    """Implements PrefixPool for layouts whose blocks are chunks, in one region of shared memory. Thread-safe.
+    """Implements PrefixPool for layouts whose blocks are chunks, in one piece of memory. Thread-safe.
 
     An agent that cannot be reached, at first or later, is tried again in the background.
     """
@@ -44,12 +46,12 @@ class AgentPool:
         keyspace_name: str,
         engine_name: str,
         config: ClientConfig,
+        memory: BlockMemory,
         *,
         offer: OfferFd = offer_fd,
     ) -> None:
-        """config: agent_endpoint names the agent. Raises StartupFailed if there is not so much shared memory."""
-        (size_bytes,) = layout.handle_sizes
-        self._region = SharedMemoryRegion(size_bytes)
+        """config: agent_endpoint names the agent. memory: of the layout's one handle; closed with the pool."""
+        self._memory = memory
         self._config, self._offer = config, offer
         self._chunk_tokens = spec.chunk_tokens
         self._plan = EnginePlan(
@@ -58,17 +60,13 @@ class AgentPool:
             keyspace_name=keyspace_name,
             spec=spec,
             layout=layout,
-            regions=(self._region,),
+            regions=memory.regions,
+            events=memory.events,
         )
         self._loop = BackgroundLoop()
         self._pool: KvPool | None = None
         self._opening: Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # touched on the loop only
-
-    @property
-    def memory(self) -> memoryview:
-        """The engine's blocks, writable."""
-        return self._region.buffer
 
     def open(self) -> None:
         """Register with the agent; one that cannot be reached is tried again in the background.
@@ -94,29 +92,41 @@ class AgentPool:
             raise found.error
         return found.runs
 
-    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
+    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> RunningLoad:
         """See PrefixPool."""
-        pool = self._reached()
-        # A caller who is interrupted leaves; the load goes on to its end, which is soon, and then releases the blocks.
-        return self._loop.start(lambda: self._load(pool, span, timeout_s, on_released)).result()
+        pool, after = self._reached(), self._memory.record()
+
+        async def begin() -> LoadTicket:
+            return pool.begin_load(
+                self._chain(span.chain),
+                _block_table(span),
+                first_chunk=span.first_index,
+                end_chunk=len(span.chain),
+                timeout_s=timeout_s,
+                after=after,
+            )
+
+        ticket = self._loop.run(begin)
+        ended = self._loop.start(lambda: self._end_load(ticket, on_released))
+        return _AgentLoad(self._loop, ticket, ended, len(span.blocks))
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
         """See PrefixPool."""
         try:
-            pool = self._reached()
-            self._loop.start(lambda: self._begin(self._store(pool, span, on_released, on_done)))
+            pool, after = self._reached(), self._memory.record()
+            self._loop.start(lambda: self._begin(self._store(pool, span, after, on_released, on_done)))
         except KvPoolError as error:
             on_released()
             on_done(_failed(span, error))
 
     def close(self) -> None:
-        """See PrefixPool. Blocks that an agent may still touch stay mapped there; ours are unmapped."""
+        """See PrefixPool."""
         if self._opening is not None:
             self._opening.cancel()
         with contextlib.suppress(ServiceUnavailable):  # closed before
-            self._loop.run(self._close)
-        self._loop.stop()
-        self._region.close()
+            untouched = self._loop.run(self._close)
+            self._loop.stop()
+            self._memory.close(untouched=untouched)
 
     def _reached(self) -> KvPool:
         if self._pool is None:
@@ -143,16 +153,8 @@ class AgentPool:
                 _log.error("kvpool: not used in this process: %s", error)
                 return
 
-    async def _load(
-        self, pool: KvPool, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]
-    ) -> LoadedChunks:
-        report = await pool.load(
-            self._chain(span.chain),
-            _block_table(span),
-            first_chunk=span.first_index,
-            end_chunk=len(span.chain),
-            timeout_s=timeout_s,
-        )
+    async def _end_load(self, ticket: LoadTicket, on_released: Callable[[], None]) -> LoadedChunks:
+        report = await ticket.report()
         if report.hold.ended:
             on_released()
         else:
@@ -164,13 +166,18 @@ class AgentPool:
         self,
         pool: KvPool,
         span: ChunkSpan,
+        after: EngineEvent | None,
         on_released: Callable[[], None],
         on_done: Callable[[StoredChunks], None],
     ) -> None:
         outcome = _failed(span, ServiceUnavailable("the pool was closed"))
         try:
             ticket = await pool.store(
-                self._chain(span.chain), _block_table(span), first_chunk=span.first_index, end_chunk=len(span.chain)
+                self._chain(span.chain),
+                _block_table(span),
+                first_chunk=span.first_index,
+                end_chunk=len(span.chain),
+                after=after,
             )
             await self._begin(_release_after(ticket.wait_reusable(), on_released))
             report = await ticket.report(self._config.store_timeout_s)
@@ -187,12 +194,32 @@ class AgentPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _close(self) -> None:
+    async def _close(self) -> bool:
+        """Whether nothing touches the blocks any more."""
         if self._pool is not None and not await self._pool.close():
             _log.warning("kvpool: the agent did not confirm the end of the session")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._pool is None or self._pool.session.released.is_set()
+
+
+class _AgentLoad:
+    """Implements RunningLoad."""
+
+    def __init__(self, loop: BackgroundLoop, ticket: LoadTicket, ended: Future[LoadedChunks], chunk_count: int) -> None:
+        self._loop, self._ticket, self._ended, self._chunk_count = loop, ticket, ended, chunk_count
+
+    def wait_layers(self, layers: int) -> bool:
+        """See RunningLoad."""
+        in_time = self._ticket.layers_loaded >= layers or self._loop.run(lambda: self._ticket.wait_layers(layers))
+        if in_time and not self._ticket.failed_chunks:
+            return True
+        return self.result().chunk_count == self._chunk_count
+
+    def result(self) -> LoadedChunks:
+        """See RunningLoad."""
+        return self._ended.result()
 
 
 async def _release_after(hold: Coroutine[Any, Any, None], on_released: Callable[[], None]) -> None:

@@ -56,7 +56,10 @@ class ChunkLedger:
         return found
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` blocks to fill: free ones, then those of the least recently used chunks that are not pinned."""
+        """Up to `count` blocks to fill: free ones, then those of the least recently used chunks that are not pinned.
+
+        In ascending order: neighbours are copied together.
+        """
         blocks: list[int] = []
         while len(blocks) < count and self._free:
             blocks.append(self._free.pop())
@@ -68,7 +71,7 @@ class ChunkLedger:
                 self._bound.remove(chunk.block)
                 blocks.append(chunk.block)
         self._taken.update(blocks)
-        return blocks
+        return sorted(blocks)
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Taken blocks that were not bound after all. One that is pinned becomes free with its last pin."""

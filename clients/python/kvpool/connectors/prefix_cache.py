@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from kvpool.client.engine_items import EngineMatchRun
 from kvpool.connectors.chunk_ledger import ChunkLedger, HeldChunk
-from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, StoredChunks
+from kvpool.connectors.prefix_pool import ChunkSpan, PrefixPool, RunningLoad, StoredChunks
+from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import KvPoolError
 
@@ -23,18 +24,6 @@ _log = logging.getLogger(__name__)
 _OWN_KEY = b"chunks in the engine's own cache"
 _PREFILL_WEIGHT = 0.3  # of the newest measurement of the prefill speed
 _LOAD_TIMEOUT_MIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPrefix:
-    """Leading chunks of a prompt that are in the engine's blocks, pinned until `PrefixCache.release`."""
-
-    blocks: tuple[int, ...] = ()
-    own_chunks: int = 0
-    loaded: LoadedChunks = field(default_factory=LoadedChunks)
-    match_ms: float = 0.0
-    load_ms: float = 0.0
-    failure: str = ""  # why the pool could not help, or not to the end
 
 
 class PrefixCache:
@@ -55,23 +44,33 @@ class PrefixCache:
 
     def find(self, tokens: Tokens) -> FoundPrefix:
         """The longest prefix of whole chunks that can be had, own or loaded, that leaves at least one token."""
+        return self.begin(tokens).finish()
+
+    def begin(self, tokens: Tokens) -> RunningPrefix:
+        """The same, without waiting for what has to be loaded. The caller sees to it that it is finished."""
         usable = tokens[: max(0, len(tokens) - 1)]
         own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
         with self._lock:
             held = self._ledger.find(own_hashes)
             blocks = [chunk.block for chunk in held]
             self._ledger.pin(blocks)
-        found = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
+        own = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
         if len(held) == len(own_hashes) or self._pool is None:
-            return found
+            return RunningPrefix(own)
         hash_key = self._pool.hash_key()
         if hash_key is None:
-            return FoundPrefix(blocks=found.blocks, own_chunks=found.own_chunks, failure="the pool cannot be reached")
+            return RunningPrefix(replace(own, failure="the pool cannot be reached"))
         try:
-            return self._load(self._pool, chunk_hashes(hash_key, usable, self.chunk_tokens), own_hashes, found)
+            chain = chunk_hashes(hash_key, usable, self.chunk_tokens)
+            return self._begin_load(self._pool, chain, own_hashes, own)
         except BaseException:
-            self.release(found)
+            self.release(own)
             raise
+
+    def forget(self) -> None:
+        """Drop all own chunks that nothing needs just now: the pool is asked for them again."""
+        with self._lock:
+            self._ledger.give_back(self._ledger.take(self._ledger.block_count))
 
     def available_chunks(self, tokens: Tokens) -> int:
         """Leading full chunks that the engine or the pool has now. Raises KvPoolError if the pool cannot be asked."""
@@ -88,10 +87,11 @@ class PrefixCache:
         with self._lock:
             self._ledger.unpin(found.blocks)
 
-    def keep(self, tokens: Tokens, copy_in: Callable[[int, int], None]) -> None:
+    def keep(self, tokens: Tokens, copy_in: Callable[[int, Sequence[int]], None]) -> None:
         """Keep all full chunks of `tokens`, whose KV the engine has now, and begin to store those the pool may lack.
 
-        copy_in(chunk index, block) fills a block. Chunks for which no block is free are not kept.
+        copy_in(first chunk index, blocks) fills blocks, one for each chunk from that one on. Chunks for which no block
+        is free are not kept.
         """
         own_hashes = chunk_hashes(_OWN_KEY, tokens, self.chunk_tokens)
         with self._lock:
@@ -100,8 +100,8 @@ class PrefixCache:
             self._ledger.pin(kept_blocks)  # making room must not take the chunks that the new ones continue
             taken = self._ledger.take(len(own_hashes) - len(held))
         try:
-            for index, block in enumerate(taken, start=len(held)):
-                copy_in(index, block)
+            if taken:
+                copy_in(len(held), taken)
         except BaseException:
             with self._lock:
                 self._ledger.give_back(taken)
@@ -126,35 +126,32 @@ class PrefixCache:
         with self._stores_changed:
             return self._stores_changed.wait_for(lambda: not self._stores_running, timeout_s)
 
-    def _load(
-        self, pool: PrefixPool, chain: Sequence[bytes], own_hashes: Sequence[bytes], found: FoundPrefix
-    ) -> FoundPrefix:
-        started_s = matched_s = time.perf_counter()
-        loaded, failure = LoadedChunks(), ""
+    def _begin_load(
+        self, pool: PrefixPool, chain: Sequence[bytes], own_hashes: Sequence[bytes], own: FoundPrefix
+    ) -> RunningPrefix:
+        started_s = time.perf_counter()
+        load: RunningLoad | None = None
         blocks: list[int] = []
+        failure = ""
         try:
-            runs = pool.match(chain, found.own_chunks)
-            matched_s = time.perf_counter()
+            runs = pool.match(chain, own.own_chunks)
+            own = replace(own, match_ms=(time.perf_counter() - started_s) * 1e3)
             blocks = self._take(worthwhile_chunks(runs, self._prefill_ms_per_token * self.chunk_tokens))
             if blocks:
-                span = ChunkSpan(tuple(chain[: found.own_chunks + len(blocks)]), tuple(blocks))
-                loaded = pool.load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks))
-                failure = loaded.failure
+                span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
+                load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks))
         except KvPoolError as error:
             failure = str(error)
-        finally:  # also of a load that was interrupted: its blocks are reused once they are released
-            ended_s = time.perf_counter()
-            usable = self._bind(own_hashes[found.own_chunks :], blocks, loaded.chunk_count)
-        if failure:
             _log.warning("kvpool: computing instead of loading: %s", failure)
-        return FoundPrefix(
-            blocks=(*found.blocks, *usable),
-            own_chunks=found.own_chunks,
-            loaded=loaded,
-            match_ms=(matched_s - started_s) * 1e3,
-            load_ms=(ended_s - matched_s) * 1e3 if blocks else 0.0,
-            failure=failure,
-        )
+            own = replace(own, match_ms=own.match_ms or (time.perf_counter() - started_s) * 1e3)
+        finally:
+            if load is None and blocks:
+                self._unpin(blocks)
+                self._bind((), blocks, 0)
+        if load is None:
+            return RunningPrefix(replace(own, failure=failure))
+        hashes = own_hashes[own.own_chunks :]
+        return RunningPrefix(own, load, blocks, lambda count: self._bind(hashes, blocks, count))
 
     def _patience_s(self, chunk_count: int) -> float:
         """A load that takes longer than computing is not waited for: that bounds what a sick pool can cost."""

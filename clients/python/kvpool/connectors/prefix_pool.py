@@ -48,6 +48,20 @@ class StoredChunks:
     failure: str = ""
 
 
+class RunningLoad(Protocol):
+    """A load that was begun. Its methods wait, no longer than its time and a little more."""
+
+    def wait_layers(self, layers: int) -> bool:
+        """Wait until so many leading layers of all chunks of the span are in, so that GPU work launched now finds them.
+
+        A chunk may still fail in a later layer. False: not all chunks can be had, and the load has ended.
+        Raises KvPoolError if no chunk can be used.
+        """
+
+    def result(self) -> LoadedChunks:
+        """Wait for the end. Raises KvPoolError if no chunk can be used."""
+
+
 class PrefixPool(Protocol):
     """A pool of chunks that other engines fill too.
 
@@ -62,11 +76,18 @@ class PrefixPool(Protocol):
     def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
         """What the pool has of a chain after its first `held_chunks`. Raises KvPoolError."""
 
-    def load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> LoadedChunks:
-        """Load chunks into the engine's blocks, as many as come in time. Raises KvPoolError if none can be used."""
+    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> RunningLoad:
+        """Begin to load chunks into the engine's blocks, as many as come in time, and return.
+
+        It goes on to its end, which is soon, when nobody waits for it. Comes after the work on the blocks that the
+        calling thread has given to its GPU. Raises KvPoolError if nothing was begun; then on_released is not called.
+        """
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
-        """Begin to store chunks from the engine's blocks and return. on_done is called once, at the end."""
+        """Begin to store chunks from the engine's blocks and return. on_done is called once, at the end.
+
+        Comes after the work on the blocks that the calling thread has given to its GPU.
+        """
 
     def close(self) -> None:
         """End what runs and let go of the pool. Idempotent."""

@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 from kvpool.client.config import ClientConfig
 from kvpool.client.request_stats import RequestStats
 from kvpool.connectors.agent_pool import AgentPool
-from kvpool.connectors.prefix_cache import FoundPrefix, PrefixCache
+from kvpool.connectors.block_memory import block_memory
+from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.prefix_pool import PrefixPool
+from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.connectors.transformers_arguments import check_arguments
-from kvpool.connectors.transformers_blocks import KvBlocks, block_bytes, block_layout
+from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout
 from kvpool.connectors.transformers_model import keyspace_spec, model_name, weights_digest
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, KeyspaceSpec
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -79,11 +81,12 @@ class SharedPrefixGenerator:
 
         model_revision: what the weights are; by default a digest over all of them, which reads them once.
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
-        cache_bytes: shared memory for the engine's own chunks, which the agent copies from and to.
+        cache_bytes: memory for the engine's own chunks, which the agent copies from and to: on the model's GPU, which
+        has to be the agent's device then, or shared memory of the CPU.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
         An agent that cannot be reached now is tried again later; until then everything is computed.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
-        InvalidRequest.
+        InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
         spec = keyspace_spec(
             model,
@@ -98,9 +101,10 @@ class SharedPrefixGenerator:
                 f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
             )
         layout, config = block_layout(spec, block_count), ClientConfig(agent_endpoint=agent)
-        pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config)
+        memory = block_memory(layout.handle_sizes[0], model.device)
+        pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config, memory)
         try:
-            blocks = KvBlocks(spec, block_count, pool.memory)
+            blocks = KvBlocks(spec, block_count, memory.bytes_of())
             pool.open()
         except BaseException:
             pool.close()
@@ -123,6 +127,11 @@ class SharedPrefixGenerator:
         """Leading tokens of a prompt [1, tokens] whose KV the engine or the pool has now. Raises KvPoolError."""
         with self._turn:
             return self._cache.available_chunks(input_ids[0].tolist()) * self._cache.chunk_tokens
+
+    def forget(self) -> None:
+        """Drop the engine's own chunks, so that later prompts are asked of the pool."""
+        with self._turn:
+            self._cache.forget()
 
     def flush_stores(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything generated so far is in the pool (or failed to get there); False if time ran out."""
@@ -150,14 +159,44 @@ class SharedPrefixGenerator:
         import torch
 
         started_s = time.perf_counter()
-        prompt = input_ids[0].tolist()
-        found = self._cache.find(prompt)
+        prompt = input_ids[0].cpu().numpy()
+        self._blocks.take_turn()
+        running = self._cache.begin(prompt)
         try:
-            kv_cache = self._blocks.to_cache(found.blocks, self._model)
+            prefill_started_s = time.perf_counter()
+            output, kv_cache = self._compute(input_ids, running, first_token, arguments)
         finally:
+            found = running.finish()
+            self._blocks.end_turn()
             self._cache.release(found)
-        prefill_started_s = time.perf_counter()
-        output = self._model.generate(
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        first_token_s = first_token.at_s or time.perf_counter()
+        stats = self._stats(len(prompt), found, (first_token_s - started_s) * 1e3)
+        prefill_ms = (first_token_s - prefill_started_s) * 1e3 - running.waited_ms
+        self._cache.note_prefill(stats.prompt_tokens.recomputed, prefill_ms)
+        computed = sequences[0, : kv_cache.get_seq_length()].cpu().numpy()
+        self._cache.keep(computed, lambda first, blocks: self._blocks.from_cache(kv_cache, first, blocks))
+        self._blocks.end_turn()
+        return GenerationResult(sequences=sequences, output=output, stats=stats)
+
+    def _compute(
+        self, input_ids: torch.Tensor, running: RunningPrefix, first_token: FirstTokenTimer, arguments: dict[str, Any]
+    ) -> tuple[Any, DynamicCache]:
+        """Generate while the prefix comes in; if it does not come as a whole, once more with what has come."""
+        kv_cache = self._blocks.to_cache(running.blocks, self._model, running.wait_layers)
+        try:
+            return self._model_generate(input_ids, kv_cache, first_token, arguments), kv_cache
+        except PrefixLost:
+            first_token.restart()
+        kv_cache = self._blocks.to_cache(running.finish().blocks, self._model)
+        return self._model_generate(input_ids, kv_cache, first_token, arguments), kv_cache
+
+    def _model_generate(
+        self, input_ids: torch.Tensor, kv_cache: DynamicCache, first_token: FirstTokenTimer, arguments: dict[str, Any]
+    ) -> Any:
+        import torch
+
+        return self._model.generate(
             input_ids,
             **{
                 **arguments,
@@ -167,13 +206,6 @@ class SharedPrefixGenerator:
                 "streamer": first_token,
             },
         )
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        first_token_s = first_token.at_s or time.perf_counter()
-        stats = self._stats(len(prompt), found, (first_token_s - started_s) * 1e3)
-        self._cache.note_prefill(stats.prompt_tokens.recomputed, (first_token_s - prefill_started_s) * 1e3)
-        computed = sequences[0, : kv_cache.get_seq_length()].tolist()
-        self._cache.keep(computed, lambda index, block: self._blocks.from_cache(kv_cache, index, block))
-        return GenerationResult(sequences=sequences, output=output, stats=stats)
 
     def _stats(self, prompt_count: int, found: FoundPrefix, ttft_ms: float) -> GenerationStats:
         own, loaded = found.own_chunks * self._cache.chunk_tokens, found.loaded.tokens
@@ -197,16 +229,23 @@ class FirstTokenTimer:
 
     def __init__(self, streamer: Any = None) -> None:
         self._streamer = streamer
-        self._prompt_seen = False
+        self._prompt_seen = self._prompt_comes_again = False
         self.at_s: float | None = None  # of time.perf_counter
 
     def put(self, value: torch.Tensor) -> None:
         """transformers hands over the prompt first, then token by token."""
+        if self._prompt_comes_again:
+            self._prompt_comes_again = False
+            return
         if self._prompt_seen and self.at_s is None:
             self.at_s = time.perf_counter()
         self._prompt_seen = True
         if self._streamer is not None:
             self._streamer.put(value)
+
+    def restart(self) -> None:
+        """The generation begins anew after it failed before its first token."""
+        self._prompt_comes_again = self._prompt_seen
 
     def end(self) -> None:
         """Generation has ended."""
