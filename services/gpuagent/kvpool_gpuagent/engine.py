@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpool.core.errors import Draining, KvPoolError, Overloaded, Stopped
+from kvpool.core.errors import Draining, KvPoolError, Overloaded, SessionUnknown, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
@@ -53,6 +53,13 @@ class GpuAgentEngine:
     def sessions(self) -> list[EngineSession]:
         """Sessions now open."""
         return list(self._sessions)
+
+    def session_of(self, session_id: bytes) -> EngineSession:
+        """Raises SessionUnknown."""
+        for session in self._sessions:
+            if session.session_id == session_id:
+                return session
+        raise SessionUnknown(f"this agent has no session {session_id.hex() or '(empty id)'}")
 
     async def open_session(
         self, wanted: Registration, end_stream: EndStream, on_event_waited: OnEventWaited = lambda event: None

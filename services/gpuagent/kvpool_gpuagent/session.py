@@ -46,6 +46,15 @@ class _Running:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheUse:
+    """Use of a session's cache by what is none of its own loads and stores; see EngineSession.lend."""
+
+    cache: EngineCache
+    stop: asyncio.Event  # set when the session wants its end
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class EngineSession:
     """Belongs to one event loop. `unmapped` is set when nothing touches the engine's memory any more."""
 
@@ -82,6 +91,8 @@ class EngineSession:
         self._mapping = _Running()
         self._mapping.ended.set()
         self._running: dict[int, _Running] = {}
+        self._uses: set[CacheUse] = set()
+        self.handles: tuple[MappedHandle, ...] = ()  # as registered; descriptors in them are not ours
         self._closing: asyncio.Future[None] | None = None
 
     async def map_cache(
@@ -93,7 +104,7 @@ class EngineSession:
         if self._closing is not None:
             await _give_up(handles, hold_file)
             raise Stopped("the session was closed while it was registered")
-        self._hold_file = hold_file
+        self._hold_file, self.handles = hold_file, tuple(handles)
         self._mapping.ended.clear()
         try:
             # Not while it is closing: the closer waits for `ended`, then unmaps what came of this.
@@ -173,11 +184,30 @@ class EngineSession:
         if running is not None:
             running.stop.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the session is ready and not ending: its engine lives, for all that is known."""
+        return self._cache is not None and self._closing is None
+
+    @contextmanager
+    def lend(self, stop: asyncio.Event | None = None) -> Iterator[CacheUse]:
+        """The cache, as long as the block runs: a close of the session sets `stop` and waits for the block's end.
+
+        stop: to be shared with other uses. Raises Stopped while the session closes, InvalidRequest before it is ready.
+        """
+        use = CacheUse(self._ready_cache(), stop or asyncio.Event())
+        self._uses.add(use)
+        try:
+            yield use
+        finally:
+            self._uses.discard(use)
+            use.ended.set()
+
     def begin_close(self) -> None:
         """Refuse new requests, tell running ones to stop, and end the session in the background."""
         if self._closing is None:
-            for running in self._running.values():
-                running.stop.set()
+            for stop in (*(run.stop for run in self._running.values()), *(use.stop for use in self._uses)):
+                stop.set()
             self._closing = asyncio.ensure_future(self._close())
 
     async def close(self) -> None:
@@ -188,8 +218,9 @@ class EngineSession:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for running in (self._mapping, *list(self._running.values())):
-            await running.ended.wait()
+        running = [self._mapping.ended, *(run.ended for run in self._running.values())]
+        for ended in (*running, *(use.ended for use in list(self._uses))):
+            await ended.wait()
         try:
             if self._cache is not None:
                 await self._cache.close()
