@@ -64,16 +64,18 @@ class CacheKernels:
         self.sums_on_device = all(can_sum(shard.payload_bytes) for shard in shards)
         self._sum = sums_launch(self.sum_columns, verify=False, host_faults=False)
         self._verify = sums_launch(self.sum_columns, verify=True, host_faults=True)
-        columns = self.sum_columns if self.sums_on_device else 0
         if table.layout.holds_codec_rows(table.spec):
             copied = [(_copy_shape(table, ~is_scale, table.row_bytes), False)]
             if is_scale.any():
                 copied.append((_copy_shape(table, is_scale, table.scale_row_bytes), True))
             self._gathers = [gather_launch(shape, scales) for shape, scales in copied]
-            self._scatters = [scatter_launch(shape, columns, scales) for shape, scales in copied]
+            self._scatters = [scatter_launch(shape, self.sum_columns, scales) for shape, scales in copied]
+            self._scatters_of_good = [scatter_launch(shape, 0, scales) for shape, scales in copied]
         else:
             codec = _codec_shape(table)
-            self._gathers, self._scatters = [quantize_launch(codec)], [dequantize_launch(codec, columns)]
+            self._gathers = [quantize_launch(codec)]
+            self._scatters = [dequantize_launch(codec, self.sum_columns)]
+            self._scatters_of_good = [dequantize_launch(codec, 0)]
 
     @property
     def most_pages(self) -> int:
@@ -97,11 +99,13 @@ class CacheKernels:
             pages, _, faults = tables.addresses
             self._verify.start(tables.count, pages, space.faults_address, faults, *space.sum_addresses)
 
-    def scatter(self, tables: BurstTables, space: KernelSpace) -> None:
-        """Move payloads without a fault into the cache."""
+    def scatter(self, tables: BurstTables, space: KernelSpace | None) -> None:
+        """Move payloads into the cache. space: leave out those in which `verify` found a fault; None: all are good."""
         pages, blocks, _ = tables.addresses
-        faults = space.faults_address if self.sums_on_device else 0
-        for launch in self._scatters:
+        is_verified = space is not None and self.sums_on_device
+        launches = self._scatters if is_verified else self._scatters_of_good
+        faults = space.faults_address if space is not None and is_verified else 0
+        for launch in launches:
             launch.start(tables.count, pages, blocks, self._planes.data_ptr(), faults)
 
     def finish_page(self, page: memoryview, key: PageKey, payload_bytes: int) -> None:

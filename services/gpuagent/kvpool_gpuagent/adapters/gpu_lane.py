@@ -20,6 +20,7 @@ from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Issued, Mover, Transfer, settle
 from kvpool_gpuagent.core.bursts import BurstSizer
+from kvpool_gpuagent.core.ways import CONTENDED_TURN_S
 from kvpool_gpuagent.ports import PageCopy
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,10 @@ class Lane:
     def turn_s(self) -> float:
         """How long its kernels lately waited for their turn: long beside an engine that keeps the GPU busy."""
         return self._sizer.turn_s
+
+    def is_contended(self) -> bool:
+        """Whether they wait because the GPU is busy with an engine's."""
+        return self.turn_s > CONTENDED_TURN_S
 
     def submit(self, transfer: Transfer) -> None:
         """Start a transfer; its `settled` says when nothing of it is running any more."""
