@@ -35,8 +35,9 @@ class CommandFailed(Exception):
 class DemoCluster:
     """A cluster in a directory of its own. Raises StartupFailed for a directory that is not the demo's."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        """device: of the engines, cpu or cuda."""
+        self.directory, self._device = directory, device
         if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
             raise StartupFailed(f"{directory} is not empty and not of the demo; choose another --state-dir")
         digest = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=6).hexdigest()
@@ -61,7 +62,7 @@ class DemoCluster:
         """Start it, on what it had before if it ran before. Raises CommandFailed."""
         memory = ("--shm-dir", str(self._memory.resolve()))
         sizes = ("--arena-bytes", str(ARENA_BYTES), "--disk-bytes", str(DISK_BYTES))
-        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--detach", *sizes, *memory)
+        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--device", self._device, "--detach", *sizes, *memory)
 
     def agent(self, number: int) -> str:
         """Endpoint of an agent."""

@@ -75,7 +75,7 @@ def run_turn(
 ) -> TurnResult:
     """The next turn after `replies`."""
     prompt = render_prompt(conversation, replies, model.tokenizer)
-    input_ids = torch.tensor([prompt], dtype=torch.long)
+    input_ids = torch.tensor([prompt], dtype=torch.long, device=model.model.device)
     timer = FirstTokenTimer()
     started_s = time.perf_counter()
     sequences, prompt_tokens = generate(input_ids, new_tokens, timer)
@@ -106,7 +106,8 @@ def replay(generate: Generate, model: DemoModel, workload: Workload, turn_limit:
 def warm_up(model: DemoModel) -> None:
     """One generation that has nothing to do with the workload, so that no phase pays for lazy initialization."""
     vocabulary = model.model.config.get_text_config().vocab_size
-    plain(model)(torch.arange(WARM_UP_TOKENS).remainder(vocabulary).unsqueeze(0), 2, FirstTokenTimer())
+    input_ids = torch.arange(WARM_UP_TOKENS, device=model.model.device).remainder(vocabulary).unsqueeze(0)
+    plain(model)(input_ids, 2, FirstTokenTimer())
 
 
 def check_room(model: DemoModel, workload: Workload) -> None:
@@ -163,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="engine")
     parser.add_argument("--model", default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--agent", default="")
     parser.add_argument("--conversations", type=int, default=None)
     parser.add_argument("--turns", type=int, default=1_000_000)
@@ -176,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Engines of one machine would otherwise wait for each other's threads, and the figures would say so.
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is to mean that, or equal tokens would be luck
     try:
         _run(arguments)
     except (KvPoolError, OSError) as error:
@@ -189,7 +192,7 @@ def _run(arguments: argparse.Namespace) -> None:
     workload = Workload(
         conversations=workload.conversations[: arguments.conversations], reply_token_count=workload.reply_token_count
     )
-    model = build_model(arguments.model, arguments.seed)
+    model = build_model(arguments.model, arguments.seed, arguments.device)
     check_room(model, workload)
     if arguments.check_only:
         keyspace_spec(model.model, model_id=model.name, model_revision=model.revision, chunk_tokens=CHUNK_TOKENS)

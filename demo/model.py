@@ -35,19 +35,20 @@ class DemoModel(NamedTuple):
     revision: str  # 16 hex digits of a hash over all weights: equal only for equal weights
 
 
-def build_model(model: str | None, seed: int) -> DemoModel:
+def build_model(model: str | None, seed: int, device: str = "cpu") -> DemoModel:
     """Make the default model, or load `model` (a local directory or a hub id) with transformers.
 
     model: None for the default; `seed` matters only then.
-    Either way: float32 on the CPU (in bfloat16 near-ties between tokens are common, and equal tokens would be luck),
-    evaluation mode, and no end-of-sequence token, so that every reply has the same length.
+    Either way: float32 (in bfloat16 near-ties between tokens are common, and equal tokens would be luck), made on the
+    CPU and moved to `device`, evaluation mode, and no end-of-sequence token, so that every reply has the same length.
     Raises OSError when transformers cannot find `model`.
     """
     language_model, tokenizer = _make_default(seed) if model is None else _load(model)
     language_model.eval().requires_grad_(False)
     language_model.generation_config.eos_token_id = None
     name = model if model is not None else f"{DEFAULT_MODEL_NAME}-{seed}"
-    return DemoModel(language_model, tokenizer, name, weights_revision(language_model))
+    revision = weights_revision(language_model)
+    return DemoModel(language_model.to(device), tokenizer, name, revision)
 
 
 def weights_revision(model: torch.nn.Module) -> str:

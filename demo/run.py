@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from demo.cluster import KEYSPACE_NAME, CommandFailed, DemoCluster
+from demo.device import CHOICES, pick_device
 from demo.progress import Progress
 from demo.report import PHASES, DemoReport, PhaseResult, phase_from_document
 from demo.workload import load_workload
@@ -50,7 +51,7 @@ class Engines:
     def __init__(self, arguments: argparse.Namespace, directory: Path, progress: Progress) -> None:
         self._directory, self._progress = directory, progress
         self._options = ["--seed", str(arguments.seed), "--conversations", str(arguments.conversations)]
-        self._options += ["--turns", str(arguments.turns)]
+        self._options += ["--turns", str(arguments.turns), "--device", arguments.device]
         if arguments.model is not None:
             self._options += ["--model", arguments.model]
 
@@ -143,7 +144,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default=None, help="local directory or hub id (default: a small model made here)")
     parser.add_argument("--seed", type=int, default=0, help="of the default model's weights (default 0)")
-    parser.add_argument("--device", choices=("cpu",), default="cpu", help="where engines compute (default cpu)")
+    parser.add_argument(
+        "--device", choices=CHOICES, default="auto", help="where engines compute (default auto: cuda if it can be had)"
+    )
     parser.add_argument("--state-dir", type=Path, default=REPOSITORY / ".kvpool" / "demo", help="default .kvpool/demo")
     parser.add_argument("--result", type=Path, default=RESULT_PATH, metavar="FILE", help="default .kvpool/demo.json")
     parser.add_argument("--conversations", type=int, default=len(workload.conversations), metavar="N")
@@ -162,8 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _interrupt)
     arguments.result.unlink(missing_ok=True)  # what is there afterwards is of this run
     try:
+        arguments.device = pick_device(arguments.device)
         with _only_demo(arguments.state_dir):
-            return _run(arguments, DemoCluster(arguments.state_dir))
+            return _run(arguments, DemoCluster(arguments.state_dir, arguments.device))
     except KvPoolError as error:
         print(f"demo: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -67,6 +67,14 @@ def test_an_agent_without_a_pagestore_of_its_number_uses_streams(tmp_path: Path)
     assert value_of(first, "--host-id") != value_of(second, "--host-id")
 
 
+def test_agents_serve_the_device_that_was_asked_for(tmp_path: Path) -> None:
+    for options, device in (
+        (ClusterOptions(state_dir=tmp_path), "cpu"),
+        (ClusterOptions(state_dir=tmp_path, device="cuda"), "cuda"),
+    ):
+        assert value_of(plan_agent(options, 0, "h:1").command, "--device") == device
+
+
 @pytest.mark.parametrize("arena_bytes", [8 << 20, 100_000_000, 1 << 30])
 def test_segments_of_a_small_arena_are_small_whole_pages(arena_bytes: int, tmp_path: Path) -> None:
     command = plan_pagestore(ClusterOptions(state_dir=tmp_path, arena_bytes=arena_bytes), 0, "h:1").command

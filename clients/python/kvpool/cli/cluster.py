@@ -35,6 +35,7 @@ class ClusterOptions:
     shm_dir: str = ""
     index_port: int = 0
     lease_ttl_ms: int = 5000
+    device: str = "cpu"
     tenant: str = "default"
     log_level: str = "info"
 
@@ -168,6 +169,7 @@ def plan_agent(options: ClusterOptions, number: int, index_endpoint: str) -> Pro
         *("--data-dir", str(options.state_dir.resolve() / name), "--socket", str(agent_socket(options, number))),
         *("--listen", f"{options.host}:0", "--metrics-listen", f"{options.host}:0", "--advertise-host", options.host),
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}", "--pagestore-socket", local),
+        *("--device", options.device),
         *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level),
     )
     pins = {"--listen": "endpoint", **_METRICS_PIN}

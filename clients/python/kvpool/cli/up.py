@@ -45,6 +45,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add("--host", "address to listen on")
     add("--index-port", "port of the index; 0 takes a free one", int)
     add("--lease-ttl-ms", "a dead node leaves matches within this", int)
+    add("--device", "where engines of the agents keep their KV", choices=("cpu", "cuda"))
     add("--log-level", "how much the services log", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(run=run_up)
 
@@ -63,6 +64,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         shm_dir=arguments.shm_dir,
         index_port=arguments.index_port,
         lease_ttl_ms=arguments.lease_ttl_ms,
+        device=arguments.device,
         log_level=arguments.log_level,
     )
     if arguments.detach:

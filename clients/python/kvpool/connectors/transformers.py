@@ -100,7 +100,7 @@ class SharedPrefixGenerator:
             raise InvalidRequest(
                 f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
             )
-        layout, config = block_layout(spec, block_count), ClientConfig(agent_endpoint=agent)
+        layout, config = block_layout(spec, block_count), _client_config(agent, model.device.type)
         memory = block_memory(layout.handle_sizes[0], model.device)
         pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config, memory)
         try:
@@ -251,6 +251,13 @@ class FirstTokenTimer:
         """Generation has ended."""
         if self._streamer is not None:
             self._streamer.end()
+
+
+def _client_config(agent: str, device_type: str) -> ClientConfig:
+    if device_type != "cuda":
+        return ClientConfig(agent_endpoint=agent)
+    # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
+    return ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0)
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:
