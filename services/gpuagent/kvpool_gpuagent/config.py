@@ -9,6 +9,7 @@ from typing import Annotated
 _POSITIVE = (
     "copy_threads",
     "scratch_bytes",
+    "peer_programs",
     "bounce_bytes",
     "max_sessions",
     "max_running_requests",
@@ -38,6 +39,7 @@ class GpuAgentConfig:
     device: Annotated[str, "where engines keep their KV: cpu or cuda"] = "cpu"
     device_ordinal: Annotated[int, "which of the GPUs visible to this process works for its engines"] = 0
     scratch_bytes: Annotated[int, "GPU memory that pages pass through, for both directions together"] = 256 << 20
+    peer_programs: Annotated[int, "multiprocessors of a GPU that pulls from other ranks' caches take at most"] = 24
     copy_threads: Annotated[int, "threads that copy (cpu) or sum and verify pages (both)"] = 2
     bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
     max_sessions: Annotated[int, "engine sessions at once"] = 64

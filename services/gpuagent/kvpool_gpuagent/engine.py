@@ -10,12 +10,14 @@ from kvpool.core.errors import Draining, KvPoolError, Overloaded, SessionUnknown
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.events import OnEventWaited, SessionEvents
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
+from kvpool_gpuagent.pulling import PeerPulls
 from kvpool_gpuagent.session import EngineSession
 
 EndStream = Callable[[KvPoolError], None]
@@ -41,13 +43,21 @@ class GpuAgentEngine:
     """Opens and ends sessions. Belongs to one event loop."""
 
     def __init__(
-        self, config: GpuAgentConfig, device: Device, index: IndexPort, pools: PoolFactory, metrics: AgentMetrics
+        self,
+        config: GpuAgentConfig,
+        device: Device,
+        index: IndexPort,
+        pools: PoolFactory,
+        metrics: AgentMetrics,
+        agents: PeerAgents | None = None,
     ) -> None:
+        """agents: of this host, whose sessions may be pulled from; None: no others."""
         self.config, self.device, self.metrics = config, device, metrics
         self._index, self._pools = index, pools
         self.bandwidths = Bandwidths()
         self._sessions: dict[EngineSession, EndStream] = {}
         self._draining = False
+        self.pulls = PeerPulls(self.session_of, device, agents, metrics, config.max_running_requests)
 
     @property
     def sessions(self) -> list[EngineSession]:
@@ -106,6 +116,7 @@ class GpuAgentEngine:
             end_stream(Draining("this agent is shutting down"))
             session.begin_close()
         await asyncio.gather(*(session.close() for session in self.sessions))
+        await self.pulls.close()
 
     async def _end_previous(self, session_id: bytes) -> None:
         for session, end_stream in list(self._sessions.items()):

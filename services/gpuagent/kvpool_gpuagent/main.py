@@ -20,6 +20,7 @@ from kvpool.core.errors import KvPoolError, StartupFailed
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
+from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
 from kvpool_gpuagent.adapters.pools import ConfiguredPools
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
@@ -31,7 +32,13 @@ from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer import GpuAgentServicer
 from kvpool_server.config import describe, load_config
 from kvpool_server.fds import FdServer
-from kvpool_server.interceptors import DeadlinePolicy, DefaultTenantAuthenticator, RequestMetrics, aio_interceptors
+from kvpool_server.interceptors import (
+    DeadlinePolicy,
+    DefaultTenantAuthenticator,
+    RequestMetrics,
+    aio_interceptors,
+    current_identity,
+)
 from kvpool_server.lifecycle import Stop, run_service
 from kvpool_server.listen import TcpAddress
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
@@ -79,7 +86,11 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
         page_pool = "arena" if config.pagestore_socket else "remote"
-        server = build_server(GpuAgentServicer(registrar, directory.node_id, page_pool), config, registry)
+        server = build_server(
+            GpuAgentServicer(registrar, directory.node_id, page_pool, lambda: current_identity().tenant),
+            config,
+            registry,
+        )
         server.listen_unix(config.socket)
         node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
         descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer)
@@ -118,6 +129,7 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
             ordinal=config.device_ordinal,
             scratch_bytes=config.scratch_bytes,
             sum_threads=config.copy_threads,
+            peer_programs=config.peer_programs,
             on_broken=on_broken,
         )
     except (ImportError, KvPoolError, RuntimeError) as error:
@@ -142,7 +154,8 @@ def _engine(
     )
     stack.push_async_callback(asyncio.to_thread, pools.close)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3)
-    return GpuAgentEngine(config, device, index, pools, AgentMetrics(registry))
+    agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id))
+    return GpuAgentEngine(config, device, index, pools, AgentMetrics(registry), agents)
 
 
 def build_server(servicer: GpuAgentServicer, config: GpuAgentConfig, registry: CollectorRegistry) -> ControlServer:

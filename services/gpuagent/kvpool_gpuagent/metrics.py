@@ -17,10 +17,11 @@ class AgentMetrics:
         self._matches()
         self._loads()
         self._stores()
+        self._peer_pulls()
 
     def _sessions(self) -> None:
         self.sessions = self._gauge("sessions", "Engine sessions now open.")
-        self.active_requests = self._gauge("active_requests", "Loads and stores now running.", "operation")
+        self.active_requests = self._gauge("active_requests", "Loads, stores and pulls now running.", "operation")
         self.abnormal_session_ends = self._counter(
             "abnormal_session_ends_total", "Engine sessions that ended without a close."
         )
@@ -57,6 +58,17 @@ class AgentMetrics:
         self.stored_chunks = self._counter("stored_chunks_total", "Chunks of stores by outcome.", "outcome")
         self.deduplicated_pages = self._counter(
             "deduplicated_pages_total", "Pages that needed no write, by why.", "admission"
+        )
+
+    def _peer_pulls(self) -> None:
+        self.peer_pull_duration = self._seconds(
+            "peer_pull_duration_seconds", "Wall time of one pull from other ranks' caches, waits included."
+        )
+        self.peer_pulled_bytes = self._counter(
+            "peer_pulled_bytes_total", "Bytes that pulls copied from other ranks' caches."
+        )
+        self.failed_peer_pulls = self._counter(
+            "failed_peer_pulls_total", "Pulls that did not count, by reason.", "reason"
         )
 
     def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:

@@ -1,0 +1,104 @@
+"""The cache of an engine session, lent by its agent to another agent of the host."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvpool.client.channel import open_channel
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_registration import GpuRegion
+from kvpool.client.stream import RequestStream
+from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
+from kvpool.core.layout import EngineLayout
+from kvpool.v1 import gpuagent_pb2
+from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
+from kvpool.wire.convert_engine import layout_from_proto
+from kvpool.wire.convert_ipc import ipc_memory_from_proto
+
+if TYPE_CHECKING:
+    from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
+
+_Request = gpuagent_pb2.LendCacheRequest
+_Response = gpuagent_pb2.LendCacheResponse
+
+_BORROW = -1  # what `lent` answers; checks count from 1
+
+
+class CacheLoan:
+    """One open loan. Belongs to one event loop.
+
+    layout, regions: as the engine registered them; whether they fit each other is the layout's `validate` to say.
+    ended:           set when the lender wants the cache back or cannot be reached: no copy may begin any more, and
+                     `close` is due once those that run have ended and the memory is unmapped.
+    """
+
+    def __init__(self, endpoint: str, config: ClientConfig) -> None:
+        """Use `open`."""
+        self.ended = asyncio.Event()
+        self.layout: EngineLayout
+        self.regions: tuple[GpuRegion, ...] = ()
+        self._channel = open_channel(endpoint, config)
+        stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(self._channel)
+        self._stream: RequestStream[_Request, _Response] = RequestStream(
+            stub.LendCache(metadata=config.metadata),
+            lambda response: response.alive or (_BORROW if response.HasField("lent") else 0),
+            name="cache loan",
+            in_flight_max=config.requests_in_flight_max,
+            on_broken=lambda error: self.ended.set(),
+            on_unasked=lambda response: self.ended.set(),  # `ending`
+        )
+
+    @classmethod
+    async def open(
+        cls, endpoint: str, session_id: bytes, keyspace: bytes, config: ClientConfig, *, timeout_s: float
+    ) -> CacheLoan:
+        """Borrow a session's cache. raises: SessionUnknown, KeyspaceMismatch, TenantDenied, NotServed, Stopped,
+        InvalidRequest, ServiceUnavailable, DeadlineExceeded."""
+        loan = cls(endpoint, config)
+        try:
+            borrow = gpuagent_pb2.BorrowCache(session_id=session_id, keyspace_id=keyspace)
+            response = await loan._stream.request(_BORROW, _Request(borrow=borrow), timeout_s=timeout_s)
+            loan._take(response.lent)
+        except BaseException:
+            await loan.close()
+            raise
+        return loan
+
+    def _take(self, lent: gpuagent_pb2.LentCache) -> None:
+        regions: list[GpuRegion] = []
+        for number, handle in enumerate(lent.handles):
+            if not handle.HasField("cuda_ipc"):
+                raise InvalidRequest(f"handles[{number}] of the lent cache is no GPU memory")
+            memory = ipc_memory_from_proto(handle.cuda_ipc, f"handles[{number}]", handle.size_bytes)
+            regions.append(GpuRegion(handle.size_bytes, memory))
+        self.regions = tuple(regions)
+        self.layout = layout_from_proto(lent.layout, lent.handles)
+
+    async def check(self, timeout_s: float) -> None:
+        """Return if the session has been alive until now. raises: Stopped, ServiceUnavailable, DeadlineExceeded."""
+        if self.ended.is_set():
+            raise self._over()
+        number = self._stream.next_id()
+        asking = asyncio.ensure_future(self._stream.request(number, _Request(check=number), timeout_s=timeout_s))
+        ending = asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait((asking, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():  # after `ending` there are no answers
+                raise self._over()
+            await asking
+        finally:
+            for task in (asking, ending):
+                task.cancel()
+            await asyncio.gather(asking, ending, return_exceptions=True)
+
+    def _over(self) -> KvPoolError:
+        failure = self._stream.failure
+        if failure is not None:
+            return failure
+        return Stopped("the source session ended while it was pulled from")
+
+    async def close(self) -> None:
+        """Give the cache back. Idempotent, never raises."""
+        await self._stream.abort(ServiceUnavailable("the loan was given back"))
+        await self._channel.close()
