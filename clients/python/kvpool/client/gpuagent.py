@@ -52,9 +52,7 @@ class EngineSession:
 
     def __init__(self, plan: EnginePlan, config: ClientConfig, offer: OfferFd) -> None:
         """Use `open`."""
-        self._plan = plan
-        self._config = config
-        self._offer = offer
+        self._plan, self._config, self._offer = plan, config, offer
         self._events = plan.events or _NO_EVENTS
         self._hold = plan.new_hold()
         self._holds: set[StoreHandle | LoadHandle] = set()
@@ -210,6 +208,11 @@ class EngineSession:
         if event is not None:
             self._events.give_back(event)
 
+    def announce(self, event: EngineEvent) -> None:
+        """Tell the agent of a recording that a call beside this stream will name. raises: InvalidRequest."""
+        if self._events.announce(event, self):
+            self._stream.send_soon(_Request(event_recorded=engine_event_to_proto(event)))
+
     async def _begin(self, message: _Request, handle: StoreHandle | LoadHandle, after: EngineEvent | None) -> None:
         announced: list[_Request] = []
 
@@ -226,8 +229,7 @@ class EngineSession:
             if after is not None and announced:
                 self._events.retract(after, self)
             raise
-        self._holds = {known for known in self._holds if not known.hold_ended}
-        self._holds.add(handle)
+        self._holds = {known for known in self._holds if not known.hold_ended} | {handle}
 
     async def close(self) -> bool:
         """End the session: running requests are cancelled. False if the agent did not confirm.

@@ -1,4 +1,4 @@
-"""Status of an agent."""
+"""Unary calls to an agent: its status, and pulls between ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import grpc
 
 from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
+from kvpool.core.ipc import EngineEvent
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
+from kvpool.wire.convert_ipc import engine_event_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
@@ -69,6 +71,27 @@ class AgentControl:
             disk_bytes_per_s=answer.disk_bytes_per_s,
             remote_bytes_per_s=answer.remote_bytes_per_s,
         )
+
+    async def peer_pull(
+        self, request: gpuagent_pb2.PeerPullRequest, *, timeout_s: float
+    ) -> gpuagent_pb2.PeerPullResponse:
+        """Never repeated; see kvpool.client.peer_pulls. raises: as the proto says; ServiceUnavailable,
+        DeadlineExceeded, after which the pull may still run."""
+        return await self._endpoints.call(lambda stub: stub.PeerPull, request, timeout_s=timeout_s, idempotent=False)
+
+    async def end_peer_pull(
+        self, session_id: bytes, pull_id: int, after: EngineEvent | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Return when the pull touches no slot any more, nor ever will. after: the event that it named.
+
+        raises: SessionUnknown if the session has ended; ServiceUnavailable, DeadlineExceeded.
+        """
+        request = gpuagent_pb2.EndPeerPullRequest(
+            session_id=session_id,
+            pull_id=pull_id,
+            after=engine_event_to_proto(after) if after is not None else None,
+        )
+        await self._endpoints.call(lambda stub: stub.EndPeerPull, request, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""

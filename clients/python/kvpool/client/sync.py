@@ -128,6 +128,11 @@ class SyncKvPool:
         """The asynchronous pool: only its plain properties may be read from here."""
         return self._pool
 
+    @property
+    def background(self) -> BackgroundLoop:
+        """The loop that the pool lives on, for what works beside it."""
+        return self._loop
+
     def chain(self, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
         """See KvPool.chain; runs in the calling thread."""
         return self._pool.chain(tokens, extras)
