@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.core.cluster import RemoteSource
+from kvpool.core.cluster import PageMetadata, RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, window_of
@@ -107,18 +107,20 @@ class LoadRun:
 
     def _wanted(self) -> list[_Wanted]:
         groups = self._rank.grid.head_groups
+        chunks = range(len(self._span.chunks))
+        metadata = [self._span.metadata(position) for position in chunks]
         return [
-            _Wanted(position, shard // groups, self._wish(position, shard))
+            _Wanted(position, shard // groups, self._wish(position, shard, metadata[position]))
             for layer_group in range(self._rank.grid.layer_groups)
-            for position in range(len(self._span.chunks))
+            for position in chunks
             for shard in self._rank.shard_list
             if shard // groups == layer_group
         ]
 
-    def _wish(self, position: int, shard: int) -> PageWish:
+    def _wish(self, position: int, shard: int, metadata: PageMetadata) -> PageWish:
         return PageWish(
             key=self._rank.key(self._span, position, shard),
-            metadata=self._span.metadata(position),
+            metadata=metadata,
             chain_head_hash=self._span.chain_head,
             sources=self._sources[position],
         )
@@ -180,9 +182,9 @@ class LoadRun:
             wanted = [(item, slot) for item, slot in batch if item.position < self._first_failed]
             copies = [self._page_copy(item, slot) for item, slot in wanted]
             faults = await self._cache.scatter(copies) if copies else []
+            self._count_pages([pair for pair, fault in zip(wanted, faults, strict=True) if fault is None])
             for (item, slot), fault in zip(wanted, faults, strict=True):
                 if fault is None:
-                    self._count_page(item, slot)
                     continue
                 corrupt.append(slot)
                 self._metrics.verification_failures.inc()
@@ -202,11 +204,15 @@ class LoadRun:
         chunk = self._span.chunks[item.position]
         return PageCopy(key=item.wish.key, page=slot.page, block_ids=chunk.block_ids, skip_tokens=chunk.skip_tokens)
 
-    def _count_page(self, item: _Wanted, slot: ReadSlot) -> None:
-        source, size_bytes = LoadSource(slot.source), len(slot.page)
-        self._source_of[item.position] = max(self._source_of[item.position], source)
-        self.loaded_bytes[source] += size_bytes
-        self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
+    def _count_pages(self, pages: _Batch) -> None:
+        read_bytes: dict[int, int] = {}
+        for item, slot in pages:
+            self._source_of[item.position] = max(self._source_of[item.position], LoadSource(slot.source))
+            read_bytes[slot.source] = read_bytes.get(slot.source, 0) + len(slot.page)
+        for number, size_bytes in read_bytes.items():
+            source = LoadSource(number)
+            self.loaded_bytes[source] += size_bytes
+            self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
 
     def _settle(self, items: Iterable[_Wanted]) -> None:
         """These pages are in, or their chunks failed. Reports what is due."""

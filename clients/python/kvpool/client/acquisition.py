@@ -25,12 +25,13 @@ class Acquisition:
         self,
         *,
         submit: Callable[[Acquisition], Awaitable[None]],
+        is_prepared: Callable[[Slot], bool],
         prepare: Callable[[Slot], Awaitable[None]],
         release: Callable[[Sequence[int]], None],
         timeout_s: float,
     ) -> None:
         self._submit = submit
-        self._prepare = prepare
+        self._is_prepared, self._prepare = is_prepared, prepare
         self._release = release
         self._timeout_s = timeout_s
         self._ends_at_s = 0.0
@@ -66,6 +67,8 @@ class Acquisition:
 
     async def __anext__(self) -> AcquireResult:
         """raises: what ended the session or refused the request; DeadlineExceeded."""
+        if self._ready and ((slot := self._ready[0].slot) is None or self._is_prepared(slot)):
+            return self._ready.popleft()  # nearly always, and pages are many: a timer would cost more than the rest
         try:
             async with asyncio.timeout_at(self._ends_at_s):
                 while not self._ready:

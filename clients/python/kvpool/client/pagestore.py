@@ -205,11 +205,15 @@ class PageStoreSession:
         async def submit(acquisition: Acquisition) -> None:
             await self._stream.submit(message, acquisition)
 
+        def is_prepared(slot: Slot) -> bool:
+            return self._segments is not None and self._segments.is_mapped(slot.segment_id)
+
         async def prepare(slot: Slot) -> None:
             await self._map([slot])
 
         return Acquisition(
             submit=submit,
+            is_prepared=is_prepared,
             prepare=prepare,
             release=self.release_soon,
             timeout_s=wait_s + self._config.call_timeout_s,  # the pagestore gives up first

@@ -123,7 +123,8 @@ class ArenaPool:
         except TimeoutError:
             raise DeadlineExceeded("other loads of this engine held all leases of its pagestore session") from None
         unsettled = len(wishes)
-        items = [AcquireItem(wish.key, wish.sources, wish.metadata) for wish in wishes]
+        # Metadata is for what is pulled from elsewhere: most pages are here.
+        items = [AcquireItem(wish.key, wish.sources, wish.metadata if wish.sources else None) for wish in wishes]
         acquisition = session.acquire(items, wait_s=max(1e-3, ends_at_s - asyncio.get_running_loop().time()))
         try:
             async with acquisition as answers:
