@@ -14,7 +14,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.ports import EngineCache, MappedHandle, PageCopy, StopFlag
+from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PageCopy, StopFlag
 from tests.fixtures.agent import CLIENT, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.raw_engine import raw_engine
 
@@ -59,6 +59,7 @@ class SlowDevice(CpuDevice):
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
+        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         self.caches.append(SlowCache(await super().map_cache(spec, grid, layout, handles, events), self.gate))
         return self.caches[-1]

@@ -18,6 +18,7 @@ _POSITIVE = (
     "heartbeat_interval_ms",
     "index_timeout_ms",
     "kept_timeout_ms",
+    "launch_timeout_ms",
 )
 
 
@@ -51,6 +52,9 @@ class GpuAgentConfig:
     kept_timeout_ms: Annotated[
         int, "how long an engine may take to answer a gathered window before it counts as not kept"
     ] = 30000
+    launch_timeout_ms: Annotated[
+        int, "how long an engine may take to launch kernels for the agent before it is asked no more"
+    ] = 2000
     log_level: Annotated[str, "debug, info, warning or error"] = "info"
     log_format: Annotated[str, "logfmt or json"] = "logfmt"
     ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.launches import Launched, LaunchKind, LaunchPage
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault, PageKey
 
@@ -121,6 +123,23 @@ class PulledBytes:
     copy_s: float
 
 
+class EngineLaunches(Protocol):
+    """Kernels that an engine launches for us in its own process. Called on the event loop."""
+
+    scratch: MappedHandle  # GPU memory that it lends for them
+    timeout_s: float  # an engine that has not answered by then is asked no more
+
+    def ask(
+        self, kind: LaunchKind, pages: Sequence[LaunchPage], block_ids: BlockIds, *, sums: bool
+    ) -> asyncio.Future[Launched]:
+        """Ask for a launch: see kvpool.core.launches.Launch.
+
+        The answer comes when nothing of the launch is running any more. It is the exception Stopped when the session
+        is over: then the engine itself sees to it that its launches end before it uses cache or scratch otherwise.
+        """
+        ...
+
+
 class Device(Protocol):
     """Reaches engine caches."""
 
@@ -147,9 +166,11 @@ class Device(Protocol):
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
+        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """Map an engine's memory and open its events, which passed `check`; owns the descriptors from the call on.
 
+        launches: of an engine that offers them, its scratch on the same GPU as the cache; they need not be used.
         Raises InvalidRequest naming the argument; then nothing of it is mapped.
         """
         ...

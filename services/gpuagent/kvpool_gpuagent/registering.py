@@ -12,6 +12,7 @@ from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
 from kvpool_gpuagent.events import OnEventWaited
 from kvpool_gpuagent.hold_file import HoldFile
+from kvpool_gpuagent.launches import OnLaunch
 from kvpool_gpuagent.messages import registration_from_proto
 from kvpool_gpuagent.session import EngineSession
 
@@ -33,6 +34,7 @@ class Registrar:
         on_session: Callable[[EngineSession], None],
         end_stream: EndStream,
         on_event_waited: OnEventWaited,
+        on_launch: OnLaunch,
     ) -> None:
         """Open the session, take its descriptors if it has any, map its memory; sends `registered` and `ready`.
 
@@ -40,7 +42,7 @@ class Registrar:
         Raises what open_session does; InvalidRequest naming a handle that does not fit or is not offered in time.
         """
         wanted = registration_from_proto(register)
-        session = await self.engine.open_session(wanted, end_stream, on_event_waited)
+        session = await self.engine.open_session(wanted, end_stream, on_event_waited, on_launch)
         on_session(session)
         shared = [handle for handle in wanted.handles if handle.ipc is None]
         inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * register.hold_file)

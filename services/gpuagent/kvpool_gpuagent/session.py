@@ -21,6 +21,7 @@ from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOut
 from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
+from kvpool_gpuagent.launches import SessionLaunches
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -73,13 +74,14 @@ class EngineSession:
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
         events: SessionEvents,
+        launches: SessionLaunches | None = None,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
         """Made by GpuAgentEngine.open_session."""
         self.rank, self.engine_name, self.keyspace_name, self.hash_key = rank, engine_name, keyspace_name, hash_key
         self.session_id = secrets.token_bytes(16)
         self.unmapped = asyncio.Event()
-        self.events = events
+        self.events, self.launches = events, launches
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
         self._metrics, self._bandwidths = metrics, bandwidths
@@ -108,7 +110,9 @@ class EngineSession:
         self._mapping.ended.clear()
         try:
             # Not while it is closing: the closer waits for `ended`, then unmaps what came of this.
-            self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles, events)
+            self._cache = await self._device.map_cache(
+                rank.spec, rank.grid, rank.layout, handles, events, self.launches
+            )
         finally:
             self._mapping.ended.set()
         if self._closing is None:

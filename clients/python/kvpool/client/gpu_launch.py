@@ -154,7 +154,7 @@ class GpuLauncher:
             if len(launch.pages) > self._most_pages:
                 raise InvalidRequest(f"a launch for this cache has at most {self._most_pages} pages")
             tables.fill(self._table, self._burst(launch))
-            self._run(launch.kind, tables, direction)
+            self._run(launch.kind, tables, direction, sums=launch.sums)
             direction.settling.submit(self._settle, launch, tables, direction.stream.mark(), ended)
         except Exception as error:
             ended(_failed(launch, error, direction))
@@ -165,18 +165,20 @@ class GpuLauncher:
         except Exception as error:
             ended(_failed(launch, error, self._directions[launch.kind]))
             return
-        found = tables.found_faults() if launch.kind is LaunchKind.SCATTER else []
+        found = tables.found_faults() if launch.kind is LaunchKind.SCATTER and launch.sums else []
         self._tables.give(tables)
         faults = tuple((page, fault.block or 0) for page, fault in enumerate(found) if fault is not None)
         ended(Launched(launch.ticket, faults))
 
-    def _run(self, kind: LaunchKind, tables: BurstTables, direction: _Direction) -> None:
+    def _run(self, kind: LaunchKind, tables: BurstTables, direction: _Direction, *, sums: bool) -> None:
         if kind is LaunchKind.GATHER:
             self._kernels.gather(tables)
-            self._kernels.sum(tables, direction.space)
+            if sums:
+                self._kernels.sum(tables, direction.space)
         else:
-            self._kernels.verify(tables, direction.space)
-            self._kernels.scatter(tables, direction.space)
+            if sums:
+                self._kernels.verify(tables, direction.space)
+            self._kernels.scatter(tables, direction.space if sums else None)
 
     def _burst(self, launch: Launch) -> BurstPages:
         from kvpool.kernels.burst_tables import BurstPages
@@ -207,7 +209,8 @@ class GpuLauncher:
         for tables in made:
             tables.fill(self._table, self._absent(self._most_pages))
         made[0].fill(self._table, self._absent(1))
-        self._run(kind, made[0], direction)
+        for sums in (True, False):
+            self._run(kind, made[0], direction, sums=sums)
         direction.stream.synchronize()
         for tables in made:
             self._tables.give(tables)

@@ -26,8 +26,8 @@ def most_pages(blocks_per_chunk: int) -> int:
 class LaunchKind(IntEnum):
     """What is done with the pages. The numbers are those of the wire."""
 
-    GATHER = 1  # from the cache into the scratch, and summed there
-    SCATTER = 2  # verified in the scratch, those without a fault into the cache
+    GATHER = 1  # from the cache into the scratch
+    SCATTER = 2  # from the scratch into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,16 @@ class LaunchPage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One launch. block_ids: [chunks, chunk_tokens / block_tokens] int64."""
+    """One launch. block_ids: [chunks, chunk_tokens / block_tokens] int64.
+
+    sums: a gather writes sum tables behind the payloads, a scatter verifies against them and leaves out what fails.
+    """
 
     ticket: int
     kind: LaunchKind
     pages: tuple[LaunchPage, ...]
     block_ids: npt.NDArray[np.int64]
+    sums: bool
 
     def check(self, table: PlaneTable, scratch_bytes: int) -> None:
         """raises: InvalidRequest naming what kernels over this table and so much scratch must not be launched with."""
@@ -83,13 +87,14 @@ class Launched:
     faults: tuple[tuple[int, int], ...] = ()
     error: KvPoolError | None = None
 
-    def found(self, pages: Sequence[LaunchPage], table: PlaneTable) -> list[PageFault | None]:
-        """Per page of the launch, what verification found. raises: InvalidRequest for faults of none of them."""
-        found: list[PageFault | None] = [None] * len(pages)
+    def found(self, shards: Sequence[int], table: PlaneTable) -> list[PageFault | None]:
+        """Per page, what verification found. shards: of the launch's pages.
+
+        raises: InvalidRequest for faults of none of them.
+        """
+        found: list[PageFault | None] = [None] * len(shards)
         for page, block in self.faults:
-            if not 0 <= page < len(pages) or not 0 <= block < block_count(
-                table.shards[pages[page].shard].payload_bytes
-            ):
+            if not 0 <= page < len(shards) or not 0 <= block < block_count(table.shards[shards[page]].payload_bytes):
                 raise InvalidRequest(f"launch {self.ticket} has no block {block} of a page {page}")
             found[page] = PageFault(PageFaultKind.BAD_SUM, block)
         return found

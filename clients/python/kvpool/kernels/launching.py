@@ -1,6 +1,7 @@
 """How kernels are launched: tables checked on the host, and no work twice for a shape that was launched before."""
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ MOST_ITEMS = (1 << 31) - 1  # of one launch: kernels count them in int32
 
 # Compiled kernels by (kernel, device, constants). Triton's own way to them costs several microseconds a launch.
 _compiled: dict[tuple[Any, ...], Any] = {}
+_interpreter = threading.Lock()  # it keeps the program's number in a global
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: dict[str, Any], warps: int) -> None:
@@ -22,7 +24,8 @@ def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: di
     if not isinstance(kernel, JITFunction):
         # Later launches on a GPU pass all by place, which nothing there checks.
         assert kernel.arg_names == [*kernel.arg_names[: len(arguments)], *constants]
-        kernel[(programs,)](*arguments, **constants)
+        with _interpreter:
+            kernel[(programs,)](*arguments, **constants)
         return
     values = tuple(constants.values())
     key = (kernel, driver.active.get_current_device(), *values)

@@ -57,9 +57,9 @@ class _LaunchKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaunchKind
     LAUNCH_KIND_UNSPECIFIED: _LaunchKind.ValueType  # 0
     """Never sent."""
     LAUNCH_KIND_GATHER: _LaunchKind.ValueType  # 1
-    """Pages' payloads from the cache into the scratch, and their sum tables behind them."""
+    """Pages' payloads from the cache into the scratch."""
     LAUNCH_KIND_SCATTER: _LaunchKind.ValueType  # 2
-    """Verify payloads in the scratch against the sum tables behind them, and move those without a fault into the cache."""
+    """Payloads in the scratch, those without a fault, into the cache."""
 
 class LaunchKind(_LaunchKind, metaclass=_LaunchKindEnumTypeWrapper):
     """What an engine launches."""
@@ -67,9 +67,9 @@ class LaunchKind(_LaunchKind, metaclass=_LaunchKindEnumTypeWrapper):
 LAUNCH_KIND_UNSPECIFIED: LaunchKind.ValueType  # 0
 """Never sent."""
 LAUNCH_KIND_GATHER: LaunchKind.ValueType  # 1
-"""Pages' payloads from the cache into the scratch, and their sum tables behind them."""
+"""Pages' payloads from the cache into the scratch."""
 LAUNCH_KIND_SCATTER: LaunchKind.ValueType  # 2
-"""Verify payloads in the scratch against the sum tables behind them, and move those without a fault into the cache."""
+"""Payloads in the scratch, those without a fault, into the cache."""
 Global___LaunchKind: _TypeAlias = LaunchKind  # noqa: Y015
 
 @_typing.final
@@ -929,12 +929,15 @@ class EngineLaunch(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
     """Chosen by the agent, > 0, unique in the session."""
     kind: Global___LaunchKind.ValueType
     """What is to be done."""
     block_ids: _builtins.bytes
     """Block ids of its chunks as little-endian int64, chunk after chunk, chunk_tokens / block_tokens of each."""
+    sums: _builtins.bool
+    """True: a gather writes sum tables behind the payloads, a scatter verifies against them. False: the agent sums or has verified, on its CPU, which leaves the engine more of its GPU."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaunchPage]:
         """Its pages, at most 1024."""
@@ -946,10 +949,11 @@ class EngineLaunch(_message.Message):
         kind: Global___LaunchKind.ValueType = ...,
         pages: _abc.Iterable[Global___LaunchPage] | None = ...,
         block_ids: _builtins.bytes = ...,
+        sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "kind", b"kind", "pages", b"pages", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "kind", b"kind", "pages", b"pages", "sums", b"sums", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ def launch_to_proto(launch: Launch) -> gpuagent_pb2.EngineLaunch:
             for page in launch.pages
         ],
         block_ids=block_ids_to_bytes(launch.block_ids),
+        sums=launch.sums,
     )
 
 
@@ -41,6 +42,7 @@ def launch_from_proto(message: gpuagent_pb2.EngineLaunch, blocks_per_chunk: int)
             LaunchPage(page.shard, page.chunk, page.scratch_offset, page.skip_tokens) for page in message.pages
         ),
         block_ids=blocks.reshape(-1, blocks_per_chunk),
+        sums=message.sums,
     )
 
 

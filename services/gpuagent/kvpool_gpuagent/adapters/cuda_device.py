@@ -19,11 +19,12 @@ from kvpool.cuda.ipc import IpcMappings, open_event
 from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
+from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
 from kvpool_gpuagent.adapters.gpu_movers import address_of
 from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
-from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -77,9 +78,10 @@ class CudaDevice:
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
+        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """See ports.Device.map_cache."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._map, spec, grid, layout, handles, events))
+        work = asyncio.ensure_future(asyncio.to_thread(self._map, spec, grid, layout, handles, events, launches))
         mapped, cancelled = await finished(work)
         if cancelled:
             if mapped.exception() is None:
@@ -124,6 +126,7 @@ class CudaDevice:
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
+        launches: EngineLaunches | None,
     ) -> GpuCache:
         runtime = self.runtime
         runtime.attach()
@@ -138,7 +141,8 @@ class CudaDevice:
                 opened.append(open_event(runtime.driver, event))
                 undo.callback(runtime.driver.event_destroy, opened[-1])
             table = PlaneTable.of(spec, grid, layout, addresses)
-            store, load = self._transfers.directions(table)
+            lent = self._lent(launches, undo)
+            store, load = self._transfers.directions(table, lent)
             peer = self._peer_memory(spec, layout, handles)
             undo.callback(peer.unmap)
             closing = undo.pop_all()
@@ -152,6 +156,14 @@ class CudaDevice:
             closing.close()
 
         return GpuCache(store, load, event_passed, unmap, peer)
+
+    def _lent(self, launches: EngineLaunches | None, undo: ExitStack) -> LentScratch | None:
+        if launches is None or launches.scratch.ipc is None:
+            return None
+        scratch, ordinal = launches.scratch, self.runtime.ordinal
+        address = self._mappings.open(launches.scratch.ipc, scratch.size_bytes, ordinal=ordinal)
+        undo.callback(self._mappings.close, launches.scratch.ipc, ordinal=ordinal)
+        return LentScratch(launches, address)
 
     def _runtime_of(self, ordinal: int) -> CudaRuntime:
         return self.runtime if ordinal == self.runtime.ordinal else CudaRuntime(ordinal)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.page import PageFault
-from kvpool_gpuagent.adapters.finishing import finished
+from kvpool_gpuagent.adapters.gpu_engine_way import EngineWay
 from kvpool_gpuagent.adapters.gpu_lane import Lane
-from kvpool_gpuagent.adapters.gpu_transfer import Mover, Transfer
+from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane, until_over
+from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.core.ways import Way, WayChooser
 from kvpool_gpuagent.ports import PageCopy, StopFlag
@@ -22,6 +23,7 @@ class Direction:
     lane: Lane
     movers: Mapping[Way, Mover]
     chooser: WayChooser
+    engine: EngineWay | None = None  # of an engine that offers launches
 
 
 class GpuCache:
@@ -64,15 +66,12 @@ class GpuCache:
             await asyncio.to_thread(self._unmap)
 
 
-async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFlag) -> Sequence[PageFault | None] | bool:
+async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
     """Move pages on the way of the hour. A cancelled caller is told so once nothing is running any more."""
     if not copies:
         return []
     way = direction.chooser.choose(direction.lane.turn_s)
-    transfer = Transfer(direction.movers[way], copies, stop, asyncio.get_running_loop().create_future())
-    direction.lane.submit(transfer)
-    settled, gone = await finished(transfer.settled)
-    if gone:
-        settled.exception()  # nobody is left who could be told
-        raise asyncio.CancelledError
-    return settled.result()
+    if way is Way.ENGINE:
+        assert direction.engine is not None
+        return await until_over(asyncio.ensure_future(direction.engine.move(copies, stop)))
+    return await move_on_lane(direction.lane, direction.movers[way], copies, stop)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from kvpool.core.copy_runs import run_bytes_of
 from kvpool.core.errors import KvPoolError
@@ -13,13 +14,17 @@ from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import TablePool
 from kvpool.kernels.cache_kernels import CacheKernels
 from kvpool_gpuagent.adapters.gpu_cache import Direction
+from kvpool_gpuagent.adapters.gpu_engine_way import EngineWay, PagesIn, PagesOut
 from kvpool_gpuagent.adapters.gpu_lane import Lane
+from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
 from kvpool_gpuagent.adapters.gpu_movers import LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
+from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, Way, WayChooser
+from kvpool_gpuagent.ports import PageCopy, StopFlag
 
 _SCRATCH_PAGES = 4  # two of each direction: one on the link, one in kernels
 
@@ -44,9 +49,10 @@ class TransferEngine:
         self._stores = Lane(runtime, self._store_streams, self._scratch, "store", on_broken)
         self._loads = Lane(runtime, self._load_streams, self._scratch, "load", on_broken)
 
-    def directions(self, table: PlaneTable) -> tuple[Direction, Direction]:
+    def directions(self, table: PlaneTable, lent: LentScratch | None = None) -> tuple[Direction, Direction]:
         """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated.
 
+        lent: by the engine, for launches of its own.
         Raises KvPoolError if the GPU has no room for what a codec needs.
         """
         parts = MoverParts(table, CacheKernels(table, self._runtime.to_device), self._runtime, self._tables, self._sums)
@@ -58,27 +64,21 @@ class TransferEngine:
             ways = [Way.RUNS]  # without scratch even short runs are copied one by one: slower, still right
         else:
             raise KvPoolError("the GPU has no room for the scratch that a codec needs; leave the agent more memory")
+        if lent is not None and lent.has_room(table):
+            ways.append(Way.ENGINE)
         run_bytes = min(run_bytes_of(table, shard) for shard in table.shards)
-
-        def direction(
-            lane: Lane,
-            streams: LaneStreams,
-            burst_type: type[StoreBursts | LoadBursts],
-            run_type: type[StoreRuns | LoadRuns],
-        ) -> Direction:
-            chooser = WayChooser(
-                run_bytes if Way.BURSTS in ways else LONG_RUN_BYTES, copies_bytes=copies_bytes, engine_launches=False
-            )
-            chooser.keep(ways)
-            movers: dict[Way, Mover] = {
-                Way.BURSTS: burst_type(parts, streams),
-                Way.RUNS: run_type(parts, streams),
-            }
-            return Direction(lane, movers, chooser)
-
+        choices = _Choices(ways, run_bytes if Way.BURSTS in ways else LONG_RUN_BYTES, copies_bytes)
+        store: dict[Way, Mover] = {
+            Way.BURSTS: StoreBursts(parts, self._store_streams, self._stores.is_contended),
+            Way.RUNS: StoreRuns(parts, self._store_streams, self._stores.is_contended),
+        }
+        load: dict[Way, Mover] = {
+            Way.BURSTS: LoadBursts(parts, self._load_streams, self._loads.is_contended),
+            Way.RUNS: LoadRuns(parts, self._load_streams, self._loads.is_contended),
+        }
         return (
-            direction(self._stores, self._store_streams, StoreBursts, StoreRuns),
-            direction(self._loads, self._load_streams, LoadBursts, LoadRuns),
+            _direction(self._stores, store, PagesOut(parts, self._store_streams), choices, lent),
+            _direction(self._loads, load, PagesIn(parts, self._load_streams), choices, lent),
         )
 
     async def close(self) -> None:
@@ -86,3 +86,30 @@ class TransferEngine:
         for lane in (self._stores, self._loads):
             await asyncio.to_thread(lane.close)
         self._sums.shutdown(wait=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    ways: Sequence[Way]
+    run_bytes: int
+    copies_bytes: bool
+
+
+def _direction(
+    lane: Lane,
+    movers: dict[Way, Mover],
+    page_mover: PagesOut | PagesIn,
+    choices: _Choices,
+    lent: LentScratch | None,
+) -> Direction:
+    by_engine = Way.ENGINE in choices.ways
+    chooser = WayChooser(choices.run_bytes, copies_bytes=choices.copies_bytes, engine_launches=by_engine)
+    chooser.keep(choices.ways)
+    if lent is None or not by_engine:
+        return Direction(lane, movers, chooser)
+
+    async def own_way(copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
+        return await move_on_lane(lane, movers[chooser.choose(lane.turn_s)], copies, stop)
+
+    lent.on_given_up.append(lambda: chooser.keep([way for way in choices.ways if way is not Way.ENGINE]))
+    return Direction(lane, movers, chooser, EngineWay(lent, lane, page_mover, own_way))

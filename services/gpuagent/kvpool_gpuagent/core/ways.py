@@ -70,3 +70,5 @@ class WayChooser:
         if not idle:
             raise ValueError(f"of {[way.value for way in self._beside_idle]} none is among {ways}")
         self._beside_idle, self._beside_busy = idle, busy
+        if self._pinned not in idle:
+            self._pinned = None
