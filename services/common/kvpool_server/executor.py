@@ -23,6 +23,7 @@ class BoundedExecutor:
     def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
         if threads < 1 or queue_limit < 0:
             raise ValueError(f"threads must be >= 1 and queue_limit >= 0, got {threads} and {queue_limit}")
+        self.threads = threads
         self._name = name
         self._limit = threads + queue_limit
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
+
+_VERIFIED_AT_ONCE = 2  # pages: a hand-over to a thread costs about as much as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +166,10 @@ class PageCalls:
         return await self._space.find(keyspace.tenant, item.page_bytes, attempt)
 
     async def _finish_commits(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
-        errors: list[KvPoolError | None]
-        try:
-            errors = list(await self._verifiers.run(self._verify_all, slots))
-        except KvPoolError as refused:  # no room in the queue, or shutting down: the pages are simply not stored
-            errors = [refused] * len(slots)
+        # A window of one engine is one commit: all threads have a share of it.
+        share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
+        parts = [slots[start : start + share] for start in range(0, len(slots), share)]
+        errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
         for slot, error in zip(slots, errors, strict=True):
             record = slot.page
             if isinstance(error, PageCorrupt):
@@ -180,6 +182,12 @@ class PageCalls:
                 if self._write_back is not None:
                     self._write_back.add(slot)
         return errors
+
+    async def _verify_part(self, slots: Sequence[Slot]) -> Sequence[KvPoolError | None]:
+        try:
+            return await self._verifiers.run(self._verify_all, slots)
+        except KvPoolError as refused:  # no room in the queue, or shutting down: the pages are simply not stored
+            return [refused] * len(slots)
 
     def _verify_all(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
         return [self._verify(slot) for slot in slots]

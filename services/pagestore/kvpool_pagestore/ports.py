@@ -23,6 +23,8 @@ T = TypeVar("T")
 class Workers(Protocol):
     """A bounded pool of threads for blocking calls."""
 
+    threads: int
+
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `function` run on a thread. A started call runs to its end even when the caller is cancelled.
 
