@@ -5,23 +5,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpool.cli.output import EXIT_OK, say
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, say
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool bench`."""
     parser.description = (
         "Measure on a cluster of its own, started in a temporary directory; with --state-dir before `bench`, on the "
-        "cluster that runs there. Every figure comes with a baseline that takes turns with it."
+        "cluster that runs there. `gpu` measures the device alone. Every figure comes with a baseline that takes turns "
+        "with it."
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     pages = benches.add_parser("pages", help="put and get through the local arena, a remote stream, from disk")
     pages.set_defaults(run=run_pages)
     match = benches.add_parser("match", help="the longest prefix of 16 to 2048 chunks, on an open stream")
     match.set_defaults(run=run_match)
-    for bench in (pages, match):
+    gpu = benches.add_parser("gpu", help="pages between a GPU cache and an arena, beside the link itself; needs a GPU")
+    gpu.set_defaults(run=run_gpu)
+    gpu.add_argument("--only", type=_sections, metavar="SECTION,...", help="link, shapes, beside, codecs, peer, ways")
+    for bench, quick in ((pages, "20 s"), (match, "20 s"), (gpu, "a minute, where all takes under four")):
         bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
-        bench.add_argument("--quick", action="store_true", help="less data and fewer rounds: under 20 s")
+        bench.add_argument("--quick", action="store_true", help=f"less data and fewer rounds: under {quick}")
 
 
 def run_pages(arguments: argparse.Namespace) -> int:
@@ -44,6 +48,30 @@ def run_match(arguments: argparse.Namespace) -> int:
     if arguments.json:
         results.write(arguments.json)
     return EXIT_OK
+
+
+def run_gpu(arguments: argparse.Namespace) -> int:
+    """Measure the GPU path: the device alone, in processes of its own, whatever cluster runs."""
+    from kvpool.cli.bench_gpu import measure_gpu
+    from kvpool.cli.bench_gpu_plan import FULL, QUICK, SECTIONS
+
+    def show(text: str) -> None:
+        print(text, flush=True)
+
+    command = " ".join(["kvpool", *arguments.argv])
+    report = measure_gpu(QUICK if arguments.quick else FULL, arguments.only or list(SECTIONS), command, show)
+    if arguments.json:
+        report.write(arguments.json)
+    return EXIT_FAILED if report.failed else EXIT_OK
+
+
+def _sections(text: str) -> list[str]:
+    from kvpool.cli.bench_gpu import sections_from_text
+
+    try:
+        return sections_from_text(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def running_state_dir(arguments: argparse.Namespace) -> Path | None:

@@ -50,6 +50,10 @@ class Results:
         if baseline is not None:
             case.baselines.append(baseline)
 
+    def __getitem__(self, name: str) -> Case:
+        """A case that has samples. Raises KeyError."""
+        return self._cases[name]
+
     def document(self) -> dict[str, dict[str, Any]]:
         """{"case name": {"value": n, "unit": "GB/s", "baseline": n, "ratio": n}}."""
         return {

@@ -48,7 +48,6 @@ def repeat_on_stream(
 ) -> Moved:
     """The same for plain work of one stream. enqueue: given a number, enqueues and returns its bytes. Blocks."""
     runtime.attach()
-    runtime.launch_on(stream)
     for number in range(_WARM_UPS):
         enqueue(number)
     stream.synchronize()

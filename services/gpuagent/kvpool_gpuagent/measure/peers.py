@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from kvpool.kernels.peer_pull import PullPlanes
     from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
+
+Result = TypeVar("Result")
 
 _BUFFER_BYTES = 512 << 20
 _CHECKED_ROWS = 64
@@ -52,12 +55,14 @@ class PeerMeasurement:
     def __init__(self, runtime: GpuRuntime, copy: Copy) -> None:
         self._runtime, self._copy = runtime, copy
         self._peers: Peers | None = None
+        # A thread of their own: kernels go to the thread's stream, and other threads must keep theirs.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="peers")
 
     async def open(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
         """Have a cache there and one here. Raises NotServed where there is no other GPU that can be reached."""
         await self.end({})
-        self._peers = await asyncio.to_thread(_open, self._runtime, command)
-        await asyncio.to_thread(self._check_rows, self._peers)
+        self._peers = await self._in_thread(_open, self._runtime, command)
+        await self._in_thread(self._check_rows, self._peers)
         return {"token_bytes": self._peers.token_bytes, "tokens": self._peers.slots.shape[0]}
 
     async def run(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,19 +79,23 @@ class PeerMeasurement:
         }[command["what"]]
         in_flight, seconds = command["in_flight"], command["seconds"]
         run = functools.partial(repeat_on_stream, self._runtime, peers.stream, enqueue, in_flight, seconds)
-        return joined([await asyncio.to_thread(run)])
+        return joined([await self._in_thread(run)])
 
     async def end(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let go of both caches."""
         peers, self._peers = self._peers, None
         if peers is not None:
-            peers.stream.synchronize()
-            await asyncio.to_thread(peers.close)
+            await self._in_thread(peers.stream.synchronize)
+            await self._in_thread(peers.close)
         return {}
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _pull(self, peers: Peers, tokens: int, programs: int, number: int) -> int:
         from kvpool.kernels.peer_pull import pull_rows
 
+        self._runtime.launch_on(peers.stream)
         start = number % (peers.slots.shape[0] // tokens) * tokens
         pull_rows(peers.slots[start : start + tokens], peers.data, programs=programs)
         return tokens * peers.token_bytes
@@ -100,7 +109,6 @@ class PeerMeasurement:
     def _check_rows(self, peers: Peers) -> None:
         """Pull all once: some rows of the first and last plane must have come. Raises RuntimeError."""
         self._runtime.attach()
-        self._runtime.launch_on(peers.stream)
         self._pull(peers, peers.slots.shape[0], 24, 0)
         row_bytes = peers.plan.spec.data_row_bytes
         words = -(-row_bytes // 8)
