@@ -14,7 +14,6 @@ from kvpool.core.ipc import EngineEvent
 if TYPE_CHECKING:
     import torch
 
-    from kvpool.cuda.driver import Driver
 
 _log = logging.getLogger(__name__)
 # An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for.
@@ -72,7 +71,7 @@ class SharedBlockMemory:
 class GpuBlockMemory:
     """Of one GPU, from torch's allocator, which gets it back at the end."""
 
-    def __init__(self, size_bytes: int, device: torch.device, *, driver: Driver | None = None) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         """device: with its index. Raises InvalidRequest for an allocator whose memory cannot be shared (expandable
         segments, cudaMallocAsync), naming what to set; NotServed without a driver; torch.OutOfMemoryError."""
         import torch
@@ -81,8 +80,8 @@ class GpuBlockMemory:
 
         self._device = device
         self._memory: torch.Tensor | None = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.regions = export_tensors([self._memory], driver=driver).regions
-        self._events = GpuEvents(device.index or 0, driver=driver)
+        self.regions = export_tensors([self._memory]).regions
+        self._events = GpuEvents(device.index or 0)
         self.events = self._events.slots
 
     def bytes_of(self) -> torch.Tensor:
