@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
+from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageFault, PageKey
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_movers import scratch_payloads
@@ -69,3 +71,20 @@ async def test_a_lane_never_waits_for_more_scratch_than_there_is() -> None:
     finally:
         await asyncio.to_thread(lane.close)
     assert max(mover.bursts) <= 4
+
+
+async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, broken = HostRuntime(), list[KvPoolError]()
+
+    def attach() -> None:
+        raise RuntimeError("the context is gone")
+
+    monkeypatch.setattr(runtime, "attach", attach)
+    lane = Lane(runtime, [runtime.stream(urgent=True)], Scratch(runtime, 8 * MIB), "store", broken.append)
+    transfer = Transfer(SlowMover(), [page_copy(64)], lambda: False, asyncio.get_running_loop().create_future())
+    lane.submit(transfer)
+    async with asyncio.timeout(5):
+        with pytest.raises(KvPoolError, match=r"the context is gone.*restart the agent"):
+            await transfer.settled
+    await asyncio.to_thread(lane.close)
+    assert len(broken) == 1

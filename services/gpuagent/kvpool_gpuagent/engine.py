@@ -13,6 +13,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths
+from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.events import OnEventWaited, SessionEvents
 from kvpool_gpuagent.launches import OnLaunch, SessionLaunches
@@ -90,6 +91,7 @@ class GpuAgentEngine:
         """
         # Refused before the name is bound: a layout that does not fit must leave no keyspace behind.
         rank = Rank.of(wanted.spec, wanted.layout, load_only=wanted.load_only)
+        check_bases(rank, [handle.ipc.allocation_offset if handle.ipc else 0 for handle in wanted.handles])
         self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
         await self._end_previous(wanted.previous_session_id)
         opened = await self._index.open_keyspace(wanted.keyspace_name, wanted.spec)

@@ -85,7 +85,8 @@ class Lane:
                 raise self._broken
             if not self._threads:
                 for target, role in ((self._issue_all, "issue"), (self._settle_all, "settle")):
-                    self._threads.append(threading.Thread(target=target, name=f"{self.name}-{role}", daemon=True))
+                    name = f"{self.name}-{role}"
+                    self._threads.append(threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True))
                     self._threads[-1].start()
             self._pending.append(transfer)
             self._changed.notify_all()
@@ -97,6 +98,15 @@ class Lane:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(_THREADS_END_S)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Without its thread the lane would leave callers waiting for ever."""
+        try:
+            work()
+        except Exception as error:
+            _log.exception("a thread of lane %s has ended", self.name)
+            self._break(KvPoolError(f"the GPU cannot be used any more ({error}); restart the agent"))
+            self._in_flight.put(None)
 
     # Issuing
 

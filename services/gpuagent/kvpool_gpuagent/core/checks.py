@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
@@ -33,6 +35,21 @@ def check_load(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
     values, counts = np.unique(used, return_counts=True)
     if values.size != used.size:
         raise InvalidRequest(f"block_ids names block {int(values[counts > 1][0])} twice; destinations must be distinct")
+
+
+def check_bases(rank: Rank, offsets_bytes: Sequence[int]) -> None:
+    """Refuse GPU memory whose rows no kernel could read. offsets_bytes: of each handle, in its allocation, which itself
+    is aligned to far more than any element. Raises InvalidRequest."""
+    data_bytes, scale_bytes = rank.layout.row_alignments(rank.spec)
+    for layer in rank.layout.layers:
+        for planes, alignment in ((layer.planes, data_bytes), (layer.scales, scale_bytes)):
+            for plane in planes:
+                if offsets_bytes[plane.handle] % alignment:
+                    raise InvalidRequest(
+                        f"handles[{plane.handle}].allocation_offset must be a multiple of {alignment}, the bytes of an "
+                        f"element, got {offsets_bytes[plane.handle]}",
+                        item_index=plane.handle,
+                    )
 
 
 def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
