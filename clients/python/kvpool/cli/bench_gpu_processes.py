@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvpool.cli.output import CommandFailed
@@ -81,7 +82,8 @@ class Process:
             self._process.wait(_END_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it; the kernel ends it some day
+                self._process.wait(_END_TIMEOUT_S)
         self._errors.close()
 
     def _read(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from kvpool.cli.bench_gpu_plan import CHUNK_TOKENS, GpuPlan, Shape
@@ -103,15 +103,11 @@ class Rig:
 @contextmanager
 def running_rig(plan: GpuPlan, device_count: int) -> Iterator[Rig]:
     """Start both processes, end them. Raises CommandFailed."""
-    agent = Process("the measured agent", ["kvpool_gpuagent.measure"])
-    try:
-        engine = Process("the engine", ["kvpool.cli.bench_gpu_engine"])
-        try:
-            yield Rig(agent, engine, plan, device_count)
-        finally:
-            engine.close()
-    finally:
-        agent.close()
+    with (
+        closing(Process("the engine", ["kvpool.cli.bench_gpu_engine"])) as engine,
+        closing(Process("the measured agent", ["kvpool_gpuagent.measure"])) as agent,  # ends first, as it maps memory
+    ):
+        yield Rig(agent, engine, plan, device_count)
 
 
 def _command(what: str, mib: int, in_flight: int, seconds: float) -> dict[str, Any]:
