@@ -95,12 +95,12 @@ class Measurement:
     ) -> None:
         """Raises OSError if there is no memory for the arena, OutOfDeviceMemory if there is none for the buffers."""
         self._device, self._runtime, self._copy = device, device.runtime, copy
-        self._direction_bytes, self._buffer_bytes = direction_bytes, buffer_bytes
+        self._buffer_bytes = buffer_bytes
         arena = _shared_memory(2 * direction_bytes)
         self._slots = memoryview(arena)[:direction_bytes], memoryview(arena)[direction_bytes:]
         address = int(np.frombuffer(arena, dtype=np.uint8).ctypes.data)
         device.register_segment(memoryview(arena))
-        self._plain = {"arena": self._plain_copies(address, address + direction_bytes)}
+        self._plain = {"arena": self._plain_copies(address, address + direction_bytes, direction_bytes)}
         self._cache: GpuCache | None = None
         self._pages: BenchPages | None = None
         self._taken: list[Counter[str]] = []
@@ -134,7 +134,8 @@ class Measurement:
             raise TypeError(f"a GpuCache is measured, got {type(cache).__name__}")
         cache.store, cache.load = self._counted(cache.store), self._counted(cache.load)
         self._cache, self._pages = cache, pages
-        await cache.gather(pages.loads, lambda: False)
+        if not await cache.gather(pages.loads, lambda: False):
+            raise RuntimeError("the pages to load could not be made")
         payloads = plan.payloads
         logical_bytes = sum(plan.logical_bytes(shard) for shard in payloads)
         return {
@@ -225,13 +226,13 @@ class Measurement:
         """Copies from and to the arena, which is registered, or memory that the driver allocated for that."""
         if memory == "allocated" and memory not in self._plain:
             self._allocated = [self._runtime.host_table(self._buffer_bytes // 8) for _ in range(2)]
-            self._plain[memory] = self._plain_copies(*(int(table.data_ptr()) for table in self._allocated))
+            out_address, in_address = (int(table.data_ptr()) for table in self._allocated)
+            self._plain[memory] = self._plain_copies(out_address, in_address, self._buffer_bytes)
         return self._plain[memory]
 
-    def _plain_copies(self, out_address: int, in_address: int) -> tuple[PlainCopies, PlainCopies]:
-        host_bytes, buffer_bytes = min(self._direction_bytes, self._buffer_bytes), self._buffer_bytes
+    def _plain_copies(self, out_address: int, in_address: int, host_bytes: int) -> tuple[PlainCopies, PlainCopies]:
         out, back = (
-            PlainCopies(self._runtime, self._copy, (address, host_bytes), buffer_bytes=buffer_bytes, out=is_out)
+            PlainCopies(self._runtime, self._copy, (address, host_bytes), buffer_bytes=self._buffer_bytes, out=is_out)
             for address, is_out in ((out_address, True), (in_address, False))
         )
         return out, back
