@@ -36,7 +36,7 @@ CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
 GPU = ("kvpool.kernels", "kvpool.cuda")
-GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda"), inside_functions=("torch", *GPU))
+GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch", *GPU))
 # The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
 RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
 

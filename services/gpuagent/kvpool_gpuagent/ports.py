@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.cluster import ChainMatch, ChainQuery, PageMetadata, RemoteSource
+from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent, IpcMemory
@@ -18,6 +18,9 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.launches import Launched, LaunchKind, LaunchPage
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault, PageKey
+from kvpool_gpuagent.core.slots import PageWish as PageWish
+from kvpool_gpuagent.core.slots import ReadSlot as ReadSlot
+from kvpool_gpuagent.core.slots import WriteSlot as WriteSlot
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -199,35 +202,6 @@ class Device(Protocol):
     async def close(self) -> None:
         """Release the device; every cache is closed."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteSlot:
-    """A page may be written: fill `page`, then commit or abort."""
-
-    key: PageKey
-    page: memoryview
-    lease: object  # what the pool knows it by
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadSlot:
-    """A page may be read (and must be verified) until released. `source` is a kvpool.v1 Source number."""
-
-    key: PageKey
-    page: memoryview
-    source: int
-    lease: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageWish:
-    """One page that a store or load wants: its key, what is kept beside it, and where a match saw it."""
-
-    key: PageKey
-    metadata: PageMetadata
-    chain_head_hash: bytes  # 16 bytes; may be empty for a load
-    sources: tuple[RemoteSource, ...] = ()  # best first
 
 
 class PagePool(Protocol):
