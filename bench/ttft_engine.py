@@ -58,7 +58,8 @@ class Engine:
         block_count = 2 * (most_tokens // CHUNK_TOKENS + 1)  # also when a late load still holds as many
         layout = block_layout(spec, block_count)
         memory = block_memory(block_count * block_bytes(spec), self.model.device)
-        config = ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0)
+        # A machine that hiccups in one match must not end the bench.
+        config = ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0, match_timeout_s=5.0)
         self._pool = AgentPool(spec, layout, f"ttft-{shape_name}", "ttft", config, memory)
         self.blocks = KvBlocks(spec, block_count, memory.bytes_of())
         started_s = time.perf_counter()

@@ -82,7 +82,8 @@ class Bench:
         self._ends_at_s = time.monotonic() + DOWN_TIMEOUT_S
         with suppress(subprocess.TimeoutExpired, SystemExit):
             self.kvpool("down")
-        for pid in (state.supervisor_pid, *(process.pid for process in state.processes if process.alive())):
+        left = [process.pid for process in state.processes if process.alive()]
+        for pid in ([state.supervisor_pid] if state.supervised() else []) + left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -26,9 +26,19 @@ CHAIN = tuple(bytes([number]) * 16 for number in range(20))
 LAYOUT = contiguous_layout(SPEC, range(2), range(2), SPEC.chunk_tokens, 8)
 
 
-def pool_of(one: Engine) -> AgentPool:
+class Memory(SharedBlockMemory):
+    """Remembers how it was closed."""
+
+    untouched: bool | None = None
+
+    def close(self, *, untouched: bool) -> None:
+        self.untouched = untouched
+        super().close(untouched=untouched)
+
+
+def pool_of(one: Engine, memory: SharedBlockMemory | None = None) -> AgentPool:
     config = replace(one.config, agent_endpoint=one.plan.endpoint)
-    memory = SharedBlockMemory(LAYOUT.handle_sizes[0])
+    memory = memory or SharedBlockMemory(LAYOUT.handle_sizes[0])
     return AgentPool(SPEC, LAYOUT, "tiny", "test", config, memory, offer=one.memory.offer)
 
 
@@ -193,3 +203,19 @@ async def test_closing_ends_what_waits_and_may_be_repeated() -> None:
         await closing
         await asyncio.to_thread(pool.close)
         assert len(watch.done) == 1
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+async def test_memory_says_whether_the_agent_has_let_go_of_it(let_go: bool) -> None:
+    async with engine(call_timeout_s=0.1) as one:
+        memory = Memory(LAYOUT.handle_sizes[0])
+        pool = pool_of(one, memory)
+        opening = asyncio.create_task(asyncio.to_thread(pool.open))
+        stream, _ = await one.greet()
+        await opening
+        if let_go:
+            one.memory.let_go()
+        stream.end(ServiceUnavailable("killed"))
+        await asyncio.to_thread(pool.close)
+        assert memory.untouched is let_go
+        one.memory.let_go()
