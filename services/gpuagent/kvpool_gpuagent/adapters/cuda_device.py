@@ -144,7 +144,6 @@ class CudaDevice:
             lent = self._lent(launches, undo)
             store, load = self._transfers.directions(table, lent)
             peer = self._peer_memory(spec, layout, handles)
-            undo.callback(peer.unmap)
             closing = undo.pop_all()
 
         def event_passed(slot: int) -> bool:

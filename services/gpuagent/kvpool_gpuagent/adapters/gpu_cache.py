@@ -40,7 +40,7 @@ class GpuCache:
         peer: PeerMemory | None = None,
     ) -> None:
         """event_passed: asks one of the engine's events. unmap: closes memory and events; both may block shortly.
-        peer: the same cache for pulls; `unmap` unmaps it too."""
+        peer: the same cache for pulls."""
         self.store, self.load, self.peer = store, load, peer
         self._event_passed, self._unmap = event_passed, unmap
         self._closed = False
@@ -63,7 +63,11 @@ class GpuCache:
         """See ports.EngineCache."""
         if not self._closed:
             self._closed = True
-            await asyncio.to_thread(self._unmap)
+            try:
+                if self.peer is not None:
+                    await self.peer.close()
+            finally:
+                await asyncio.to_thread(self._unmap)
 
 
 async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
