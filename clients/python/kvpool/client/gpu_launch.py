@@ -95,7 +95,8 @@ class GpuLauncher:
 
     Takes scratch_bytes of GPU memory and 32 MiB more, and four threads that wait most of the time. Making it compiles
     the kernels if no process on this machine has, which takes seconds. Make it after CUDA graphs have been captured, or
-    capture them with capture_error_mode="thread_local": launches must not fall into a capture.
+    capture them with capture_error_mode="thread_local": launches must not fall into a capture. The threads need the GIL
+    for some 0.2 ms a launch; an engine that never lets go of it makes them wait sys.getswitchinterval() each time.
     """
 
     def __init__(
