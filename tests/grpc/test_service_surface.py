@@ -28,7 +28,6 @@ NOT_SERVED = {
     "PageStoreService.Prefetch",
     "PageStoreService.Pin",
     "PageStoreService.Drain",
-    "GpuAgentService.PeerPull",
 }
 # Refused at once, where an empty request would be served for as long as the client likes.
 REQUESTS: dict[str, Any] = {"IndexService.Watch": index_pb2.WatchRequest(keyspace_id=b"short")}

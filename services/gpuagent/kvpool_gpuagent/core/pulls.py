@@ -141,7 +141,7 @@ def check_writes(cells: Sequence[PullCells], own: EngineLayout, *, partial: bool
             if _common(layers, other_layers) and _common(heads, other_heads):
                 twice |= (counts > 0) & (others > 0)
         if twice.any():
-            number, slot = _first_with(cells, places, numbers, twice)
+            number, slot = _first_with(cells, places, numbers[::-1], twice)
             raise _refusal(
                 number, f"destination_block_ids: slot {slot} is written twice; destinations must be distinct"
             )
