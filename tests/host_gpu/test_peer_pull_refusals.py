@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -18,11 +18,13 @@ from kvpool.core.errors import (
     NotServed,
     ServiceUnavailable,
     SessionUnknown,
+    TenantDenied,
 )
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
+from kvpool_gpuagent.servicer_peers import CacheLender
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
 from tests.fixtures.peer_ranks import Rank, peer_host
 
@@ -236,3 +238,22 @@ async def test_an_agent_on_the_cpu_says_that_it_does_not_serve_pulls() -> None:
         for session, engine in zip(sessions, engines, strict=True):
             await session.close()
             engine.close()
+
+
+async def test_caches_are_lent_within_their_tenant_only() -> None:
+    async with peer_host() as host:
+        source = await host.rank(SPEC, presets.vllm_nhd_layout)
+        borrow = gpuagent_pb2.BorrowCache(session_id=source.session.session_id, keyspace_id=source.session.keyspace)
+        sent: list[gpuagent_pb2.LendCacheResponse] = []
+
+        async def requests() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
+            yield gpuagent_pb2.LendCacheRequest(borrow=borrow)
+
+        async def write(response: gpuagent_pb2.LendCacheResponse) -> None:
+            sent.append(response)
+
+        with pytest.raises(TenantDenied):
+            await CacheLender(host.agents[0].engine, lambda: "other").serve(requests(), write)
+        assert not sent
+        await CacheLender(host.agents[0].engine, lambda: "default").serve(requests(), write)
+        assert sent[0].lent.layout.block_tokens == 8
