@@ -107,6 +107,7 @@ async def test_a_scatter_that_is_not_answered_in_time_holds_the_blocks_until_it_
         session = await engine.open()
         chain = await stored(one, engine, session)
         runtime.gate.clear()
+        moved = one.host.moved_runs
         handle = await session.load(engine.span(chain, ALL), wait_s=10)
         await eventually(lambda: Way.ENGINE not in one.ways)
         handle.cancel()
@@ -116,6 +117,7 @@ async def test_a_scatter_that_is_not_answered_in_time_holds_the_blocks_until_it_
         runtime.gate.set()
         await handle.wait_hold()
         assert len(launcher.ended) == len(launcher.asked)
+        assert one.host.moved_runs == moved + CHUNKS  # nobody moved them another way meanwhile
         await loads_right(engine, session, chain)
         assert await session.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def with_blocks(position: int, *ids: int, skip_tokens: int = 0) -> Callable[[Chu
 
 
 def twice(span: ChunkSpan) -> ChunkSpan:
-    return with_blocks(1, *span.chunks[0].block_ids.tolist())(span)
+    return with_blocks(1, *np.asarray(span.chunks[0].block_ids).tolist())(span)
 
 
 SLOTS = {
@@ -115,11 +116,11 @@ async def test_a_dtype_that_is_not_the_caches_is_refused() -> None:
 async def test_a_base_that_is_not_aligned_to_an_element_is_refused_before_it_is_mapped(offset: int) -> None:
     async with host_agent() as one:
         engine = one.engine()
-        regions = list(engine.plan.regions)
-        memory = regions[1].memory  # type: ignore[union-attr]
+        regions: list[Any] = list(engine.plan.regions)
+        memory = regions[1].memory
         moved = replace(memory, allocation_offset=offset, allocation_bytes=memory.allocation_bytes + offset)
-        regions[1] = replace(regions[1], memory=moved)  # type: ignore[type-var]
-        engine.plan = replace(engine.plan, regions=tuple(regions))  # type: ignore[arg-type]
+        regions[1] = replace(regions[1], memory=moved)
+        engine.plan = replace(engine.plan, regions=tuple(regions))
         await refused(engine, rf"handles\[1\]\.allocation_offset must be a multiple of 4, .*, got {offset}")
         assert one.world.index.opened == []
         assert not one.device.caches

@@ -13,6 +13,7 @@ from kvpool.core.page import PageFault, PageKey
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_movers import scratch_payloads
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
+from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Transfer
 from kvpool_gpuagent.ports import PageCopy
 from tests.fixtures.host_gpu import HostRuntime
@@ -60,7 +61,7 @@ class SlowMover:
 async def test_a_lane_never_waits_for_more_scratch_than_there_is() -> None:
     """Beside a busy engine bursts want to be large, and the GPU gave a sixteenth of what was asked for."""
     runtime, mover = HostRuntime(memory_bytes=5 * MIB), SlowMover()
-    lane = Lane(runtime, [runtime.stream(urgent=True)], Scratch(runtime, 64 * MIB), "store", lambda error: None)
+    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 64 * MIB), "store", lambda: False, lambda error: None)
     try:
         for _ in range(3):
             copies = [page_copy(64)] * 20
@@ -80,7 +81,7 @@ async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: 
         raise RuntimeError("the context is gone")
 
     monkeypatch.setattr(runtime, "attach", attach)
-    lane = Lane(runtime, [runtime.stream(urgent=True)], Scratch(runtime, 8 * MIB), "store", broken.append)
+    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 8 * MIB), "store", lambda: False, broken.append)
     transfer = Transfer(SlowMover(), [page_copy(64)], lambda: False, asyncio.get_running_loop().create_future())
     lane.submit(transfer)
     async with asyncio.timeout(5):

@@ -25,9 +25,7 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 
 _INTERNAL = "internal error in the agent; its log has the details"
 # Small enough that copies begin early and overlap with what is asked for next, large enough that asking is no cost.
-WINDOW_BYTES = 32 << 20
-_BATCHES = 4  # of a window at least, so that all threads have work and copying overlaps acquiring
-_SMALLEST_BATCH_BYTES = 1 << 20  # a hand-over costs about as much as copying a quarter of it
+WINDOW_BYTES = 32 << 20  # at least; a device that takes large batches gets two at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,8 @@ class LoadRun:
         wanted = self._wanted()
         self._progress = _Progress(wanted, self._layers_before, self._layers_per_progress)
         self._report = report
-        pages = window_of(self._rank, self._pool.window_pages, WINDOW_BYTES)
+        window_bytes = max(WINDOW_BYTES, 2 * self._cache.batch_bytes)
+        pages = window_of(self._rank, self._pool.window_pages, window_bytes)
         # Together they never ask for more than the pool's window (invariant 8).
         places = asyncio.Semaphore(max(1, self._pool.window_pages // pages))
 

@@ -18,7 +18,7 @@ from kvpool_gpuagent.waiting import until_stopped
 
 _log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 32 << 20  # enough to gather that a window's round trips to engine and pagestore cost little
+WINDOW_BYTES = 32 << 20  # enough to gather that a window's round trips cost little; or two of the device's batches
 
 AskKept = Callable[[int], Coroutine[Any, Any, bool]]
 """Tells the engine that the first N chunks are gathered and returns its answer; False when it does not come."""
@@ -82,7 +82,8 @@ class StoreRun:
                 f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
             )
         # The window being gathered and the one being committed overlap.
-        pages = window_of(self._rank, self._pool.window_pages, WINDOW_BYTES)
+        window_bytes = max(WINDOW_BYTES, 2 * self._cache.batch_bytes)
+        pages = window_of(self._rank, self._pool.window_pages, window_bytes)
         return windows([len(self._shards)] * len(self._span.chunks), pages)
 
     async def _store_window(self, chunks: range, ask_kept: AskKept, stop: asyncio.Event) -> None:

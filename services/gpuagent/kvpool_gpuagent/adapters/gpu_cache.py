@@ -74,7 +74,7 @@ async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFla
     """Move pages on the way of the hour. A cancelled caller is told so once nothing is running any more."""
     if not copies:
         return []
-    way = direction.chooser.choose(direction.lane.turn_s)
+    way = direction.chooser.choose(direction.lane.turn_s, sums_are_fast=direction.lane.sums_are_fast())
     if way is Way.ENGINE:
         assert direction.engine is not None
         return await until_over(asyncio.ensure_future(direction.engine.move(copies, stop)))

@@ -70,7 +70,7 @@ class EngineWay:
     async def _move_burst(self, copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
         if stop():
             return False
-        places = await self.lent.take(copies, sums=self.mover.sums_on_device and not self.lane.is_contended())
+        places = await self.lent.take(copies, sums=self.mover.sums_on_device and not self.lane.sums_on_cpu())
         if places is None:
             return await self.own_way(copies, stop)
         try:

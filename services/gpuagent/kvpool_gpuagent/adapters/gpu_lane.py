@@ -51,10 +51,14 @@ class Lane:
         streams: LaneStreams,
         scratch: Scratch,
         name: str,
+        sums_are_fast: Callable[[], bool],
         on_broken: Callable[[KvPoolError], None],
     ) -> None:
-        """streams: those of its movers. on_broken: called once if the GPU fails so that no later work can go on."""
-        self.name = name
+        """streams: those of its movers. sums_are_fast: whether the CPU sums at the link's speed.
+
+        on_broken: called once if the GPU fails so that no later work can go on.
+        """
+        self.name, self.sums_are_fast = name, sums_are_fast
         self._streams = streams
         self._runtime, self._scratch, self._on_broken = runtime, scratch, on_broken
         self._changed = scratch.changed
@@ -72,9 +76,9 @@ class Lane:
         """How long its kernels lately waited for their turn: long beside an engine that keeps the GPU busy."""
         return self._sizer.turn_s
 
-    def is_contended(self) -> bool:
-        """Whether they wait because the GPU is busy with an engine's."""
-        return self.turn_s > CONTENDED_TURN_S
+    def sums_on_cpu(self) -> bool:
+        """Whether the CPU shall sum and verify: a kernel less beside an engine that keeps the GPU busy."""
+        return self.sums_are_fast() and self.turn_s > CONTENDED_TURN_S
 
     def submit(self, transfer: Transfer) -> None:
         """Start a transfer; its `settled` says when nothing of it is running any more."""

@@ -56,8 +56,8 @@ class MoverParts:
         return page_format.verify_header(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
 
 
-IsContended = Callable[[], bool]
-"""Whether kernels of ours wait for their turn: an engine keeps the GPU busy."""
+SumsOnCpu = Callable[[], bool]
+"""Asked for each burst whether the CPU shall sum or verify its pages."""
 
 
 def address_of(view: memoryview) -> int:
@@ -111,16 +111,16 @@ class Lent:
 class StoreBursts:
     """Gather into scratch by kernel, sum there, copy payload and sum table out in one piece a page.
 
-    Beside a busy engine the CPU sums: each kernel takes the engine's time (measured on an H200 beside matrix products,
-    in one process: 1.05 times as long with sums, 1.02 without).
+    Beside a busy engine the CPU sums if it is fast: each kernel takes the engine's time (measured on an H200 beside
+    matrix products, in one process: 1.05 times as long with sums, 1.02 without).
     """
 
     needs_scratch = True
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, is_contended: IsContended) -> None:
+    def __init__(self, parts: MoverParts, streams: LaneStreams, sums_on_cpu: SumsOnCpu) -> None:
         self._parts = parts
         self._streams, self._copies = streams, streams.copies
-        self._is_contended = is_contended
+        self._sums_on_cpu = sums_on_cpu
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
@@ -135,7 +135,7 @@ class StoreBursts:
         tables.fill(parts.table, burst_pages(copies, payloads, [True] * len(copies)))
         line = self._streams.take()
         parts.kernels.gather(tables)
-        is_summed = parts.kernels.sums_on_device and not self._is_contended()
+        is_summed = parts.kernels.sums_on_device and not self._sums_on_cpu()
         if is_summed:
             parts.kernels.sum(tables, line.space)
         gathered = line.stream.mark()
@@ -178,15 +178,15 @@ class StoredBurst:
 class LoadBursts:
     """Copy payload and sum table of pages into scratch, verify them there, scatter those that are whole, by kernel.
 
-    Beside a busy engine the CPU verifies, before anything is copied: see StoreBursts.
+    Beside a busy engine the CPU verifies if it is fast, before anything is copied: see StoreBursts.
     """
 
     needs_scratch = True
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, is_contended: IsContended) -> None:
+    def __init__(self, parts: MoverParts, streams: LaneStreams, sums_on_cpu: SumsOnCpu) -> None:
         self._parts = parts
         self._streams, self._copies = streams, streams.copies
-        self._is_contended = is_contended
+        self._sums_on_cpu = sums_on_cpu
         self.most_pages = parts.kernels.most_pages
 
     def page_bytes(self, copy: PageCopy) -> int:
@@ -196,7 +196,7 @@ class LoadBursts:
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedBurst:
         """See gpu_transfer.Mover."""
         parts = self._parts
-        verifies = parts.kernels.sums_on_device and not self._is_contended()
+        verifies = parts.kernels.sums_on_device and not self._sums_on_cpu()
         faults = (
             [parts.verify_header(copy) for copy in copies] if verifies else list(parts.sums.map(parts.verify, copies))
         )
@@ -243,7 +243,7 @@ class StoreRuns:
     needs_scratch = False
     most_pages = 1024
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, is_contended: IsContended) -> None:
+    def __init__(self, parts: MoverParts, streams: LaneStreams, sums_on_cpu: SumsOnCpu) -> None:
         self._parts, self._copies = parts, streams.copies
 
     def page_bytes(self, copy: PageCopy) -> int:
@@ -279,7 +279,7 @@ class LoadRuns:
     needs_scratch = False
     most_pages = 1024
 
-    def __init__(self, parts: MoverParts, streams: LaneStreams, is_contended: IsContended) -> None:
+    def __init__(self, parts: MoverParts, streams: LaneStreams, sums_on_cpu: SumsOnCpu) -> None:
         self._parts, self._copies = parts, streams.copies
 
     def page_bytes(self, copy: PageCopy) -> int:

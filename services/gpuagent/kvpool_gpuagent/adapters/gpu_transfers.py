@@ -46,8 +46,8 @@ class TransferEngine:
         self._tables = TablePool(runtime.host_table)
         self._sums = ThreadPoolExecutor(sum_threads, thread_name_prefix="sums")
         self._store_streams, self._load_streams = LaneStreams(runtime), LaneStreams(runtime)
-        self._stores = Lane(runtime, self._store_streams, self._scratch, "store", on_broken)
-        self._loads = Lane(runtime, self._load_streams, self._scratch, "load", on_broken)
+        self._stores = Lane(runtime, self._store_streams, self._scratch, "store", self._sums_are_fast, on_broken)
+        self._loads = Lane(runtime, self._load_streams, self._scratch, "load", self._sums_are_fast, on_broken)
 
     def directions(self, table: PlaneTable, lent: LentScratch | None = None) -> tuple[Direction, Direction]:
         """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated.
@@ -69,17 +69,22 @@ class TransferEngine:
         run_bytes = min(run_bytes_of(table, shard) for shard in table.shards)
         choices = _Choices(ways, run_bytes if Way.BURSTS in ways else LONG_RUN_BYTES, copies_bytes)
         store: dict[Way, Mover] = {
-            Way.BURSTS: StoreBursts(parts, self._store_streams, self._stores.is_contended),
-            Way.RUNS: StoreRuns(parts, self._store_streams, self._stores.is_contended),
+            Way.BURSTS: StoreBursts(parts, self._store_streams, self._stores.sums_on_cpu),
+            Way.RUNS: StoreRuns(parts, self._store_streams, self._stores.sums_on_cpu),
         }
         load: dict[Way, Mover] = {
-            Way.BURSTS: LoadBursts(parts, self._load_streams, self._loads.is_contended),
-            Way.RUNS: LoadRuns(parts, self._load_streams, self._loads.is_contended),
+            Way.BURSTS: LoadBursts(parts, self._load_streams, self._loads.sums_on_cpu),
+            Way.RUNS: LoadRuns(parts, self._load_streams, self._loads.sums_on_cpu),
         }
         return (
             _direction(self._stores, store, PagesOut(parts, self._store_streams), choices, lent),
             _direction(self._loads, load, PagesIn(parts, self._load_streams), choices, lent),
         )
+
+    def _sums_are_fast(self) -> bool:
+        # Threads of one interpreter are not: each block of 256 KiB waits for its lock again (measured beside a busy
+        # thread: 1 to 4 GB/s, on four idle ones 35).
+        return False
 
     async def close(self) -> None:
         """End the lanes once what was submitted has settled."""
@@ -108,8 +113,11 @@ def _direction(
     if lent is None or not by_engine:
         return Direction(lane, movers, chooser)
 
-    async def own_way(copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
-        return await move_on_lane(lane, movers[chooser.choose(lane.turn_s)], copies, stop)
+    own_ways = [way for way in choices.ways if way is not Way.ENGINE]
 
-    lent.on_given_up.append(lambda: chooser.keep([way for way in choices.ways if way is not Way.ENGINE]))
+    async def own_way(copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
+        way = chooser.choose(lane.turn_s, sums_are_fast=lane.sums_are_fast())
+        return await move_on_lane(lane, movers[way if way in own_ways else own_ways[0]], copies, stop)
+
+    lent.on_given_up.append(lambda: chooser.keep(own_ways))
     return Direction(lane, movers, chooser, EngineWay(lent, lane, page_mover, own_way))

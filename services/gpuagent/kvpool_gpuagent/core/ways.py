@@ -52,14 +52,20 @@ class WayChooser:
         """Take this way only, whatever was measured; None: choose again."""
         self._pinned = way
 
-    def choose(self, turn_s: float) -> Way:
-        """The way of the next transfer. turn_s: how long kernels of ours lately waited for their turn."""
+    def choose(self, turn_s: float, *, sums_are_fast: bool) -> Way:
+        """The way of the next transfer.
+
+        turn_s: how long kernels of ours lately waited for their turn. sums_are_fast: the CPU sums at the link's speed;
+        otherwise runs, which it must sum, are slower than waiting.
+        """
         if self._pinned is not None:
             return self._pinned
         if turn_s <= CONTENDED_TURN_S:
             return self._beside_idle[0]
         self._count += 1
-        return self._beside_idle[0] if self._count % _TRIAL_INTERVAL == 0 else self._beside_busy[0]
+        if self._count % _TRIAL_INTERVAL == 0:
+            return self._beside_idle[0]
+        return next((way for way in self._beside_busy if way is not Way.RUNS or sums_are_fast), self._beside_idle[0])
 
     def keep(self, ways: Collection[Way]) -> None:
         """Take only these from now on: no scratch, or an engine that stopped launching.

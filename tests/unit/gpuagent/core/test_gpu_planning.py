@@ -81,8 +81,8 @@ def test_kernels_of_ours_beside_an_idle_gpu_and_what_disturbs_least_beside_a_bus
     run_bytes: int, copies_bytes: bool, launches: bool, beside_busy: Way
 ) -> None:
     chooser = WayChooser(run_bytes, copies_bytes=copies_bytes, engine_launches=launches)
-    assert {chooser.choose(QUIET_S) for _ in range(200)} == {Way.BURSTS}
-    chosen = [chooser.choose(BUSY_S) for _ in range(200)]
+    assert {chooser.choose(QUIET_S, sums_are_fast=True) for _ in range(200)} == {Way.BURSTS}
+    chosen = [chooser.choose(BUSY_S, sums_are_fast=True) for _ in range(200)]
     assert set(chosen) == {beside_busy, Way.BURSTS}  # which tells whether the engine is busy still
     assert chosen.count(beside_busy) > 190
 
@@ -92,10 +92,18 @@ def test_a_way_that_cannot_be_taken_is_left_out_and_a_pinned_one_is_taken_whatev
     chooser.keep([Way.BURSTS, Way.RUNS])
     assert Way.ENGINE not in chooser.ways
     chooser.pin(Way.RUNS)
-    assert chooser.choose(QUIET_S) is Way.RUNS
+    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.RUNS
     chooser.pin(None)
-    assert chooser.choose(QUIET_S) is Way.BURSTS
+    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.BURSTS
     chooser.keep([Way.RUNS])
-    assert chooser.choose(QUIET_S) is Way.RUNS
+    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.RUNS
     with pytest.raises(ValueError, match="none"):
         chooser.keep([Way.ENGINE])
+
+
+def test_runs_that_the_cpu_cannot_sum_as_fast_as_they_come_are_not_taken_beside_a_busy_engine() -> None:
+    chooser = WayChooser(LONG_RUN_BYTES, copies_bytes=True, engine_launches=True)
+    chosen = {chooser.choose(BUSY_S, sums_are_fast=False) for _ in range(100)}
+    assert chosen == {Way.ENGINE, Way.BURSTS}
+    chooser.keep([Way.RUNS])
+    assert chooser.choose(BUSY_S, sums_are_fast=False) is Way.RUNS
