@@ -1,0 +1,30 @@
+"""Agents on real GPUs and engines in processes of their own. One cluster for all tests, as processes start slowly.
+
+Rank 0 of everything is on GPU 0. Rank 1 is on GPU 1 where there is one; its agent sees that GPU alone, as its device 0,
+while its engine sees all: UUIDs name the devices. Its agent has no scratch: it moves run by run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.cuda.driver import Driver
+from tests.fixtures.gpu_cluster import GpuHost, gpu_cluster
+
+NO_SCRATCH_BYTES = 1 << 20  # below what a burst needs
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuHost]:
+    driver = Driver.load()
+    count = driver.device_count()
+    second = driver.device_uuid(min(1, count - 1))
+    with gpu_cluster(tmp_path_factory.mktemp("gpu")) as cluster:
+        cluster.agent("rank0", "cuda")
+        cluster.agent("rank1", "cuda", visible=second, scratch_bytes=str(NO_SCRATCH_BYTES))
+        cluster.agent("crowded", "cuda")
+        engine, neighbour = cluster.engine("main"), cluster.engine("neighbour")
+        cluster.wait_ready()
+        yield GpuHost(cluster, engine, neighbour, count)
