@@ -22,7 +22,6 @@ from tests.fixtures.launching_engine import LaunchingHost, launching_host
 from tests.fixtures.raw_engine import raw_engine
 
 CHUNKS = 3
-LATE_MS = 30
 ALL = range(CHUNKS)
 
 
@@ -33,6 +32,13 @@ async def stored(one: LaunchingHost, engine: GpuEngine, session: EngineSession) 
     assert (await run_store(session, engine.span(chain, ALL))).stored_chunks == CHUNKS
     engine.clear()
     return chain
+
+
+def be_impatient(one: LaunchingHost) -> None:
+    """The agent waits for the next launch hardly at all: not before, or a slow machine would be late too."""
+    launches = one.host.agent.engine.sessions[0].launches
+    assert launches is not None
+    launches.timeout_s = 0.01
 
 
 async def loads_right(engine: GpuEngine, session: EngineSession, chain: Chain) -> None:
@@ -87,9 +93,10 @@ async def test_a_scatter_that_failed_is_done_again_by_the_agent() -> None:
 
 
 async def test_a_gather_that_is_not_answered_in_time_harms_nobody_when_it_comes() -> None:
-    async with launching_host(launch_timeout_ms=LATE_MS) as one:
+    async with launching_host() as one:
         engine, runtime, launcher = one.engine()
         session = await engine.open()
+        be_impatient(one)
         runtime.gate.clear()
         chain = await stored(one, engine, session)
         assert launcher.asked and not launcher.ended
@@ -102,11 +109,12 @@ async def test_a_gather_that_is_not_answered_in_time_harms_nobody_when_it_comes(
 
 
 async def test_a_scatter_that_is_not_answered_in_time_holds_the_blocks_until_it_is() -> None:
-    async with launching_host(launch_timeout_ms=LATE_MS) as one:
+    async with launching_host() as one:
         engine, runtime, launcher = one.engine()
         session = await engine.open()
         chain = await stored(one, engine, session)
         runtime.gate.clear()
+        be_impatient(one)
         moved = one.host.moved_runs
         handle = await session.load(engine.span(chain, ALL), wait_s=10)
         await eventually(lambda: Way.ENGINE not in one.ways)
