@@ -159,6 +159,14 @@ async def test_a_codec_that_the_gpu_has_no_scratch_for_is_refused_saying_what_to
         assert await (await plain.open()).close()
 
 
+async def test_a_gpu_without_room_for_anything_refuses_the_engine_and_lets_go_of_it() -> None:
+    async with host_agent(memory_bytes=0) as one:
+        engine = one.engine()
+        with pytest.raises(KvPoolError, match=r"no room for a cache's tables .*; leave the agent more memory"):
+            await engine.open()
+        assert not one.agent.engine.sessions
+
+
 @WAYS
 @pytest.mark.parametrize("operation", ["store", "load"])
 async def test_a_link_that_fails_once_costs_the_chunks_on_it(way: Way, operation: str) -> None:

@@ -110,7 +110,10 @@ class CudaRuntime:
 
     def to_device(self, array: Int64s) -> torch.Tensor:
         """See gpu_runtime.GpuRuntime."""
-        return torch.from_numpy(array.copy()).to(self.device)
+        try:
+            return torch.from_numpy(array.copy()).to(self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
 
     def kernel_space(self) -> KernelSpace:
         """See gpu_runtime.GpuRuntime."""

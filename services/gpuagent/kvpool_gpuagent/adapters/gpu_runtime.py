@@ -83,7 +83,7 @@ class GpuRuntime(Protocol):
         ...
 
     def to_device(self, array: Int64s) -> torch.Tensor:
-        """A copy on the device; it has arrived when this returns."""
+        """A copy on the device; it has arrived when this returns. Raises OutOfDeviceMemory."""
         ...
 
     def kernel_space(self) -> KernelSpace:

@@ -19,7 +19,7 @@ from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
 from kvpool_gpuagent.adapters.gpu_movers import LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
 from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
+from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, OutOfDeviceMemory
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
@@ -53,9 +53,15 @@ class TransferEngine:
         """Store and load of one cache. The calling thread is attached; blocks while scratch is allocated.
 
         lent: by the engine, for launches of its own.
-        Raises KvPoolError if the GPU has no room for what a codec needs.
+        Raises KvPoolError if the GPU has no room for the tables, or for what a codec needs.
         """
-        parts = MoverParts(table, CacheKernels(table, self._runtime.to_device), self._runtime, self._tables, self._sums)
+        try:
+            kernels = CacheKernels(table, self._runtime.to_device)
+        except OutOfDeviceMemory as error:
+            raise KvPoolError(
+                f"the GPU has no room for a cache's tables ({error}); leave the agent more memory"
+            ) from error
+        parts = MoverParts(table, kernels, self._runtime, self._tables, self._sums)
         largest = max(slot_bytes(shard.payload_bytes) for shard in table.shards.values())
         copies_bytes = table.layout.holds_codec_rows(table.spec)
         if self._scratch.size_bytes >= _SCRATCH_PAGES * largest and parts.kernels.most_pages:
