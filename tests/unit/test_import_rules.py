@@ -86,6 +86,8 @@ SERVICE_RULES: dict[str, Rule] = {
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
     "kvpool_gpuagent.registering": SERVICER,
+    # A process of its own, kept small.
+    "kvpool_gpuagent.sum_worker": Rule(may_import=("kvpool_gpuagent.core", "kvpool_server.process", "xxhash")),
     "kvpool_gpuagent.measure.*": Rule(may_import=SERVICER.may_import, inside_functions=("torch", *GPU)),
 }
 

@@ -42,6 +42,10 @@ class GpuAgentConfig:
     scratch_bytes: Annotated[int, "GPU memory that pages pass through, for both directions together"] = 256 << 20
     peer_programs: Annotated[int, "multiprocessors of a GPU that pulls from other ranks' caches take at most"] = 24
     copy_threads: Annotated[int, "threads that copy (cpu) or sum and verify pages (both)"] = 2
+    sum_processes: Annotated[
+        int | None,
+        "processes that sum and verify pages of the local arena (cuda); 0: threads do; unset: by the number of CPUs",
+    ] = None
     bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
     max_sessions: Annotated[int, "engine sessions at once"] = 64
     max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
@@ -66,6 +70,8 @@ class GpuAgentConfig:
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
         if self.device_ordinal < 0:
             raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
+        if self.sum_processes is not None and self.sum_processes < 0:
+            raise ValueError(f"sum_processes must be >= 0, got {self.sum_processes}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

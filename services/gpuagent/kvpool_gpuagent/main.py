@@ -22,6 +22,7 @@ from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
 from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
 from kvpool_gpuagent.adapters.pools import ConfiguredPools
+from kvpool_gpuagent.adapters.sum_process import sum_process_count
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
@@ -129,6 +130,7 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
             ordinal=config.device_ordinal,
             scratch_bytes=config.scratch_bytes,
             sum_threads=config.copy_threads,
+            sum_processes=sum_process_count() if config.sum_processes is None else config.sum_processes,
             peer_programs=config.peer_programs,
             on_broken=on_broken,
         )

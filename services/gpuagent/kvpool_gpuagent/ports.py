@@ -18,6 +18,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.launches import Launched, LaunchKind, LaunchPage
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault, PageKey
+from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.core.slots import PageWish as PageWish
 from kvpool_gpuagent.core.slots import ReadSlot as ReadSlot
 from kvpool_gpuagent.core.slots import WriteSlot as WriteSlot
@@ -192,10 +193,10 @@ class Device(Protocol):
         """
         ...
 
-    def register_segment(self, segment: memoryview) -> Callable[[], None]:
-        """Make an arena segment fast to copy from and to (CUDA: pin it); returns what undoes it.
+    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
+        """Make an arena segment fast to copy from and to (CUDA: pin it) and to sum; returns what undoes it.
 
-        Both block and may run in any thread. The device keeps no view of the segment after the undoing.
+        Both block and may run in any thread. The device has nothing of the segment mapped after the undoing.
         """
         ...
 

@@ -15,6 +15,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
+from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters import cpu_device
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.ports import MappedHandle, PageCopy
@@ -111,8 +112,8 @@ async def test_a_session_leaves_no_descriptor_and_no_mapping() -> None:
 async def test_segments_are_populated_and_let_go() -> None:
     memory = mmap.mmap(-1, 1 << 20)
     device = CpuDevice()
-    with memoryview(memory) as segment:
-        undo = device.register_segment(segment)
+    with memoryview(memory) as view:
+        undo = device.register_segment(MappedSegment(view, -1))
     undo()
     memory.close()  # would raise if the device kept a view
     await device.close()

@@ -20,6 +20,7 @@ from kvpool.client.sync import BackgroundLoop
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
+from kvpool.core.segment import MappedSegment
 
 PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
@@ -104,11 +105,11 @@ class BenchSession:
         return [slots[number] for number in range(len(keys))]
 
 
-def _populate(segment: memoryview) -> Callable[[], None]:
+def _populate(segment: MappedSegment) -> Callable[[], None]:
     """Fill the page tables now, as the agent does: first touches are no part of a copy."""
-    if isinstance(segment.obj, mmap.mmap):
+    if isinstance(segment.view.obj, mmap.mmap):
         with suppress(OSError):  # an older kernel
-            segment.obj.madvise(_MADV_POPULATE_READ)
+            segment.view.obj.madvise(_MADV_POPULATE_READ)
     return lambda: None
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 from kvpool.client.fds import FetchedFd, fetch_fd
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
+from kvpool.core.segment import MappedSegment
 
 
 class FetchFd(Protocol):
@@ -26,10 +27,10 @@ class FetchFd(Protocol):
     def __call__(self, path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd: ...
 
 
-MapHook = Callable[[memoryview], Callable[[], None]]
-"""Called in a thread with all bytes of a new mapping; returns what undoes it. Must keep no view of them.
+MapHook = Callable[[MappedSegment], Callable[[], None]]
+"""Called in a thread with a new mapping; returns what undoes it. Must keep neither its view nor its descriptor.
 
-For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU.
+For what makes a mapping fast to use: filling in its page tables, pinning it for a GPU, mapping it in other processes.
 """
 
 
@@ -104,17 +105,17 @@ class SegmentMap:
                 # Touching memory behind the end of the file would kill this process.
                 raise InvalidRequest(f"segment {segment_id} is shorter than its {fetched.size_bytes} bytes")
             mapping = mmap.mmap(fetched.fd, fetched.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            if self._on_map is not None:
+                await self._prepare(mapping, fetched.fd, self._on_map)
         finally:
             os.close(fetched.fd)
-        if self._on_map is not None:
-            await self._prepare(mapping, self._on_map)
         assert self._session_file is not None, "open comes first"
         weakref.finalize(mapping, _forget, self._session_file).atexit = False
         self._mappings[segment_id] = mapping
 
-    async def _prepare(self, mapping: mmap.mmap, on_map: MapHook) -> None:
+    async def _prepare(self, mapping: mmap.mmap, descriptor: int, on_map: MapHook) -> None:
         with memoryview(mapping) as view:
-            undo = await asyncio.to_thread(on_map, view)
+            undo = await asyncio.to_thread(on_map, MappedSegment(view, descriptor))
         if self._closed:
             undo()
             mapping.close()

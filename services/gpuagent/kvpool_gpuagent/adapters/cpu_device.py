@@ -17,6 +17,7 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
 from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
@@ -82,10 +83,10 @@ class CpuDevice:
         """See ports.Device.pull."""
         raise _no_peers()
 
-    def register_segment(self, segment: memoryview) -> Callable[[], None]:
+    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
         """Fill the page tables now: on the first copy each 4 KiB would cost more than its copying."""
-        if isinstance(segment.obj, mmap.mmap):
-            _populate(segment.obj)
+        if isinstance(segment.view.obj, mmap.mmap):
+            _populate(segment.view.obj)
         return lambda: None
 
     async def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,15 +13,16 @@ from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
+from kvpool.core.segment import MappedSegment
 from kvpool.cuda.driver import CudaError
 from kvpool.cuda.ipc import IpcMappings, open_event
 from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
-from kvpool_gpuagent.adapters.gpu_movers import address_of
 from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
+from kvpool_gpuagent.adapters.page_sums import address_of
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
@@ -40,6 +40,7 @@ class CudaDevice:
         ordinal: int = 0,
         scratch_bytes: int = 256 << 20,
         sum_threads: int = 2,
+        sum_processes: int = 0,
         peer_programs: int = 24,
         on_broken: Callable[[KvPoolError], None] = lambda error: None,
     ) -> None:
@@ -49,7 +50,11 @@ class CudaDevice:
         self.runtime.attach()
         self._mappings = IpcMappings(self.runtime.driver)
         self._transfers = TransferEngine(
-            self.runtime, scratch_bytes=scratch_bytes, sum_threads=sum_threads, on_broken=on_broken
+            self.runtime,
+            scratch_bytes=scratch_bytes,
+            sum_threads=sum_threads,
+            sum_processes=sum_processes,
+            on_broken=on_broken,
         )
         self._peers = PeerPuller(self._runtime_of, programs=peer_programs, on_broken=on_broken)
 
@@ -98,15 +103,17 @@ class CudaDevice:
         """See ports.Device.pull. The kernel runs on the GPU of the destination's cache."""
         return await self._peers.pull(destination, parts, stop)
 
-    def register_segment(self, segment: memoryview) -> Callable[[], None]:
+    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
         """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
-        address = address_of(segment)
-        try:
-            self.runtime.pin(address, len(segment))
-        except CudaError as error:
-            _log.warning("an arena segment of %d bytes could not be pinned: %s", len(segment), error)
-            return lambda: None
-        return functools.partial(self._unpin, address)
+        address, size_bytes = address_of(segment.view), len(segment.view)
+        with ExitStack() as undo:
+            undo.callback(self._transfers.sums.register(segment))
+            try:
+                self.runtime.pin(address, size_bytes)
+                undo.callback(self._unpin, address)
+            except CudaError as error:
+                _log.warning("an arena segment of %d bytes could not be pinned: %s", size_bytes, error)
+            return undo.pop_all().close
 
     async def close(self) -> None:
         """See ports.Device.close."""

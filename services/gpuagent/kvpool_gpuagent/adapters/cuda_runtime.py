@@ -117,7 +117,10 @@ class CudaRuntime:
 
     def kernel_space(self) -> KernelSpace:
         """See gpu_runtime.GpuRuntime."""
-        return KernelSpace.allocate(self.device)
+        try:
+            return KernelSpace.allocate(self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
 
     def host_table(self, count: int) -> torch.Tensor:
         """See gpu_runtime.GpuRuntime."""

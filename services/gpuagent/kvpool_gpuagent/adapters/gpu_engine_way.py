@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpool.core import page as page_format
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.launches import LaunchKind, most_pages
 from kvpool.core.page import HEADER_BYTES, PageFault
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentCopy, LentScratch
-from kvpool_gpuagent.adapters.gpu_movers import MoverParts, page_addresses, scratch_bytes
+from kvpool_gpuagent.adapters.gpu_mover_parts import MoverParts
+from kvpool_gpuagent.adapters.gpu_movers import page_addresses, scratch_bytes
 from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane
 from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
@@ -157,11 +157,10 @@ class CopiedOut:
     def finish(self) -> Sequence[PageFault | None]:
         """See gpu_transfer.Issued."""
         self.copied.wait()
-        codec = self.parts.table.spec.codec
         for copy in self.copies:
             if _is_summed(copy):
-                page_format.write_header(copy.page, copy.key, codec, self.parts.payload_bytes(copy))
-        list(self.parts.sums.map(self.parts.seal, [copy for copy in self.copies if not _is_summed(copy)]))
+                self.parts.write_header(copy)
+        self.parts.seal_all([copy for copy in self.copies if not _is_summed(copy)])
         return [None] * len(self.copies)
 
 
@@ -171,18 +170,15 @@ class PagesIn(_Pages):
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> CopiedIn:
         """See gpu_transfer.Mover."""
         parts = self._parts
-        if all(_is_summed(copy) for copy in copies):
-            faults = [parts.verify_header(copy) for copy in copies]
-        else:
-            faults = list(parts.sums.map(self._check, copies))
+        faults = [parts.verify_header(copy) if _is_summed(copy) else None for copy in copies]
+        ours = [number for number, copy in enumerate(copies) if not _is_summed(copy)]
+        for number, fault in zip(ours, parts.verify_all([copies[number] for number in ours]), strict=True):
+            faults[number] = fault
         good = [copy for copy, fault in zip(copies, faults, strict=True) if fault is None]
         if good:
             slots = page_addresses(good) + HEADER_BYTES
             parts.runtime.copy_runs(_payloads(good), slots, parts.body_bytes(good), self._copies)
         return CopiedIn(faults, self._copies.mark())
-
-    def _check(self, copy: PageCopy) -> PageFault | None:
-        return self._parts.verify_header(copy) if _is_summed(copy) else self._parts.verify(copy)
 
 
 @dataclass(slots=True, eq=False)

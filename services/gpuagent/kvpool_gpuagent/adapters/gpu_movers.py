@@ -5,64 +5,23 @@ Each enqueues the work of one burst on a lane's two streams and later completes 
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.core import page as page_format
 from kvpool.core.copy_runs import runs_of_pages
 from kvpool.core.page import HEADER_BYTES, SLOT_ALIGNMENT_BYTES, PageFault
-from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import BurstPages, BurstTables, TablePool
-from kvpool.kernels.cache_kernels import CacheKernels
-from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, Int64s, Mark
+from kvpool_gpuagent.adapters.gpu_mover_parts import MoverParts
+from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark
 from kvpool_gpuagent.adapters.gpu_streams import KernelLine, LaneStreams
+from kvpool_gpuagent.adapters.page_sums import address_of
 from kvpool_gpuagent.ports import PageCopy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MoverParts:
-    """What the movers of one cache share. sums: threads that verify and sum pages on the CPU."""
-
-    table: PlaneTable
-    kernels: CacheKernels
-    runtime: GpuRuntime
-    tables: TablePool
-    sums: Executor
-
-    def payload_bytes(self, copy: PageCopy) -> int:
-        """Of a page, without header and sum table."""
-        return self.table.shards[copy.key.shard].payload_bytes
-
-    def body_bytes(self, copies: Sequence[PageCopy]) -> Int64s:
-        """[N] bytes of payload and sum table, which lie side by side."""
-        sizes = [page_format.page_bytes(self.payload_bytes(copy)) - HEADER_BYTES for copy in copies]
-        return np.array(sizes, dtype=np.int64)
-
-    def seal(self, copy: PageCopy) -> None:
-        """Sum and finish a page whose payload is in place."""
-        page_format.seal(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
-
-    def verify(self, copy: PageCopy) -> PageFault | None:
-        """All of a page."""
-        return page_format.verify(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
-
-    def verify_header(self, copy: PageCopy) -> PageFault | None:
-        """Header and sum table; what they say of the payload is left to the GPU."""
-        return page_format.verify_header(copy.page, copy.key, self.table.spec.codec, self.payload_bytes(copy))
-
 
 SumsOnCpu = Callable[[], bool]
 """Asked for each burst whether the CPU shall sum or verify its pages."""
-
-
-def address_of(view: memoryview) -> int:
-    """Where writable bytes lie in this process."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def page_addresses(copies: Sequence[PageCopy]) -> Int64s:
@@ -167,11 +126,10 @@ class StoredBurst:
         self.copied.wait()
         self.lent.give_back()
         if not self.is_summed:
-            list(self.parts.sums.map(self.parts.seal, self.copies))
+            self.parts.seal_all(self.copies)
             return [None] * len(self.copies)
-        codec = self.parts.table.spec.codec
         for copy in self.copies:
-            page_format.write_header(copy.page, copy.key, codec, self.parts.payload_bytes(copy))
+            self.parts.write_header(copy)
         return [None] * len(self.copies)
 
 
@@ -197,9 +155,7 @@ class LoadBursts:
         """See gpu_transfer.Mover."""
         parts = self._parts
         verifies = parts.kernels.sums_on_device and not self._sums_on_cpu()
-        faults = (
-            [parts.verify_header(copy) for copy in copies] if verifies else list(parts.sums.map(parts.verify, copies))
-        )
+        faults = [parts.verify_header(copy) for copy in copies] if verifies else parts.verify_all(copies)
         good = np.array([fault is None for fault in faults])
         payloads = scratch_payloads(copies, scratch_address)
         sources = page_addresses(copies) + HEADER_BYTES
@@ -269,7 +225,7 @@ class StoredRuns:
     def finish(self) -> Sequence[PageFault | None]:
         """See gpu_transfer.Issued."""
         self.copied.wait()
-        list(self.parts.sums.map(self.parts.seal, self.copies))
+        self.parts.seal_all(self.copies)
         return [None] * len(self.copies)
 
 
@@ -288,7 +244,7 @@ class LoadRuns:
 
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedRuns:
         """See gpu_transfer.Mover. While this verifies, the burst before is on the link."""
-        faults = list(self._parts.sums.map(self._parts.verify, copies))
+        faults = self._parts.verify_all(copies)
         good = [copy for copy, fault in zip(copies, faults, strict=True) if fault is None]
         if good:
             engine, pages, sizes = copy_arguments(self._parts, good)

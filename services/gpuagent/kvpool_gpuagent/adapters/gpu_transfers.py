@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvpool.core.copy_runs import run_bytes_of
@@ -17,14 +17,19 @@ from kvpool_gpuagent.adapters.gpu_cache import Direction
 from kvpool_gpuagent.adapters.gpu_engine_way import EngineWay, PagesIn, PagesOut
 from kvpool_gpuagent.adapters.gpu_lane import Lane
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
-from kvpool_gpuagent.adapters.gpu_movers import LoadBursts, LoadRuns, MoverParts, StoreBursts, StoreRuns
+from kvpool_gpuagent.adapters.gpu_mover_parts import MoverParts
+from kvpool_gpuagent.adapters.gpu_movers import LoadBursts, LoadRuns, StoreBursts, StoreRuns
 from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime, OutOfDeviceMemory
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
+from kvpool_gpuagent.adapters.page_sums import PageSums, ThreadSums
+from kvpool_gpuagent.adapters.sum_workers import SumWorkers
 from kvpool_gpuagent.core.ways import LONG_RUN_BYTES, Way, WayChooser
 from kvpool_gpuagent.ports import PageCopy, StopFlag
+
+_log = logging.getLogger(__name__)
 
 _SCRATCH_PAGES = 4  # two of each direction: one on the link, one in kernels
 
@@ -38,13 +43,16 @@ class TransferEngine:
         *,
         scratch_bytes: int,
         sum_threads: int,
+        sum_processes: int = 0,
         on_broken: Callable[[KvPoolError], None] = lambda error: None,
     ) -> None:
-        """on_broken: called, from a thread, when the GPU has failed for good; the process must be started again."""
+        """sum_processes: none: the sum_threads of this one do all. on_broken: called, from a thread, when the GPU has
+        failed for good; the process must be started again."""
         self._runtime = runtime
         self._scratch = Scratch(runtime, scratch_bytes)
         self._tables = TablePool(runtime.host_table)
-        self._sums = ThreadPoolExecutor(sum_threads, thread_name_prefix="sums")
+        threads = ThreadSums(sum_threads)
+        self.sums: PageSums = SumWorkers(sum_processes, threads) if sum_processes else threads
         self._store_streams, self._load_streams = LaneStreams(runtime), LaneStreams(runtime)
         self._stores = Lane(runtime, self._store_streams, self._scratch, "store", self._sums_are_fast, on_broken)
         self._loads = Lane(runtime, self._load_streams, self._scratch, "load", self._sums_are_fast, on_broken)
@@ -61,10 +69,10 @@ class TransferEngine:
             raise KvPoolError(
                 f"the GPU has no room for a cache's tables ({error}); leave the agent more memory"
             ) from error
-        parts = MoverParts(table, kernels, self._runtime, self._tables, self._sums)
+        parts = MoverParts(table, kernels, self._runtime, self._tables, self.sums)
         largest = max(slot_bytes(shard.payload_bytes) for shard in table.shards.values())
         copies_bytes = table.layout.holds_codec_rows(table.spec)
-        if self._scratch.size_bytes >= _SCRATCH_PAGES * largest and parts.kernels.most_pages:
+        if self._can_launch(parts) and self._scratch.size_bytes >= _SCRATCH_PAGES * largest:
             ways = [Way.BURSTS, Way.RUNS]
         elif copies_bytes:
             ways = [Way.RUNS]  # without scratch even short runs are copied one by one: slower, still right
@@ -88,15 +96,31 @@ class TransferEngine:
         )
 
     def _sums_are_fast(self) -> bool:
-        # Threads of one interpreter are not: each block of 256 KiB waits for its lock again (measured beside a busy
-        # thread: 1 to 4 GB/s, on four idle ones 35).
-        return False
+        return self.sums.is_fast
+
+    def _can_launch(self, parts: MoverParts) -> bool:
+        """Whether kernels have what they need on the GPU; has them compiled for this cache, which takes seconds."""
+        if not parts.kernels.most_pages:
+            return False
+        tables = self._tables.take()
+        try:
+            for streams in (self._store_streams, self._load_streams):
+                line = streams.ensure()
+                self._runtime.launch_on(line.stream)
+                parts.kernels.warm_up(tables, line.space)
+                line.stream.synchronize()
+        except OutOfDeviceMemory as error:
+            _log.warning("the GPU has no room for kernels: pages are copied run by run, slower (%s)", error)
+            return False
+        finally:
+            self._tables.give(tables)
+        return True
 
     async def close(self) -> None:
         """End the lanes once what was submitted has settled."""
         for lane in (self._stores, self._loads):
             await asyncio.to_thread(lane.close)
-        self._sums.shutdown(wait=True)
+        await asyncio.to_thread(self.sums.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Entry point: `python -m kvpool_gpuagent.measure`. Environment: SCRATCH_BYTES and SUM_THREADS of the device."""
+"""Entry point: `python -m kvpool_gpuagent.measure`. Environment: SCRATCH_BYTES, SUM_THREADS and SUM_PROCESSES
+of the device."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import os
 import sys
 
+from kvpool_gpuagent.adapters.sum_process import sum_process_count
 from kvpool_gpuagent.measure.commands import serve
 from kvpool_gpuagent.measure.measurement import Measurement
 
@@ -17,7 +19,11 @@ def open_measurement() -> Measurement:
     from kvpool_gpuagent.adapters.cuda_device import CudaDevice
 
     scratch_bytes = int(os.environ.get("SCRATCH_BYTES") or 256 << 20)
-    device = CudaDevice(scratch_bytes=scratch_bytes, sum_threads=int(os.environ.get("SUM_THREADS") or 2))
+    device = CudaDevice(
+        scratch_bytes=scratch_bytes,
+        sum_threads=int(os.environ.get("SUM_THREADS") or 2),
+        sum_processes=int(os.environ.get("SUM_PROCESSES") or sum_process_count()),
+    )
     return Measurement(device, device.runtime.driver.copy)
 
 

@@ -19,6 +19,7 @@ from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault
+from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.gpu_cache import Direction, GpuCache
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
@@ -55,7 +56,7 @@ class MeasuredDevice(Protocol):
         """See ports.Device; a GpuCache."""
         ...
 
-    def register_segment(self, segment: memoryview) -> Callable[[], None]:
+    def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
         """See ports.Device."""
         ...
 
@@ -96,10 +97,13 @@ class Measurement:
         """Raises OSError if there is no memory for the arena, OutOfDeviceMemory if there is none for the buffers."""
         self._device, self._runtime, self._copy = device, device.runtime, copy
         self._buffer_bytes = buffer_bytes
-        arena = _shared_memory(2 * direction_bytes)
+        descriptor, arena = _shared_memory(2 * direction_bytes)
         self._slots = memoryview(arena)[:direction_bytes], memoryview(arena)[direction_bytes:]
         address = int(np.frombuffer(arena, dtype=np.uint8).ctypes.data)
-        device.register_segment(memoryview(arena))
+        try:
+            device.register_segment(MappedSegment(memoryview(arena), descriptor))
+        finally:
+            os.close(descriptor)
         self._plain = {"arena": self._plain_copies(address, address + direction_bytes, direction_bytes)}
         self._cache: GpuCache | None = None
         self._pages: BenchPages | None = None
@@ -244,11 +248,12 @@ def _check(faults: Any, part: Part) -> None:
         raise RuntimeError(f"{len(found)} of {len(part.copies)} pages failed: {found[0]}")
 
 
-def _shared_memory(size_bytes: int) -> mmap.mmap:
-    """As an arena is: pages in memory that no file system limits, there before they are pinned."""
+def _shared_memory(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """As an arena is: a file in memory that no file system limits, there before it is pinned; and its mapping."""
     descriptor = os.memfd_create("kvpool-bench")
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
-        return mmap.mmap(descriptor, size_bytes)
-    finally:
+        return descriptor, mmap.mmap(descriptor, size_bytes)
+    except OSError:
         os.close(descriptor)
+        raise
