@@ -149,6 +149,9 @@ def store_prefix(engine: Engine, prompt: torch.Tensor) -> None:
             f"{wanted} tokens: {stored} stored, {computed_s - started_s:.2f} s computing, {stored_s - computed_s:.2f} s"
         )
         engine.first_token(prompt)  # own again
+        assert engine.generator.flush_stores(STORE_TIMEOUT_S), "the store did not end in time"
+        # What is expected of a load is what the pool has, not what this process computed again.
+        engine.generator.forget()
         if stored >= wanted:
             return
     raise AssertionError(f"the pool did not take {wanted} tokens")
@@ -175,6 +178,12 @@ def decided_prompt(engine: Engine, token_count: int, cache: Any) -> torch.Tensor
     return prompt_of(token_count, gaps.index(max(gaps)), engine.device)
 
 
+def differing(left: Sequence[int], right: Sequence[int]) -> str:
+    """Which planes (keys and values of layer 0, of layer 1, ...) are not equal."""
+    planes = [number for number, (one, other) in enumerate(zip(left, right, strict=True)) if one != other]
+    return f"{len(planes)} of {len(left)} planes differ {planes[:8]}"
+
+
 def gap_of(logits: torch.Tensor) -> float:
     """Between the two largest."""
     first, second = logits.topk(2).values.tolist()
@@ -193,7 +202,10 @@ def load(engine: Engine, stored: dict[str, Any], runs: int) -> dict[str, Any]:
             engine.generator.forget()
             times: dict[str, float] = {}
             cache = engine.prefix_cache(prompt, times)
-            kv.append(fingerprint(cache, count) == expected["kv"])
+            found = fingerprint(cache, count)
+            kv.append(found == expected["kv"])
+            if not kv[-1]:
+                say(f"{count} tokens: {differing(expected['kv'], found)}")
             logits.append(engine.step(prompt, cache, times).tolist() == expected["logits"])
             pieces.append(times)
         results[text] = summary(count, expected, loaded, pieces) | {"kv_equal": all(kv), "logits_equal": all(logits)}

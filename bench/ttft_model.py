@@ -87,9 +87,13 @@ def _fill(model: torch.nn.Module, device: str) -> None:
 
 
 def prompt_of(token_count: int, last_token: int, device: str) -> torch.Tensor:
-    """[1, token_count + 1] ids: a prefix that longer prompts begin with too, and one token to compute."""
-    generator = torch.Generator().manual_seed(SEED)
-    prefix = torch.randint(0, VOCABULARY, (1 << 17,), generator=generator)[:token_count]
+    """[1, token_count + 1] ids: a prefix of its own, and one token to compute.
+
+    No two prompts share a prefix: what is computed on top of loaded chunks differs in its last bits from what is
+    computed in one go.
+    """
+    generator = torch.Generator().manual_seed(SEED + token_count)
+    prefix = torch.randint(0, VOCABULARY, (token_count,), generator=generator)
     return torch.cat([prefix, torch.tensor([last_token])]).unsqueeze(0).to(device)
 
 

@@ -18,7 +18,7 @@ from kvpool.core import page as page_format
 from kvpool.core.elements import Dtype
 from kvpool.core.page import PageFault, PageKey
 from kvpool.core.plane_table import PlaneTable
-from kvpool.kernels.burst_tables import BurstTables, most_sum_blocks
+from kvpool.kernels.burst_tables import BurstPages, BurstTables, most_sum_blocks
 from kvpool.kernels.codec_shapes import CodecShape, RowCodec
 from kvpool.kernels.dequantize import dequantize_launch
 from kvpool.kernels.gather import gather_launch
@@ -107,6 +107,22 @@ class CacheKernels:
         faults = space.faults_address if space is not None and is_verified else 0
         for launch in launches:
             launch.start(tables.count, pages, blocks, self._planes.data_ptr(), faults)
+
+    def warm_up(self, tables: BurstTables, space: KernelSpace) -> None:
+        """Have all kernels compiled and loaded: launches that leave their only page out. Compiling takes seconds."""
+        absent = BurstPages(
+            shards=[next(iter(self._table.shards))],
+            block_ids=np.zeros((1, self._table.spec.chunk_tokens // self._table.layout.block_tokens), dtype=np.int64),
+            skip_tokens=[0],
+            payloads=np.zeros(1, dtype=np.int64),
+            present=[False],
+        )
+        tables.fill(self._table, absent)
+        self.gather(tables)
+        self.sum(tables, space)
+        self.verify(tables, space)
+        self.scatter(tables, space)
+        self.scatter(tables, None)
 
     def finish_page(self, page: memoryview, key: PageKey, payload_bytes: int) -> None:
         """Complete a page on the CPU whose payload, and sums if the device can, have come from it."""
