@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -78,13 +80,41 @@ def test_close_leaves_no_process_and_no_descriptor() -> None:
         assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_sums_are_fast_only_where_workers_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import sys, time\n"
+        "from kvpool_gpuagent.adapters.page_sums import ThreadSums\n"
+        "from kvpool_gpuagent.adapters.sum_workers import SumWorkers\n"
+        "sums = SumWorkers(2, ThreadSums(1))\n"
+        "while len(sums.pids) < 2: time.sleep(0.01)\n"
+        "print(*sums.pids, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        os.kill(pids[0], signal.SIGSTOP)  # cannot see its socket close
+        parent.kill()
+    assert len(pids) == 2
+    until(lambda: all(_has_ended(pid) for pid in pids))
+
+
+def _has_ended(pid: int) -> bool:
+    """Whoever inherits it may take its time to wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_sums_are_fast_only_where_workers_can_read() -> None:
     with workers() as sums, closing(Segment()) as one:
-        assert not sums.is_fast  # as without a local pagestore
+        seen = [sums.is_fast]  # as without a local pagestore
         undo = sums.register(one.mapped())
-        assert sums.is_fast
+        seen.append(sums.is_fast)
         undo()
-        assert not sums.is_fast
+        assert [*seen, sums.is_fast] == [False, True, False]
 
 
 def test_close_does_not_wait_for_workers_that_start() -> None:

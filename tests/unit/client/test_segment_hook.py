@@ -1,0 +1,38 @@
+"""What a hook on new mappings is given: the bytes and their file, for as long as it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.client.segments import SegmentMap
+from kvpool.core.segment import MappedSegment
+from tests.unit.client.store_peer import Memory
+
+
+async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path) -> None:
+    seen: list[MappedSegment] = []
+    undone: list[int] = []
+
+    def on_map(segment: MappedSegment) -> Callable[[], None]:
+        seen.append(segment)
+        segment.view[:4] = b"view"
+        assert os.pread(segment.descriptor, 4, 0) == b"view"
+        assert os.fstat(segment.descriptor).st_ino == (tmp_path / "segment").stat().st_ino
+        return lambda: undone.append(1)
+
+    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=Memory(tmp_path).fetch, on_map=on_map)
+    await segments.open()
+    await segments.map([3, 3])
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="released"):
+        len(seen[0].view)
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(seen[0].descriptor)
+    assert bytes(segments.view(3, 0, 4)) == b"view"
+    assert not undone
+    assert segments.close()
+    assert undone == [1]
