@@ -29,7 +29,8 @@ async def test_pages_in_a_segment_are_sealed_and_verified(way: Way, monkeypatch:
         slot_bytes = len(copies[0].page)
         descriptor = os.memfd_create("arena")
         os.ftruncate(descriptor, 3 * slot_bytes)
-        arena = memoryview(mmap.mmap(descriptor, 3 * slot_bytes))
+        mapping = mmap.mmap(descriptor, 3 * slot_bytes)
+        arena = memoryview(mapping)
         undo = one.sums.register(MappedSegment(arena, descriptor))
         os.close(descriptor)
         copies = [
@@ -52,3 +53,6 @@ async def test_pages_in_a_segment_are_sealed_and_verified(way: Way, monkeypatch:
             faults = await one.cache.scatter(copies)
         assert faults == [None, PageFault(PageFaultKind.BAD_SUM, 0), None]
         undo()
+    for view in (*(copy.page for copy in copies), arena):
+        view.release()
+    mapping.close()  # would raise if anything kept a view
