@@ -14,7 +14,7 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from typing import Any
 
-from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
+from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.cuda.symbols import IPC_HANDLE_BYTES, IpcHandle, Uuid, declare
 
 SUCCESS = 0
@@ -30,12 +30,12 @@ _IPC_LAZY_ENABLE_PEER_ACCESS = 0x1
 _ATTRIBUTE_MULTIPROCESSORS = 16
 
 
-class CudaError(KvPoolError):
-    """A driver call failed: `code` is its CUresult."""
+class CudaError(RuntimeError):
+    """A driver call failed: `code` is its CUresult. Whoever knows what it was for tells it to others in those words."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.code = code
+        self.message, self.code = message, code
 
 
 class Driver:

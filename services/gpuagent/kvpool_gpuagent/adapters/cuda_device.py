@@ -92,7 +92,10 @@ class CudaDevice:
             if mapped.exception() is None:
                 await mapped.result().close()
             raise asyncio.CancelledError
-        return mapped.result()
+        try:
+            return mapped.result()
+        except CudaError as error:
+            raise KvPoolError(f"the engine's memory or events could not be taken over: {error}") from error
 
     async def map_peer(self, spec: KeyspaceSpec, layout: EngineLayout, handles: Sequence[MappedHandle]) -> PeerCache:
         """See ports.Device.map_peer. Mapped, on the GPU that needs it, by the first pull."""
@@ -155,7 +158,10 @@ class CudaDevice:
 
         def event_passed(slot: int) -> bool:
             runtime.driver.use_device(runtime.ordinal)
-            return runtime.driver.event_query(opened[slot])
+            try:
+                return runtime.driver.event_query(opened[slot])
+            except CudaError as error:
+                raise KvPoolError(f"the engine's event {slot} cannot be asked: {error}") from error
 
         def unmap() -> None:
             runtime.attach()
