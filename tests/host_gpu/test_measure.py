@@ -6,11 +6,16 @@ import asyncio
 import ctypes
 import io
 import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvpool.cli.bench_gpu_lending import Lending
+from kvpool.client.engine_registration import GpuRegion
+from kvpool.client.gpu import ExportedTensors
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool_gpuagent.measure.cache_plan import CachePlan
 from kvpool_gpuagent.measure.commands import serve
@@ -19,6 +24,7 @@ from kvpool_gpuagent.measure.moved import Moved, joined
 from tests.fixtures.gpu_agent import FakeGpu
 from tests.fixtures.host_agent import HostGpuDevice
 from tests.fixtures.host_gpu import HostRuntime
+from tests.fixtures.launching_engine import EngineRuntime, address_of
 
 CACHE = {
     "op": "map",
@@ -38,33 +44,50 @@ class Bench:
     """A measurement, spoken to line by line."""
 
     def __init__(self) -> None:
-        gpu = FakeGpu()
+        self.gpu = gpu = FakeGpu()
         self.device = HostGpuDevice(gpu, HostRuntime(), None, 8 << 20)
         sizes = CachePlan.of(CACHE).layout.handle_sizes
         self.content = [np.random.default_rng(7).bytes(size) for size in sizes]
         self._regions = [SharedMemoryRegion(size) for size in sizes]
         self.handles = []
+        exported: list[GpuRegion] = []
         for region, content in zip(self._regions, self.content, strict=True):
             region.buffer[:] = content
             memory = gpu.export(region)
+            exported.append(GpuRegion(region.size_bytes, memory))
             self.handles.append([memory.device_uuid, memory.handle.hex(), 0, region.size_bytes, region.size_bytes])
+        addresses = tuple(address_of(region) for region in self._regions)
+        self.exported = ExportedTensors(tuple(exported), (), addresses, 0)
 
     def open(self) -> Measurement:
         return Measurement(self.device, _copy, direction_bytes=1 << 20, buffer_bytes=1 << 16)
 
-    def ask(self, *commands: dict[str, Any] | str) -> list[dict[str, Any]]:
-        """The answers, without the first line."""
-        lines = "".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in commands)
+    def ask(self, *commands: dict[str, Any] | str | Callable[[], object]) -> list[dict[str, Any]]:
+        """The answers, without the first line. A callable has no answer: it is called between two commands."""
         answers = io.StringIO()
-        assert asyncio.run(serve(self.open, io.StringIO(lines), answers)) == 0
+        assert asyncio.run(serve(self.open, _Script(commands), answers)) == 0
         about, *rest = [json.loads(line) for line in answers.getvalue().splitlines()]
         assert about["device"] == "host" and about["torch"]
-        assert len(rest) == len(commands)
+        assert len(rest) == sum(not callable(each) for each in commands)
         return rest
 
     def unchanged(self) -> bool:
         """Whether the cache has what it had."""
         return [bytes(region.buffer) for region in self._regions] == self.content
+
+
+class _Script:
+    """Commands that are read one after another."""
+
+    def __init__(self, commands: Sequence[dict[str, Any] | str | Callable[[], object]]) -> None:
+        self._commands = iter(commands)
+
+    def readline(self) -> str:
+        for each in self._commands:
+            if not callable(each):
+                return (each if isinstance(each, str) else json.dumps(each)) + "\n"
+            each()
+        return ""
 
 
 def _copy(destination: int, source: int, size_bytes: int, stream: int) -> None:
@@ -126,8 +149,89 @@ def test_what_cannot_be_done_is_answered_and_the_next_command_served() -> None:
         *("JSONDecodeError", "ValueError", "ValueError", "ValueError", "AttributeError", "NotServed", "ValueError"),
         *("ValueError", None),
     ]
-    assert "op must be one of map, unmap, way, run" in answers[1]["error"]
+    assert "op must be one of listen, map, unmap, way, run" in answers[1]["error"]
     assert "no cache is mapped" in answers[2]["error"]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+def lending(bench: Bench) -> Iterator[Lending]:
+    """The engine's side: its launcher, its session."""
+    lending = Lending(scratch_bytes=1 << 20, runtime=EngineRuntime(bench.gpu))
+    yield lending
+    lending.stop()
+
+
+def test_an_engine_launches_for_a_measured_cache(bench: Bench, lending: Lending, tmp_path: Path) -> None:
+    socket = {"socket": str(tmp_path / "agent.sock")}
+    mapped, *runs, free = bench.ask(
+        {"op": "listen"} | socket,
+        lambda: lending.lend(bench.exported, CACHE | socket),
+        CACHE | {"handles": bench.handles, "lent": True},
+        {"op": "way", "way": "engine"},
+        *(RUN | {"what": what} for what in ("store", "load", "both")),
+        {"op": "way", "way": None},
+        {"op": "unmap"},
+        lending.close,
+        CACHE | {"handles": bench.handles},
+    )[1:]
+    assert "engine" in mapped["ways"] and "engine" not in free["ways"]
+    assert [run.get("ways", {}).keys() for run in runs] == [set(), {"engine"}, {"engine"}, {"engine"}, set(), set()]
+    assert bench.unchanged(), "loads put back what was stored of the same blocks"
+
+
+def test_an_engine_that_lends_again_launches_for_its_new_cache(bench: Bench, lending: Lending, tmp_path: Path) -> None:
+    socket = {"socket": str(tmp_path / "agent.sock")}
+    other = CACHE | {"chunk_tokens": 32}
+    answers = bench.ask(
+        {"op": "listen"} | socket,
+        lambda: lending.lend(bench.exported, CACHE | socket),
+        {"op": "listen"} | socket,
+        lambda: lending.lend(bench.exported, other | socket),
+        CACHE | {"handles": bench.handles, "lent": True},
+        other | {"handles": bench.handles, "lent": True},
+        {"op": "way", "way": "engine"},
+        RUN | {"what": "store"},
+    )
+    assert "for another cache" in answers[2]["error"]
+    assert set(answers[-1]["ways"]) == {"engine"}
+
+
+def test_figures_of_an_engine_that_stopped_launching_are_refused(
+    bench: Bench, lending: Lending, tmp_path: Path
+) -> None:
+    socket = {"socket": str(tmp_path / "agent.sock")}
+    runtime = EngineRuntime(bench.gpu)
+    failing = Lending(scratch_bytes=1 << 20, runtime=runtime)
+
+    def fail() -> None:
+        runtime.failure = RuntimeError("a kernel faulted")
+
+    *_, failed, bursts = bench.ask(
+        {"op": "listen"} | socket,
+        lambda: failing.lend(bench.exported, CACHE | socket),
+        CACHE | {"handles": bench.handles, "lent": True},
+        {"op": "way", "way": "engine"},
+        fail,
+        RUN | {"what": "store"},
+        RUN | {"what": "store"},
+        failing.stop,
+    )
+    assert failed["type"] == "RuntimeError" and "a kernel faulted" in failed["error"]
+    assert set(bursts["ways"]) == {"bursts"}
+
+
+def test_without_an_engine_that_launches_its_way_is_refused(bench: Bench, lending: Lending, tmp_path: Path) -> None:
+    lent, _, way = bench.ask(
+        CACHE | {"handles": bench.handles, "lent": True},
+        CACHE | {"handles": bench.handles},
+        {"op": "way", "way": "engine"},
+    )
+    assert "no engine lends scratch" in lent["error"] and "no engine launches" in way["error"]
 
 
 def test_a_device_that_cannot_be_opened_is_said_so_in_the_first_line() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvpool.cli import bench_gpu, main
 from kvpool.cli.bench_gpu import measure_gpu, sections_from_text
+from kvpool.cli.bench_gpu_beside import moves_of
 from kvpool.cli.bench_gpu_plan import DEEPSEEK, FULL, LLAMA_8B, LLAMA_70B, QUICK, SECTIONS, GpuPlan
 from kvpool.cli.bench_gpu_processes import CommandRefused, ProcessFailed
 from kvpool.cli.bench_gpu_rig import Rig
@@ -21,6 +22,7 @@ from kvpool.cli.bench_gpu_sections import ways_in_words
 PLAN = replace(
     QUICK,
     shapes=(DEEPSEEK,),
+    way_shapes=(DEEPSEEK,),
     in_flight={1: 4, 64: 2},
     rounds=3,
     beside_rounds=2,
@@ -71,7 +73,8 @@ class FakeProcess:
         if op == "alloc":
             return {"handles": [["GPU", "00", 0, size, size] for size in command["sizes"]]}
         if op == "map":
-            return {"ways": ["bursts"], "copies_bytes": command["codec"] == "RAW", "run_bytes": 73728}
+            ways = ["engine", "bursts"] if command.get("lent") else ["bursts"]
+            return {"ways": ways, "copies_bytes": command["codec"] == "RAW", "run_bytes": 73728}
         return {"batches": 3, "mean_s": 0.01, "p50_s": 0.01} if op == "window" else {}
 
 
@@ -84,7 +87,7 @@ class Fakes:
 
         @contextmanager
         def running(plan: GpuPlan, device_count: int) -> Iterator[Rig]:
-            yield Rig(self.agent, self.engine, plan, device_count)  # type: ignore[arg-type]
+            yield Rig(self.agent, self.engine, plan, device_count, Path("/s"))  # type: ignore[arg-type]
 
         monkeypatch.setattr(bench_gpu, "running_rig", running)
         monkeypatch.setattr(bench_gpu, "check_gpu", lambda: gpus)
@@ -117,11 +120,13 @@ def test_all_sections_make_tables_of_ratios(monkeypatch: pytest.MonkeyPatch, tmp
     assert cases["MLA, 1 MiB x 1, load"]["ratio"] == 0.9
     assert cases["8B NHD INT8_GROUP8, 64 MiB x 2, both"]["ratio"] == 0.75
     assert cases["8B NHD, peer pull, by CUDA IPC, 64 MiB x 4"]["ratio"] == 0.95
-    assert cases["8B NHD, beside matmul, store"]["memcpy_alone"] == 54.0
+    assert cases["8B NHD, beside matmul, store by engine"]["memcpy_alone"] == 54.0
+    assert cases["8B NHD, beside matmul, load by runs"]["against"] == "memcpy in beside it"
+    assert cases["8B NHD, beside decode, copy-out"]["against"] == "without engine"
     assert cases["8B NHD, beside decode, copy-in, engine"]["ratio"] == 1.0
     assert {name for name in cases if "only" in name} == {
         f"MLA, {way} only, {size}, {what}"
-        for way in ("bursts", "runs")
+        for way in ("bursts", "engine", "runs")
         for size in ("8 MiB x 1", "64 MiB x 4")
         for what in ("store", "load", "both")
     }
@@ -169,6 +174,41 @@ def test_beside_an_engine_each_window_of_it_has_one_alone_on_both_sides(monkeypa
     assert [command["mode"] for command in fakes.engine.commands if command["op"] == "work"] == [
         *("matmul", "idle", "decode", "idle")
     ]
+
+
+def test_each_way_is_held_to_while_it_is_measured_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch)
+    report = fakes.measure("beside", replace(PLAN, beside_rounds=1, beside_shapes=(LLAMA_8B, DEEPSEEK)))
+    way, moved = "", []
+    for command in fakes.agent.commands:
+        way = command["way"] if command["op"] == "way" else way
+        moved += [(way, command["what"])] if command.get("what") in ("store", "load", "both") else []
+    once = [(way, what) for way in ("bursts", "engine", "runs") for what in ("store", "load", "both")]
+    assert moved == once * 4, "two shapes beside two kinds of work"
+    rows = [row[:4] for row in report.sections[0].rows[:6]]
+    assert rows[2:5] == [
+        ["8B NHD", "matmul", *each]
+        for each in (("memcpy both", "-"), *zip(("store", "load"), ("bursts", "bursts"), strict=True))
+    ]
+    lend = next(command for command in fakes.engine.commands if command["op"] == "lend")
+    listen = next(command for command in fakes.agent.commands if command["op"] == "listen")
+    assert lend["socket"] == listen["socket"] == "/s" and lend["layout"] == "vllm_nhd"
+
+
+def test_short_runs_are_not_measured_beside_an_engine() -> None:
+    mapped = {"ways": ["engine", "runs", "bursts"], "copies_bytes": True, "run_bytes": 256}
+    assert {move.way for move in moves_of(mapped)} == {"", "bursts", "engine"}
+    assert {move.way for move in moves_of(mapped | {"run_bytes": 65536})} == {"", "bursts", "engine", "runs"}
+
+
+def test_an_engine_that_cannot_launch_leaves_the_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch)
+    fakes.engine.refuse = "lend"
+    report = fakes.measure("beside,ways", replace(PLAN, beside_rounds=1))
+    left_out = "kernels launched by the engine are left out: no lend"
+    assert report.failed and report.notes == [f"8B NHD: {left_out}", f"MLA: {left_out}"]
+    assert "8B NHD, beside matmul, both by bursts" in report.results.document()
+    assert not any("by engine" in name or "engine only" in name for name in report.results.document())
 
 
 def test_time_that_is_over_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 
   {"op": "alloc", "sizes": [bytes, ...], "ordinal": n}   caches in place of those before; their IPC handles
   {"op": "work", "mode": "matmul" | "decode" | "idle"}
+  {"op": "lend", ... a shape's command, "socket": path}   scratch and launches for the agent that listens there
   {"op": "window"}                                        what was done since the last one, per batch of work
 """
 
@@ -16,11 +17,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.client.gpu import ExportedTensors
 
 MATMUL_SIZE, MATMULS = 8192, 8  # of a batch
 DECODE_ROWS, DECODE_WIDTH, DECODE_STEPS = 64, 4096, 100
 _AHEAD = 2  # batches enqueued: the GPU is never without work
+_SWITCH_INTERVAL_S = 0.0005  # as an engine sets it that launches for its agent: threads get the GIL soon
 
 
 class Caches:
@@ -31,25 +36,33 @@ class Caches:
 
         self._driver = Driver.load()
         self._held: list[Any] = []
+        self.exported: ExportedTensors | None = None
 
     def allocate(self, sizes: list[int], ordinal: int) -> list[list[Any]]:
         """[[device uuid, handle in hex, offset, allocation bytes, size], ...] of caches full of numbers as KV has."""
         import torch
 
+        from kvpool.client.engine_registration import GpuRegion
+        from kvpool.client.gpu import ExportedTensors
         from kvpool.cuda.ipc import export_memory
 
         self._held.clear()
+        self.exported = None
         torch.cuda.empty_cache()
-        uuid, handles = self._driver.device_uuid(ordinal), []
+        uuid, regions = self._driver.device_uuid(ordinal), []
         with torch.cuda.device(ordinal):
             for size_bytes in sizes:
                 tensor = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
                 self._held.append(tensor)
-                memory = export_memory(self._driver, uuid, tensor.data_ptr(), size_bytes)
-                where = [memory.handle.hex(), memory.allocation_offset, memory.allocation_bytes]
-                handles.append([memory.device_uuid, *where, size_bytes])
+                regions.append(GpuRegion(size_bytes, export_memory(self._driver, uuid, tensor.data_ptr(), size_bytes)))
             torch.cuda.synchronize()
-        return handles
+        addresses = tuple(tensor.data_ptr() for tensor in self._held)
+        self.exported = ExportedTensors(tuple(regions), (), addresses, ordinal)
+        handles = [(region.memory, region.size_bytes) for region in regions]
+        return [
+            [memory.device_uuid, memory.handle.hex(), memory.allocation_offset, memory.allocation_bytes, size_bytes]
+            for memory, size_bytes in handles
+        ]
 
 
 class Work:
@@ -125,11 +138,13 @@ class Engine:
         """Raises RuntimeError where torch sees no GPU."""
         import torch
 
+        from kvpool.cli.bench_gpu_lending import Lending
+
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no CUDA device; install a CUDA build of it")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._answer = answer
-        self._caches = Caches()
+        self._caches, self._lending = Caches(), Lending()
         self._kinds = {"matmul": matmuls(), "decode": decode_steps()}
         self._work: Work | None = None
         answer({"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda})
@@ -150,16 +165,26 @@ class Engine:
             except Exception as error:  # the peer prints it
                 self._answer(failure(error))
 
+    def close(self) -> None:
+        """Launch no more; the agent must be gone or have unmapped all."""
+        self._lending.stop()
+
     def _do(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
         if command["op"] == "alloc":
+            self._lending.close()  # it launches over the cache that goes
             return {"handles": self._caches.allocate(command["sizes"], command.get("ordinal", 0))}
+        if command["op"] == "lend":
+            if self._caches.exported is None:
+                raise ValueError("there is no cache to launch for; send alloc first")
+            self._lending.lend(self._caches.exported, command)
+            return {}
         if command["op"] == "work":
             mode = command["mode"]
             self._work = None if mode == "idle" else Work(self._kinds[mode])
             return {}
         if command["op"] == "window":
             return self._work.window() if self._work else {"batches": 0, "mean_s": 0.0, "p50_s": 0.0}
-        raise ValueError(f"op must be alloc, work or window, got {command['op']!r}")
+        raise ValueError(f"op must be alloc, lend, work or window, got {command['op']!r}")
 
 
 def failure(error: Exception) -> Mapping[str, Any]:
@@ -180,13 +205,17 @@ def main() -> int:
             commands.put(line)
         commands.put(None)
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         engine = Engine(answer)
     except Exception as error:  # the peer prints it
         answer(failure(error))
         return 1
     threading.Thread(target=read, daemon=True).start()
-    engine.run(commands)
+    try:
+        engine.run(commands)
+    finally:
+        engine.close()
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "link": "the link, the peer link and the engine's work alone",
         "shapes": "store, load and both at once, beside memcpy of the same size and as many in flight",
-        "beside": "the same beside a process that keeps the GPU busy, and what that costs it",
+        "beside": "each way beside a process that keeps the GPU busy, and what that costs it",
         "codecs": "logical bytes with pages quantized on the way, beside memcpy of bf16",
         "peer": "rows pulled from another GPU by at most 24 SMs, beside peer memcpy",
         "ways": "each way forced",
@@ -55,19 +55,24 @@ class Shape:
 
     def handle_sizes(self) -> list[int]:
         """Bytes of the engine's tensors."""
-        layers, kv_heads, head_dim, latent_dim = self.geometry
-        group = KvGroup(layers, kv_heads, head_dim, latent_dim=latent_dim)
-        spec = KeyspaceSpec(
-            model_id="bench",
-            model_revision="1",
-            groups=(group,),
-            dtype=Dtype.BF16,
-            codec=Codec.RAW,
-            chunk_tokens=CHUNK_TOKENS,
-        )
-        preset = getattr(layout_presets, f"{self.layout}_layout")
-        layout: EngineLayout = preset(spec, range(layers), range(*self.heads), self.block_tokens, self.block_count)
-        return list(layout.handle_sizes)
+        return list(described(self.command())[1].handle_sizes)
+
+
+def described(command: Mapping[str, Any]) -> tuple[KeyspaceSpec, EngineLayout]:
+    """What a Shape's command stands for, as the measured agent reads it."""
+    layers, kv_heads, head_dim, latent_dim = command["geometry"]
+    spec = KeyspaceSpec(
+        model_id="bench",
+        model_revision="1",
+        groups=(KvGroup(layers, kv_heads, head_dim, latent_dim=latent_dim),),
+        dtype=Dtype.BF16,
+        codec=Codec[command["codec"]],
+        chunk_tokens=command["chunk_tokens"],
+    )
+    preset = getattr(layout_presets, f"{command['layout']}_layout")
+    heads = range(*command["heads"])
+    layout: EngineLayout = preset(spec, range(layers), heads, command["block_tokens"], command["block_count"])
+    return spec, layout
 
 
 def _llama_8b(layout: str) -> Shape:
@@ -84,6 +89,7 @@ def _llama_8b(layout: str) -> Shape:
 
 LLAMA_8B = _llama_8b("vllm_nhd")
 LLAMA_8B_HND = _llama_8b("vllm_hnd")
+LLAMA_8B_HND_LONG = replace(LLAMA_8B_HND, label="8B HND 256", block_tokens=256, block_count=128)
 LLAMA_70B = Shape(
     label="70B TP 2",
     geometry=(80, 8, 128, 0),
@@ -120,22 +126,26 @@ class GpuPlan:
     codec_mib: tuple[int, ...]
     peer_shapes: tuple[Shape, ...]
     peer_mib: tuple[int, ...]
+    way_shapes: tuple[Shape, ...]
+    way_rounds: int
     deadline_s: float
 
 
 FULL = GpuPlan(
     shapes=(LLAMA_8B, LLAMA_8B_HND, LLAMA_70B, DEEPSEEK),
     in_flight={1: 32, 8: 8, 64: 4, 512: 2},
-    rounds=3,
-    sample_s=0.1,
-    beside_shapes=(LLAMA_8B, DEEPSEEK),
-    beside_rounds=3,
-    beside_s=0.5,
-    alone_s=0.25,
+    rounds=2,
+    sample_s=0.07,
+    beside_shapes=(LLAMA_8B, DEEPSEEK, LLAMA_8B_HND_LONG),
+    beside_rounds=2,
+    beside_s=0.3,
+    alone_s=0.2,
     codec_mib=(64, 512),
     peer_shapes=(LLAMA_8B, DEEPSEEK),
     peer_mib=(8, 64, 512),
-    deadline_s=225.0,
+    way_shapes=(LLAMA_8B, LLAMA_8B_HND, DEEPSEEK),
+    way_rounds=1,
+    deadline_s=215.0,
 )
 QUICK = GpuPlan(
     shapes=(LLAMA_8B, DEEPSEEK),
@@ -149,5 +159,7 @@ QUICK = GpuPlan(
     codec_mib=(64,),
     peer_shapes=(LLAMA_8B,),
     peer_mib=(64,),
-    deadline_s=45.0,
+    way_shapes=(LLAMA_8B, DEEPSEEK),
+    way_rounds=1,
+    deadline_s=40.0,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvpool.cli.bench_gpu_plan import CHUNK_TOKENS, GpuPlan, Shape
@@ -20,19 +22,30 @@ class OutOfTime(Exception):
 class Rig:
     """See `running_rig`. agent, engine: what they said of themselves."""
 
-    def __init__(self, agent: Process, engine: Process, plan: GpuPlan, device_count: int) -> None:
-        """Raises CommandFailed if either cannot start."""
+    def __init__(self, agent: Process, engine: Process, plan: GpuPlan, device_count: int, socket: Path) -> None:
+        """socket: where the agent may listen for an engine that launches for it.
+
+        Raises CommandFailed if either cannot start."""
         self._agent, self._engine, self.plan, self.device_count = agent, engine, plan, device_count
         self.engine: Mapping[str, Any] = engine.answer(START_TIMEOUT_S)
         self.agent: Mapping[str, Any] = agent.answer(START_TIMEOUT_S)
         self._deadline_s = time.monotonic() + plan.deadline_s
         self._allocated: tuple[int, list[int]] | None = None
         self._handles: list[Any] = []
+        self._socket = str(socket)
 
     def map(self, shape: Shape, codec: str = "RAW", chunk_tokens: int = CHUNK_TOKENS) -> Mapping[str, Any]:
         """Have the agent map a cache of the engine's; what it says of it."""
         handles = self._cache(shape, 0)
         return self._agent.ask({"op": "map", **shape.command(codec, chunk_tokens), "handles": handles})
+
+    def map_lent(self, shape: Shape) -> Mapping[str, Any]:
+        """The same, with scratch that the engine lends: it launches kernels for this cache. Raises CommandRefused."""
+        handles = self._cache(shape, 0)
+        self._agent.ask({"op": "unmap"})  # what the engine lent before, too
+        self._agent.ask({"op": "listen", "socket": self._socket})
+        self._engine.ask({"op": "lend", **shape.command(), "socket": self._socket})
+        return self._agent.ask({"op": "map", **shape.command(), "handles": handles, "lent": True})
 
     def hold_to(self, way: str | None) -> None:
         """Have all transfers take one way; None: the agent chooses."""
@@ -104,10 +117,11 @@ class Rig:
 def running_rig(plan: GpuPlan, device_count: int) -> Iterator[Rig]:
     """Start both processes, end them. Raises CommandFailed."""
     with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as directory,
         closing(Process("the engine", ["kvpool.cli.bench_gpu_engine"])) as engine,
         closing(Process("the measured agent", ["kvpool_gpuagent.measure"])) as agent,  # ends first, as it maps memory
     ):
-        yield Rig(agent, engine, plan, device_count)
+        yield Rig(agent, engine, plan, device_count, Path(directory) / "agent.sock")
 
 
 def _command(what: str, mib: int, in_flight: int, seconds: float) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from kvpool.cli.bench_gpu_beside import measure_beside
 from kvpool.cli.bench_gpu_engine import DECODE_STEPS, MATMUL_SIZE, MATMULS
 from kvpool.cli.bench_gpu_plan import CHUNK_TOKENS, LLAMA_8B, SECTIONS
 from kvpool.cli.bench_gpu_report import GpuReport
 from kvpool.cli.bench_gpu_rig import Rig
+from kvpool.cli.bench_gpu_ways import forcible, map_with_launches
 from kvpool.cli.bench_results import progress
 
 CODECS = ("INT8_GROUP8", "FP8_E4M3", "INT4_GROUP8")
@@ -20,13 +20,13 @@ _SHORTEST_FORCED_RUN_BYTES = 4096  # shorter runs take seconds a transfer, and n
 _GB = 1e9
 
 
-def compare(rig: Rig, report: GpuReport, name: str, mib: int, in_flight: int) -> list[str]:
+def compare(rig: Rig, report: GpuReport, name: str, mib: int, in_flight: int, rounds: int | None = None) -> list[str]:
     """Store, load and both at once, each between two memcpys as large and as many in flight. Cells of a row: of each
-    the rate and its ratio, then the memcpys, then the ways that were chosen."""
+    the rate and its ratio, then the memcpys, then the ways that were chosen. rounds: unless given, the plan's."""
     progress(f"{name}: {mib} MiB x {in_flight}")
     ways: Counter[str] = Counter()
     names = {what: f"{name}, {mib} MiB x {in_flight}, {what}" for what, _ in PAIRS}
-    for _ in range(rig.plan.rounds):
+    for _ in range(rounds or rig.plan.rounds):
         for what, plain in PAIRS:
             before, moved, after = (rig.run(each, mib, in_flight) for each in (plain, what, plain))
             ways.update(moved["ways"])
@@ -121,24 +121,16 @@ def measure_ways(rig: Rig, report: GpuReport) -> None:
     """Every way that a shape has, whether it would be chosen or not."""
     headers = ("shape", "way", "MiB", "in flight", *COMPARED)
     section = report.section("Each way forced, GB/s", headers, left=(0, 1, 11))
-    for shape in rig.plan.shapes:
-        mapped = rig.map(shape)
+    for shape in rig.plan.way_shapes:
+        mapped = map_with_launches(rig, report, shape)
         for way in forcible(mapped):
             if way == "runs" and mapped["run_bytes"] < _SHORTEST_FORCED_RUN_BYTES:
                 report.notes.append(f"ways: runs of {shape.label} have {mapped['run_bytes']} bytes and are left out")
                 continue
             rig.hold_to(way)
             for mib, in_flight in ((8, 1), (64, 4)):
-                cells = compare(rig, report, f"{shape.label}, {way} only", mib, in_flight)
+                cells = compare(rig, report, f"{shape.label}, {way} only", mib, in_flight, rig.plan.way_rounds)
                 section.rows.append([shape.label, way, str(mib), str(in_flight), *cells])
-
-
-def forcible(mapped: Mapping[str, Any]) -> list[str]:
-    """Ways that a mapped cache can be held to: those that are chosen from, and runs wherever bytes are only copied."""
-    ways = list(mapped["ways"])
-    if mapped["copies_bytes"] and "runs" not in ways:
-        ways.append("runs")
-    return ways
 
 
 def measure_peer(rig: Rig, report: GpuReport) -> None:

@@ -4,8 +4,10 @@ What `kvpool bench gpu` starts as the agent's side: it maps an engine's cache as
 own, and moves pages for so long, or copies as many bytes plainly: the link's own figure. The first line says what there
 is, or {"error": ...}; a command that fails is answered by {"error": text, "type": name}. The end of the input ends it.
 
+  {"op": "listen", "socket": path}    an engine that lends scratch registers there
   {"op": "map", "geometry": [layers, kv_heads, head_dim, latent_dim], "codec": name, "layout": preset, "heads": [a, b],
-   "block_tokens": n, "block_count": n, "chunk_tokens": n, "handles": [[uuid, hex, offset, allocation, size], ...]}
+   "block_tokens": n, "block_count": n, "chunk_tokens": n, "handles": [[uuid, hex, offset, allocation, size], ...],
+   "lent": true if the engine that has registered shall launch kernels for this cache}
   {"op": "unmap"}
   {"op": "way", "way": "runs" | "bursts" | "engine" | null}
   {"op": "run", "what": "store" | "load" | "both" | "copy-out" | "copy-in" | "copy-both", "size_bytes": n,

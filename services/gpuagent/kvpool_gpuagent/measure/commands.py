@@ -6,14 +6,22 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from kvpool_gpuagent.measure.measurement import Measurement
 
 _CLOSE_TIMEOUT_S = 10.0
 
 
-async def serve(open_measurement: Callable[[], Measurement], commands: TextIO, answers: TextIO) -> int:
+class Lines(Protocol):
+    """A text file that is read."""
+
+    def readline(self) -> str:
+        """The next line; "" at the end."""
+        ...
+
+
+async def serve(open_measurement: Callable[[], Measurement], commands: Lines, answers: TextIO) -> int:
     """Answer until the commands end; returns the exit code."""
 
     def answer(document: Mapping[str, Any]) -> None:

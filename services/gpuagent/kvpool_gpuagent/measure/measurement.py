@@ -9,7 +9,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,14 +21,17 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageFault
 from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.gpu_cache import Direction, GpuCache
+from kvpool_gpuagent.adapters.gpu_engine_way import EngineWay
+from kvpool_gpuagent.adapters.gpu_moving import Moved as MovedPages
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.core.ways import Way
 from kvpool_gpuagent.measure.cache_plan import BenchPages, CachePlan, Part
+from kvpool_gpuagent.measure.launch_desk import LaunchDesk
 from kvpool_gpuagent.measure.moved import Moved, joined, repeat
 from kvpool_gpuagent.measure.peers import PeerMeasurement
 from kvpool_gpuagent.measure.plain_copies import Copy, PlainCopies
-from kvpool_gpuagent.ports import EngineCache, MappedHandle
+from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PageCopy, StopFlag
 
 Command = Mapping[str, Any]
 Answer = Mapping[str, Any]
@@ -52,6 +55,7 @@ class MeasuredDevice(Protocol):
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
+        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """See ports.Device; a GpuCache."""
         ...
@@ -83,6 +87,17 @@ class CountedMovers(Mapping[Way, Mover]):
         return len(self._movers)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedEngineWay(EngineWay):
+    """The way on which the engine launches, and how often it was taken."""
+
+    taken: Counter[str]
+
+    async def move(self, copies: Sequence[PageCopy], stop: StopFlag) -> MovedPages:
+        self.taken[Way.ENGINE.value] += 1
+        return await EngineWay.move(self, copies, stop)  # a class with slots is not the one that super() looks for
+
+
 class Measurement:
     """One mapped cache and an arena: half of it is stored to, the other half loaded from."""
 
@@ -109,7 +124,9 @@ class Measurement:
         self._pages: BenchPages | None = None
         self._taken: list[Counter[str]] = []
         self._peers = PeerMeasurement(self._runtime, copy)
+        self._desk = LaunchDesk()
         self.commands: dict[str, Callable[[Command], Awaitable[Answer]]] = {
+            "listen": self._desk.listen,
             "map": self.map,
             "unmap": self.unmap,
             "way": self.way,
@@ -133,7 +150,8 @@ class Measurement:
         await self.unmap({})
         plan = CachePlan.of(command)
         pages = BenchPages(plan, *self._slots)
-        cache = await self._device.map_cache(plan.spec, plan.grid, plan.layout, plan.handles, [])
+        launches = self._desk.launches_for(plan) if command.get("lent") else None
+        cache = await self._device.map_cache(plan.spec, plan.grid, plan.layout, plan.handles, [], launches)
         if not isinstance(cache, GpuCache):
             raise TypeError(f"a GpuCache is measured, got {type(cache).__name__}")
         cache.store, cache.load = self._counted(cache.store), self._counted(cache.load)
@@ -163,6 +181,8 @@ class Measurement:
         """Hold both directions to one way; null: as before."""
         cache, _ = self._mapped()
         name = command["way"]
+        if name == Way.ENGINE.value and cache.store.engine is None:
+            raise ValueError("no engine launches for this cache; map it with lent")
         for direction in (cache.store, cache.load):
             direction.chooser.pin(None if name is None else Way(name))
         return {}
@@ -185,12 +205,15 @@ class Measurement:
         for taken in self._taken:
             taken.clear()
         results = await asyncio.gather(*(move(command["size_bytes"], in_flight, seconds) for move in moves))
-        return joined(results) | {"ways": dict(sum(self._taken, Counter[str]()))}
+        taken = sum(self._taken, Counter[str]())
+        self._check_launches(taken)
+        return joined(results) | {"ways": dict(taken)}
 
     async def close(self) -> None:
         """Unmap and end the device."""
         await self._peers.end({})
         await self.unmap({})
+        await self._desk.close()
         await self._device.close()
 
     async def _store(self, size_bytes: int, in_flight: int, seconds: float) -> Moved:
@@ -224,7 +247,15 @@ class Measurement:
     def _counted(self, direction: Direction) -> Direction:
         movers = CountedMovers(direction.movers)
         self._taken.append(movers.taken)
-        return replace(direction, movers=movers)
+        way = direction.engine
+        engine = None if way is None else CountedEngineWay(way.lent, way.lane, way.mover, way.own_way, movers.taken)
+        return replace(direction, movers=movers, engine=engine)
+
+    def _check_launches(self, taken: Mapping[str, int]) -> None:
+        """Figures of the engine's way must not be those of another. Raises RuntimeError."""
+        engine = self._cache.store.engine if self._cache is not None else None
+        if taken.get(Way.ENGINE.value) and engine is not None and engine.lent.given_up:
+            raise RuntimeError(f"the engine launches no more: {self._desk.failure()}")
 
     def _plain_of(self, memory: str) -> tuple[PlainCopies, PlainCopies]:
         """Copies from and to the arena, which is registered, or memory that the driver allocated for that."""
