@@ -41,7 +41,7 @@ def test_what_keeps_it_from_starting_is_said_in_one_line(tmp_path: Path) -> None
             ({"data_dir": "/proc/kvpool"}, ["/proc/kvpool"]),
             ({"socket": str(below_file / "agent.sock")}, [str(below_file)]),
             ({"ready_file": str(below_file / "ready")}, [str(below_file)]),
-            ({"device": "cuda"}, ["cuda is not served"]),
+            ({"device": "cuda"}, ["cannot be served"]),
             ({"copy_threads": "0"}, ["copy_threads"]),
             ({"index_endpoints": ""}, ["index_endpoints"]),
         ]
