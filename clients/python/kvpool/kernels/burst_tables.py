@@ -93,6 +93,10 @@ class BurstTables:
             )
         self._pages_of_burst()[...] = rows
 
+    def expect_verdicts(self) -> None:
+        """Every block is at fault until a kernel that verifies says that it is not."""
+        self._faults.numbers[: self.count * self.fault_columns] = -1  # as int32 it is not zero either
+
     def found_faults(self) -> list[PageFault | None]:
         """Per page of the burst, what verification found; once its kernels have ended."""
         faults = self._faults.numbers.view(np.int32)[: self.count * self.fault_columns].reshape(self.count, -1)

@@ -96,6 +96,7 @@ class CacheKernels:
     def verify(self, tables: BurstTables, space: KernelSpace) -> None:
         """Find the faults of pages that passed `check_page`: for `scatter`, and in the tables for the host."""
         if self.sums_on_device:
+            tables.expect_verdicts()
             pages, _, faults = tables.addresses
             self._verify.start(tables.count, pages, space.faults_address, faults, *space.sum_addresses)
 
