@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from kvpool.client.engine_items import ChunkBlocks, ChunkSpan, EngineSource, TierTokens
+from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.gpuagent import EngineSession
 from kvpool.core.errors import (
@@ -17,6 +19,7 @@ from kvpool.core.errors import (
     ServiceUnavailable,
     StoreUnavailable,
 )
+from kvpool.core.ipc import HOLD_ENDED, IpcMemory
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
@@ -240,6 +243,26 @@ async def test_a_successor_ends_the_holds_of_the_session_before() -> None:
         assert request.register.previous_session_id == b"s" * 16
         assert not holds(load), "the agent answers only after all work of the old session has ended"
         assert successor.failure is None
+
+
+async def test_a_new_agent_cannot_end_holds_on_gpu_memory_that_the_old_one_may_touch() -> None:
+    """It has never heard of the old session, whose agent hangs, say, with a scatter under way."""
+    async with engine() as one:
+        memory = IpcMemory("GPU-01234567-89ab-cdef-0123-456789abcdef", bytes(64), 0, one.region.size_bytes)
+        one.plan = replace(one.plan, regions=(GpuRegion(one.region.size_bytes, memory),))
+        session, stream = await one.open()
+        load = await session.load(span(1), wait_s=60)
+        await break_session(session, stream)
+        reopening = asyncio.create_task(session.reopen())
+        await one.greet()
+        await reopening
+        assert holds(load)
+        assert not session.released.is_set()
+        hold_file = one.memory.mappings.pop(0)
+        hold_file[:1] = HOLD_ENDED
+        hold_file.close()
+        await asyncio.wait_for(load.wait_hold(), 5)
+        assert session.released.is_set()
 
 
 async def test_close_ends_holds_when_the_agent_confirms() -> None:

@@ -29,6 +29,12 @@ class SharedMemoryHold:
     def agent_at(self, socket_path: str) -> None:
         """The kernel's locks tell all: no need to know the process."""
 
+    @property
+    def ends_with_successor(self) -> bool:
+        """Whether the hold is over once the engine has registered again. The new session locks the same memory, so
+        nothing else tells; the agent answers only after all work of the old one has ended."""
+        return True
+
     async def ended(self) -> None:
         """Return when the agent has let go of the memory, or its process has ended."""
         await _until(lambda: not any(region.is_lent() for region in self.lent))
@@ -55,10 +61,20 @@ class GpuMemoryHold:
         """Remember whose process it is; blocks for a moment."""
         self._process = PeerProcess.behind(socket_path)
 
+    @property
+    def ends_with_successor(self) -> bool:
+        """Whether the hold is over once the engine has registered again. An agent that has taken the place of the old
+        one knows nothing of its GPU work: only the old one's word counts, or its process's end."""
+        return not self._file.is_lent() and self._has_said_so
+
+    @property
+    def _has_said_so(self) -> bool:
+        return self._file.buffer[:1] == HOLD_ENDED
+
     async def ended(self) -> None:
         """Return when the agent has let go of the memory, or its process and its GPU work have ended."""
         await _until(lambda: not self._file.is_lent())
-        if self._file.buffer[:1] == HOLD_ENDED:
+        if self._has_said_so:
             return
         if self._process is not None:  # the lock goes early in the end of a process, its device files perhaps later
             await _until(self._process.has_ended)

@@ -47,7 +47,7 @@ class EngineSession:
 
     When it breaks, every pending and later call raises at once, but blocks stay held (`released` is not set) until the
     agent's mapping of the engine's memory is gone: the agent has let go of it, or its process has ended. A successor
-    made by `reopen` ends the holds too, because the agent answers only after all work of the old session has ended.
+    made by `reopen` ends the holds too if its agent had the old session: it answers after all work of that has ended.
     """
 
     def __init__(self, plan: EnginePlan, config: ClientConfig, offer: OfferFd) -> None:
@@ -261,7 +261,8 @@ class EngineSession:
             raise DeadlineExceeded("kernels that the old session launched are still running on this GPU") from None
         plan = replace(self._plan, previous_session_id=self.session_id)
         successor = await EngineSession.open(plan, self._config, offer=self._offer)
-        self._release()
+        if not self.released.is_set() and self._hold.ends_with_successor:
+            self._release()
         return successor
 
     def _on_broken(self, error: KvPoolError) -> None:
