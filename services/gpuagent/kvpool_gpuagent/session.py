@@ -228,12 +228,12 @@ class EngineSession:
         try:
             if self._cache is not None:
                 await self._cache.close()
-        except Exception:
-            _log.exception("an engine's memory could not be unmapped")
-        finally:
             if self._hold_file is not None:
                 await self._hold_file.let_go()
-            self.unmapped.set()
+        except Exception:
+            # The hold file stays open: who cannot say that he has let go says it by the end of his process.
+            _log.exception("an engine's memory could not be unmapped; its blocks stay held until this process ends")
+        self.unmapped.set()
         try:
             await self._pool.close()
         except Exception:
