@@ -77,7 +77,7 @@ class Lane:
         return self._sizer.turn_s
 
     def sums_on_cpu(self) -> bool:
-        """Whether the CPU shall sum and verify: a kernel less beside an engine that keeps the GPU busy."""
+        """Whether the CPU shall sum and verify what an engine's kernels move: a kernel less beside its own work."""
         return self.sums_are_fast() and self.turn_s > CONTENDED_TURN_S
 
     def submit(self, transfer: Transfer) -> None:

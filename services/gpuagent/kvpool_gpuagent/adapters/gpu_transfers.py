@@ -83,12 +83,12 @@ class TransferEngine:
         run_bytes = min(run_bytes_of(table, shard) for shard in table.shards)
         choices = _Choices(ways, run_bytes if Way.BURSTS in ways else LONG_RUN_BYTES, copies_bytes)
         store: dict[Way, Mover] = {
-            Way.BURSTS: StoreBursts(parts, self._store_streams, self._stores.sums_on_cpu),
-            Way.RUNS: StoreRuns(parts, self._store_streams, self._stores.sums_on_cpu),
+            Way.BURSTS: StoreBursts(parts, self._store_streams),
+            Way.RUNS: StoreRuns(parts, self._store_streams),
         }
         load: dict[Way, Mover] = {
-            Way.BURSTS: LoadBursts(parts, self._load_streams, self._loads.sums_on_cpu),
-            Way.RUNS: LoadRuns(parts, self._load_streams, self._loads.sums_on_cpu),
+            Way.BURSTS: LoadBursts(parts, self._load_streams),
+            Way.RUNS: LoadRuns(parts, self._load_streams),
         }
         return (
             _direction(self._stores, store, PagesOut(parts, self._store_streams), choices, lent),
