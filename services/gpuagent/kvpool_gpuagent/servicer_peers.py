@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Stopped, TenantDenied
 from kvpool.v1 import gpuagent_pb2
@@ -15,11 +16,12 @@ from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.pulling import PullOutcome
 from kvpool_gpuagent.session import CacheUse, EngineSession
+from kvpool_gpuagent.waiting import until_stopped
 
 LENT_BACK_S = 5.0  # a borrower that still has copies running then reads on, but none of them will count
 
 Requests = AsyncIterator[gpuagent_pb2.LendCacheRequest]
-Write = Callable[[gpuagent_pb2.LendCacheResponse], Awaitable[None]]
+Write = Callable[[gpuagent_pb2.LendCacheResponse], Coroutine[Any, Any, None]]
 
 
 def wanted_from_proto(request: gpuagent_pb2.PeerPullRequest) -> WantedPull:
@@ -101,11 +103,12 @@ async def _answer(requests: Requests, write: Write, use: CacheUse) -> None:
                 return
             if request.check <= 0:
                 raise InvalidRequest(f"check must be > 0, got {request.check}")
-            await write(gpuagent_pb2.LendCacheResponse(alive=request.check))
+            # A borrower that reads no answers must not keep the session from ending.
+            await until_stopped(write(gpuagent_pb2.LendCacheResponse(alive=request.check)), use.stop)
             reading = asyncio.ensure_future(anext(requests, None))
-        await write(gpuagent_pb2.LendCacheResponse(ending=gpuagent_pb2.LendCacheEnding()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LENT_BACK_S):
+                await write(gpuagent_pb2.LendCacheResponse(ending=gpuagent_pb2.LendCacheEnding()))
                 while await reading is not None:  # checks that crossed `ending`: there is no answer to them
                     reading = asyncio.ensure_future(anext(requests, None))
                 return

@@ -1,0 +1,57 @@
+"""Caches lent to other agents: a borrower that misbehaves does not keep a session from ending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from kvpool.core.errors import Stopped
+from kvpool.v1 import gpuagent_pb2
+from kvpool_gpuagent import servicer_peers
+from kvpool_gpuagent.ports import EngineCache
+from kvpool_gpuagent.session import CacheUse
+
+
+async def checks() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
+    for number in range(1, 1000):
+        yield gpuagent_pb2.LendCacheRequest(check=number)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
+    monkeypatch.setattr(servicer_peers, "LENT_BACK_S", 0.05)
+    written: list[gpuagent_pb2.LendCacheResponse] = []
+    is_stuck = asyncio.Event()
+
+    async def write(response: gpuagent_pb2.LendCacheResponse) -> None:
+        if len(written) == reads:
+            is_stuck.set()
+            await asyncio.Event().wait()
+        written.append(response)
+
+    use = CacheUse(cast(EngineCache, None), asyncio.Event())
+    answering = asyncio.ensure_future(servicer_peers._answer(checks(), write, use))
+    await is_stuck.wait()
+    use.stop.set()
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(answering, 5)
+
+
+async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_peers, "LENT_BACK_S", 0.05)
+
+    async def silent() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
+        await asyncio.Event().wait()
+        yield gpuagent_pb2.LendCacheRequest()
+
+    async def write(response: gpuagent_pb2.LendCacheResponse) -> None:
+        await asyncio.Event().wait()
+
+    use = CacheUse(cast(EngineCache, None), asyncio.Event())
+    use.stop.set()
+    with pytest.raises(Stopped, match="kept its cache"):
+        await asyncio.wait_for(servicer_peers._answer(silent(), write, use), 5)
