@@ -89,3 +89,22 @@ async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: 
             await transfer.settled
     await asyncio.to_thread(lane.close)
     assert len(broken) == 1
+
+
+async def test_a_loop_that_has_ended_does_not_take_the_lane_with_it() -> None:
+    """The thread that would tell it also tells the others."""
+    runtime, mover, broken = HostRuntime(memory_bytes=5 * MIB), SlowMover(), list[KvPoolError]()
+    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 4 * MIB), "store", lambda: False, broken.append)
+    gone = asyncio.new_event_loop()
+    forgotten = Transfer(mover, [page_copy(64)], lambda: False, gone.create_future())
+    gone.close()
+    try:
+        lane.submit(forgotten)
+        for _ in range(2):
+            transfer = Transfer(mover, [page_copy(64)] * 20, lambda: False, asyncio.get_running_loop().create_future())
+            lane.submit(transfer)
+            async with asyncio.timeout(5):
+                assert await transfer.settled == [None] * 20
+    finally:
+        await asyncio.to_thread(lane.close)
+    assert not broken

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
 from typing import cast
 
 import torch
@@ -12,6 +10,7 @@ from kvpool.cuda.copies import copy_runs
 from kvpool.cuda.driver import Driver
 from kvpool.kernels.cache_kernels import KernelSpace
 from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark, OutOfDeviceMemory, Stream
+from kvpool_gpuagent.core.pinned import PinnedExtents
 
 _URGENT = -1  # of CUDA's stream priorities: lower goes first
 
@@ -59,8 +58,7 @@ class CudaRuntime:
         self.device = torch.device("cuda", ordinal)
         self.device_uuid = self.driver.device_uuid(ordinal)
         self.name = torch.cuda.get_device_name(self.device)
-        self._pinned_lock = threading.Lock()
-        self._pinned: list[tuple[int, int]] = []  # (start, end), ascending
+        self._pinned = PinnedExtents()
 
     def attach(self) -> None:
         """See gpu_runtime.GpuRuntime."""
@@ -79,7 +77,7 @@ class CudaRuntime:
         """See gpu_runtime.GpuRuntime. Pageable memory goes through the driver's own staging, and blocks meanwhile."""
         if destinations.size == 0:
             return
-        if self._all_pinned(destinations) or self._all_pinned(sources):
+        if self._pinned.has_all(destinations) or self._pinned.has_all(sources):
             copy_runs(self.driver, destinations, sources, sizes_bytes, stream.address)
             return
         for destination, source, size_bytes in zip(
@@ -91,13 +89,11 @@ class CudaRuntime:
         """See gpu_runtime.GpuRuntime. Raises CudaError, for instance where the locked-memory limit is too low."""
         self.attach()
         self.driver.register_host(address, size_bytes)
-        with self._pinned_lock:
-            self._pinned = sorted([*self._pinned, (address, address + size_bytes)])
+        self._pinned.add(address, size_bytes)
 
     def unpin(self, address: int) -> None:
         """See gpu_runtime.GpuRuntime."""
-        with self._pinned_lock:
-            self._pinned = [extent for extent in self._pinned if extent[0] != address]
+        self._pinned.remove(address)
         self.attach()
         self.driver.unregister_host(address)
 
@@ -125,17 +121,3 @@ class CudaRuntime:
     def host_table(self, count: int) -> torch.Tensor:
         """See gpu_runtime.GpuRuntime."""
         return torch.zeros(count, dtype=torch.int64, pin_memory=True)
-
-    def _all_pinned(self, addresses: Int64s) -> bool:
-        pinned = self._pinned
-        if not pinned:
-            return False
-        low, high = int(addresses.min()), int(addresses.max())
-        at = bisect_right(pinned, (low, 1 << 63)) - 1
-        if at >= 0 and pinned[at][1] > high:
-            return True
-        return all(self._is_pinned(address) for address in addresses.tolist())
-
-    def _is_pinned(self, address: int) -> bool:
-        at = bisect_right(self._pinned, (address, 1 << 63)) - 1
-        return at >= 0 and address < self._pinned[at][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -71,7 +72,8 @@ def settle(transfers: Iterable[Transfer]) -> None:
     for transfer in transfers:
         loops.setdefault(transfer.settled.get_loop(), []).append(transfer)
     for loop, own in loops.items():
-        loop.call_soon_threadsafe(_resolve, own)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would be told
+            loop.call_soon_threadsafe(_resolve, own)
 
 
 def _resolve(transfers: Sequence[Transfer]) -> None:
