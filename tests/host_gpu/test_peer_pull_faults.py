@@ -281,3 +281,18 @@ async def test_a_lender_waits_for_what_it_has_lent_and_says_whether_it_is_alive(
         assert not session.unmapped.is_set()
         await loan.close()
         assert await closing
+
+
+async def test_a_gpu_without_room_for_a_pulls_tables_refuses_it_and_serves_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peer_host() as host:
+        source, rank = await two_ranks(host)
+        pull = rank.tokens(source, [1, 2], [3, 4], 16)
+        wanted = expected(rank, [(source, pull)])
+        with monkeypatch.context() as patch:
+            patch.setattr(host.devices[0].runtime, "_memory_bytes", 0)
+            with pytest.raises(KvPoolError, match="could not be prepared"):
+                await rank.pull(pull).done(TIMEOUT_S)
+        await rank.pull(pull).done(TIMEOUT_S)
+        assert equal(rank, wanted)

@@ -119,15 +119,16 @@ class _PullLane:
     def pull(self, destination: PeerMemory, parts: Sequence[_PeerRows], stop: StopFlag) -> PulledBytes:
         if self._broken is not None:
             raise self._broken
-        if self._opened is None:
-            runtime = self._runtime_of(self._ordinal)
-            runtime.attach()
-            self._opened = runtime, runtime.stream(urgent=True)
-        runtime, stream = self._opened
-        runtime.launch_on(stream)
-        groups = _groups(parts)
-        tables = [self._tables_of(runtime, destination, group) for group in groups]
-        slots = self._filled(runtime, [group[0].slots for group in groups])
+        try:
+            runtime, stream = self._attached()
+            groups = _groups(parts)
+            tables = [self._tables_of(runtime, destination, group) for group in groups]
+            slots = self._filled(runtime, [group[0].slots for group in groups])
+        except KvPoolError:
+            raise
+        except Exception as error:  # nothing was launched
+            _log.error("a pull from a peer's cache could not be prepared", exc_info=error)
+            raise KvPoolError(f"the pull could not be prepared on the GPU ({error}); recompute these tokens") from error
         if stop():
             raise Stopped("the pull was ended before it began")
         started_s = time.perf_counter()
@@ -141,6 +142,15 @@ class _PullLane:
         return PulledBytes(
             sum(len(each) * table.token_bytes for each, table in zip(slots, tables, strict=True)), copy_s
         )
+
+    def _attached(self) -> tuple[GpuRuntime, Stream]:
+        if self._opened is None:
+            runtime = self._runtime_of(self._ordinal)
+            runtime.attach()
+            self._opened = runtime, runtime.stream(urgent=True)
+        runtime, stream = self._opened
+        runtime.launch_on(stream)
+        return runtime, stream
 
     def _failure(self, stream: Stream, error: Exception) -> KvPoolError:
         """Part of it may be running: wait for it, so that nobody's memory is touched after this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
@@ -35,11 +36,11 @@ class PeerMemory:
             return self._opened[ordinal][0]
 
     def unmap(self) -> None:
-        """Undo all mappings; no kernel uses them any more. Idempotent; may block shortly."""
-        with self._lock:
+        """Undo all mappings, also when some cannot be; no kernel uses them any more. Idempotent; may block shortly."""
+        with self._lock, ExitStack() as undoing:
             while self._opened:
                 _, (_, undo) = self._opened.popitem()
-                undo()
+                undoing.callback(undo)
 
     async def close(self) -> None:
         """See ports.PeerCache."""

@@ -1,0 +1,30 @@
+"""Mappings of a peer's cache end together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from kvpool_gpuagent.adapters.peer_memory import PeerMemory
+
+
+def test_a_mapping_that_cannot_be_undone_keeps_no_other() -> None:
+    undone: list[int] = []
+
+    def open_at(ordinal: int) -> tuple[list[int], Callable[[], None]]:
+        def undo() -> None:
+            undone.append(ordinal)
+            if ordinal == 1:
+                raise RuntimeError("cuIpcCloseMemHandle failed")
+
+        return [ordinal << 20], undo
+
+    memory = PeerMemory(cast(Any, None), cast(Any, None), 0, open_at)
+    assert [memory.addresses(ordinal) for ordinal in (0, 1, 2, 1)] == [[0], [1 << 20], [2 << 20], [1 << 20]]
+    with pytest.raises(RuntimeError):
+        memory.unmap()
+    assert sorted(undone) == [0, 1, 2]
+    memory.unmap()
+    assert len(undone) == 3
