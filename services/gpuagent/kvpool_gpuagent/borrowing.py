@@ -25,6 +25,8 @@ BORROW_TIMEOUT_S = 5.0
 CHECK_TIMEOUT_S = 2.0
 MAX_BORROWED = 64  # idle ones beyond it are given back, the longest unused first
 
+_Wanted = tuple[SourceName, bytes]  # and the keyspace
+
 
 class CacheLoan(Protocol):
     """A cache of another agent's session, for reading. Belongs to one event loop."""
@@ -104,21 +106,22 @@ class Borrowings:
     def __init__(self, device: Device, agents: PeerAgents | None) -> None:
         """agents: None where no other agent is ever asked."""
         self._device, self._agents = device, agents
-        self._opening: dict[SourceName, asyncio.Future[Borrowed]] = {}
-        self._kept: dict[SourceName, Borrowed] = {}  # the longest unused first
+        self._opening: dict[_Wanted, asyncio.Future[Borrowed]] = {}
+        self._kept: dict[_Wanted, Borrowed] = {}  # the longest unused first
         self._keepers: set[asyncio.Future[None]] = set()
 
     async def get(self, name: SourceName, rank: Rank) -> Borrowed:
         """A session's cache, borrowed now or before. rank: of the session that wants it. Raises as PeerAgents.borrow;
         InvalidRequest for a layout that is none of the keyspace."""
-        kept = self._kept.pop(name, None)
+        wanted = (name, rank.keyspace)  # who asks in another keyspace is refused, and that must not hit the others
+        kept = self._kept.pop(wanted, None)
         if kept is not None:
-            self._kept[name] = kept
+            self._kept[wanted] = kept
             return kept
-        opening = self._opening.get(name)
+        opening = self._opening.get(wanted)
         if opening is None:
-            opening = self._opening[name] = asyncio.ensure_future(self._open(name, rank))
-            opening.add_done_callback(lambda done: self._opened(name, done))
+            opening = self._opening[wanted] = asyncio.ensure_future(self._open(name, rank))
+            opening.add_done_callback(lambda done: self._opened(wanted, done))
         return await asyncio.shield(opening)  # others may wait for the same
 
     async def close(self) -> None:
@@ -143,19 +146,21 @@ class Borrowings:
             raise
         return Borrowed(loan, cache, rank.keyspace)
 
-    def _opened(self, name: SourceName, opening: asyncio.Future[Borrowed]) -> None:
-        del self._opening[name]
+    def _opened(self, wanted: _Wanted, opening: asyncio.Future[Borrowed]) -> None:
+        del self._opening[wanted]
         if opening.cancelled() or opening.exception() is not None:
             return
-        self._kept[name] = opening.result()
-        keeper = asyncio.ensure_future(self._keep(name, opening.result()))
+        self._kept[wanted] = opening.result()
+        keeper = asyncio.ensure_future(self._keep(wanted, opening.result()))
         self._keepers.add(keeper)
         keeper.add_done_callback(self._keepers.discard)
-        for idle in [kept for kept in self._kept.values() if kept.is_idle][: max(0, len(self._kept) - MAX_BORROWED)]:
-            idle.loan.ended.set()
+        # Not the new one: whoever wanted it is about to use it.
+        idle = [kept for kept in list(self._kept.values())[:-1] if kept.is_idle]
+        for kept in idle[: max(0, len(self._kept) - MAX_BORROWED)]:
+            kept.loan.ended.set()
 
-    async def _keep(self, name: SourceName, borrowed: Borrowed) -> None:
+    async def _keep(self, wanted: _Wanted, borrowed: Borrowed) -> None:
         await borrowed.loan.ended.wait()
-        if self._kept.get(name) is borrowed:
-            del self._kept[name]
+        if self._kept.get(wanted) is borrowed:
+            del self._kept[wanted]
         await borrowed.end()

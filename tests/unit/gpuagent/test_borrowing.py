@@ -1,0 +1,100 @@
+"""Caches borrowed from other agents: each wish is answered for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvpool.core.errors import KeyspaceMismatch
+from kvpool.testing import eventually
+from kvpool_gpuagent import borrowing
+from kvpool_gpuagent.borrowing import Borrowings
+from kvpool_gpuagent.core.pulls import SourceName
+from kvpool_gpuagent.core.requests import Rank
+
+RIGHT, WRONG = b"k" * 16, b"w" * 16
+
+
+class Loan:
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.layout = SimpleNamespace(validate=lambda spec: None)
+        self.handles: tuple[Any, ...] = ()
+
+    async def check(self, timeout_s: float) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class Agents:
+    """Lend in one keyspace; answer once `may_answer`."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.asked = 0
+
+    async def borrow(self, endpoint: str, session_id: bytes, keyspace: bytes, timeout_s: float) -> Any:
+        self.asked += 1
+        await self.may_answer.wait()
+        if keyspace != RIGHT:
+            raise KeyspaceMismatch("the session has another keyspace than the borrower's")
+        return Loan()
+
+
+@dataclass
+class Cache:
+    async def close(self) -> None:
+        return None
+
+
+class Device:
+    async def map_peer(self, spec: object, layout: object, handles: object) -> Cache:
+        return Cache()
+
+
+def rank(keyspace: bytes) -> Rank:
+    return cast(Rank, SimpleNamespace(keyspace=keyspace, spec=None))
+
+
+def source(number: int) -> SourceName:
+    return SourceName(number.to_bytes(16, "big"), "unix:/agent")
+
+
+async def test_who_asks_in_another_keyspace_spoils_it_for_nobody() -> None:
+    agents = Agents()
+    borrowings = Borrowings(cast(Any, Device()), agents)
+    wrong = asyncio.ensure_future(borrowings.get(source(1), rank(WRONG)))
+    right = [asyncio.ensure_future(borrowings.get(source(1), rank(RIGHT))) for _ in range(2)]
+    await eventually(lambda: agents.asked == 2)
+    agents.may_answer.set()
+    with pytest.raises(KeyspaceMismatch):
+        await wrong
+    first, second = await asyncio.gather(*right)
+    assert first is second
+    assert first.keyspace == RIGHT
+    assert agents.asked == 2
+    await borrowings.close()
+
+
+async def test_a_cache_that_was_just_borrowed_is_not_given_back_for_those_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(borrowing, "MAX_BORROWED", 1)
+    agents = Agents()
+    agents.may_answer.set()
+    borrowings = Borrowings(cast(Any, Device()), agents)
+    first = await borrowings.get(source(1), rank(RIGHT))
+    with first.use(asyncio.Event()):
+        second = await borrowings.get(source(2), rank(RIGHT))
+        with second.use(asyncio.Event()):
+            assert not second.loan.ended.is_set()
+    third = await borrowings.get(source(3), rank(RIGHT))
+    assert first.loan.ended.is_set()
+    assert not third.loan.ended.is_set()
+    await borrowings.close()
