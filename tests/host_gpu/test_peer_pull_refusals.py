@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -16,14 +17,16 @@ from kvpool.core.errors import (
     KeyspaceMismatch,
     KvPoolError,
     NotServed,
+    Overloaded,
     ServiceUnavailable,
     SessionUnknown,
     TenantDenied,
 )
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
-from kvpool.core.ipc import IpcMemory
+from kvpool.core.ipc import EngineEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import gpuagent_pb2
+from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.servicer_peers import CacheLender
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
 from tests.fixtures.peer_ranks import Rank, peer_host
@@ -257,3 +260,32 @@ async def test_caches_are_lent_within_their_tenant_only() -> None:
         assert not sent
         await CacheLender(host.agents[0].engine, lambda: "default").serve(requests(), write)
         assert sent[0].lent.layout.block_tokens == 8
+
+
+async def test_pulls_that_wait_for_events_nobody_announces_are_bounded_too() -> None:
+    async with peer_host(max_running_requests=1) as host:
+        source, rank = await host.rank(SPEC, presets.vllm_nhd_layout), await host.rank(SPEC, presets.vllm_nhd_layout)
+        pulls = host.agents[0].engine.pulls
+        session = next(each for each in host.agents[0].engine.sessions if each.session_id == rank.session.session_id)
+
+        def wanted(number: int, generation: int) -> WantedPull:
+            name = SourceName(source.session.session_id, "")
+            pull = TokenPull(
+                source=name,
+                source_block_ids=bytes(8),
+                source_first_token=0,
+                destination_block_ids=bytes(8),
+                destination_first_token=0,
+                token_count=8,
+            )
+            after = EngineEvent(slot=0, generation=generation) if generation else None
+            return WantedPull(pull_id=number, pulls=(pull,), after=after, wait_ms=60_000, partial=False)
+
+        waiting = [asyncio.ensure_future(pulls.pull(session.session_id, wanted(number, 99))) for number in (1, 2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 pulls into this session run or wait"):
+            await asyncio.wait_for(pulls.pull(session.session_id, wanted(3, 0)), TIMEOUT_S)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (await pulls.pull(session.session_id, wanted(4, 0))).moved.size_bytes

@@ -29,6 +29,7 @@ from kvpool_gpuagent.session import CacheUse, EngineSession
 
 DEFAULT_WAIT_S = 10.0
 _MAX_ENDED_IDS = 1024
+_PULLS_PER_PLACE = 2  # so many are accepted for each that may run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,20 @@ class _Source:
 class _SessionPulls:
     """Pulls into one session. ended_ids: that must not run any more; floor: nor any up to it."""
 
+    accepted: int = 0  # those that run, and those whose event has not been announced yet
     running: dict[int, CacheUse] = field(default_factory=dict)
     ended_ids: set[int] = field(default_factory=set)
     floor: int = 0
+
+    @contextmanager
+    def one_more(self, limit: int) -> Iterator[None]:
+        if self.accepted >= limit:
+            raise Overloaded(f"{self.accepted} pulls into this session run or wait; wait for one to end")
+        self.accepted += 1
+        try:
+            yield
+        finally:
+            self.accepted -= 1
 
     def end(self, pull_id: int) -> None:
         self.ended_ids.add(pull_id)
@@ -87,7 +99,8 @@ class PeerPulls:
         gauge = self._metrics.active_requests.labels("pull")
         gauge.inc()
         try:
-            with session.lend() as use, self._metrics.peer_pull_duration.time():
+            accepted = self._of(session).one_more(_PULLS_PER_PLACE * self._max_running)
+            with accepted, session.lend() as use, self._metrics.peer_pull_duration.time():
                 outcome = await self._pull(session, use, wanted)
         except KvPoolError as error:
             self._metrics.failed_peer_pulls.labels(error.reason).inc()
