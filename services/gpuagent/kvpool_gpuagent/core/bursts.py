@@ -9,7 +9,7 @@ _COPIES_PER_TURN = 2.0
 _LINK_BYTES_PER_S = 55e9  # of PCIe 5 x16: on a slower link bursts are larger than they need be, no harm
 
 FIRST_BYTES = 8 << 20  # on the link as long as the next burst takes to be enqueued
-IDLE_BYTES = 64 << 20  # on an idle GPU: more gains nothing
+IDLE_BYTES = 32 << 20  # on an idle GPU: larger ones leave too few for both directions at once
 
 
 class BurstSizer:

@@ -44,7 +44,7 @@ def test_a_range_that_comes_back_twice_is_a_bug_that_shows() -> None:
 def test_bursts_grow_while_the_link_is_kept_busy_and_start_small_again() -> None:
     sizer = BurstSizer(128 * MIB)
     sizes = [sizer.next_bytes(continuing=number > 0) for number in range(5)]
-    assert sizes == [FIRST_BYTES, 2 * FIRST_BYTES, 4 * FIRST_BYTES, IDLE_BYTES, IDLE_BYTES]
+    assert sizes == [FIRST_BYTES, 2 * FIRST_BYTES, IDLE_BYTES, IDLE_BYTES, IDLE_BYTES]
     assert sizer.next_bytes(continuing=False) == FIRST_BYTES
 
 
