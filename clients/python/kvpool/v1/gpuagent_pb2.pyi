@@ -246,7 +246,7 @@ class LayerLayout(_message.Message):
 
     @_builtins.property
     def scales(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlaneLayout]:
-        """Planes of separate scales, in the order of planes. Not served yet."""
+        """Planes of separate scales, in the order of planes."""
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ LONG_RUN_BYTES = 64 << 10
 # Below it one descriptor a run costs more than a kernel, whatever else the GPU does.
 SHORTEST_RUN_BYTES = 16 << 10
 
-# Kernels that wait longer for their turn share the GPU with an engine whose kernels fill it: an 8192 bf16 matrix product
-# takes an H200 1.6 ms. A loop of small kernels, as in decoding, leaves gaps enough for bursts.
+# Kernels that wait longer for their turn share the GPU with an engine whose kernels fill it: one bf16 matrix product of
+# 8192 takes an H200 1.6 ms. A loop of small kernels, as in decoding, leaves gaps enough for bursts.
 CONTENDED_TURN_S = 1e-3
 _TRIAL_INTERVAL = 64  # every so many transfers beside a busy engine kernels of ours are tried: is it still busy?
 
