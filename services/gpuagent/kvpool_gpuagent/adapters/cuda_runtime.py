@@ -10,7 +10,7 @@ from kvpool.cuda.copies import copy_runs
 from kvpool.cuda.driver import Driver
 from kvpool.kernels.cache_kernels import KernelSpace
 from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark, OutOfDeviceMemory, Stream
-from kvpool_gpuagent.core.pinned import PinnedExtents
+from kvpool_gpuagent.adapters.pinned_extents import PinnedExtents
 
 _URGENT = -1  # of CUDA's stream priorities: lower goes first
 
