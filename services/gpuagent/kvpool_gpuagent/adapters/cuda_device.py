@@ -126,7 +126,7 @@ class CudaDevice:
     def _unpin(self, address: int) -> None:
         try:
             self.runtime.unpin(address)
-        except CudaError as error:
+        except RuntimeError as error:  # the driver's or torch's: on a broken GPU the rest must still be undone
             _log.warning("an arena segment could not be unpinned: %s", error)
 
     def _map(
