@@ -122,7 +122,6 @@ class GpuLauncher:
             runtime = TorchRuntime(exported.device_index)
         self._runtime = runtime
         self._table = PlaneTable.of(spec, ShardGrid.of(spec), layout, exported.addresses)
-        self._blocks_per_chunk = spec.chunk_tokens // layout.block_tokens
         self._tables = TablePool(runtime.host_table)
         self._lines = {kind: [_Line(kind.name.lower(), runtime) for _ in range(_LINES)] for kind in LaunchKind}
         self._turns = {kind: itertools.cycle(lines) for kind, lines in self._lines.items()}
@@ -130,7 +129,7 @@ class GpuLauncher:
         try:
             self._address, self.scratch = first.submit(runtime.lend, scratch_bytes).result()
             self._kernels = first.submit(CacheKernels, self._table, runtime.to_device).result()
-            self._most_pages = min(self._kernels.most_pages, most_pages(self._blocks_per_chunk))
+            self._most_pages = min(self._kernels.most_pages, most_pages(spec.chunk_tokens // layout.block_tokens))
             for kind, lines in self._lines.items():
                 for line in lines:
                     line.issuing.submit(self._warm_up, kind, line).result()
@@ -200,24 +199,14 @@ class GpuLauncher:
             present=[True] * len(launch.pages),
         )
 
-    def _absent(self, count: int) -> BurstPages:
-        """Pages that kernels leave out."""
-        from kvpool.kernels.burst_tables import BurstPages
-
-        return BurstPages(
-            shards=[next(iter(self._table.shards))] * count,
-            block_ids=np.zeros((count, self._blocks_per_chunk), dtype=np.int64),
-            skip_tokens=[0] * count,
-            payloads=np.zeros(count, dtype=np.int64),
-            present=[False] * count,
-        )
-
     def _warm_up(self, kind: LaunchKind, line: _Line) -> None:
         """Have kernels compiled and tables large enough before anybody waits for either."""
+        from kvpool.kernels.burst_tables import BurstPages
+
         made = [self._tables.take() for _ in range(_TABLES)]
         for tables in made:
-            tables.fill(self._table, self._absent(self._most_pages))
-        made[0].fill(self._table, self._absent(1))
+            tables.fill(self._table, BurstPages.absent(self._table, self._most_pages))
+        made[0].fill(self._table, BurstPages.absent(self._table, 1))
         for sums in (True, False):
             self._run(kind, made[0], line, sums=sums)
         line.stream.synchronize()

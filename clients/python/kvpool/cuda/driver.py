@@ -18,16 +18,13 @@ from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.cuda.symbols import IPC_HANDLE_BYTES, IpcHandle, Uuid, declare
 
 SUCCESS = 0
-OUT_OF_MEMORY = 2
 NOT_READY = 600
 PEER_ACCESS_ALREADY_ENABLED = 704
 
 EVENT_DISABLE_TIMING = 0x2
 EVENT_INTERPROCESS = 0x4
 _HOST_REGISTER_PORTABLE = 0x1
-_STREAM_NON_BLOCKING = 0x1
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x1
-_ATTRIBUTE_MULTIPROCESSORS = 16
 
 
 class CudaError(RuntimeError):
@@ -102,12 +99,6 @@ class Driver:
                 f"share the device (CUDA_VISIBLE_DEVICES, or the pod's device claim)"
             ) from None
 
-    def multiprocessors(self, ordinal: int) -> int:
-        """SMs of a device."""
-        count = c_int()
-        self.call("cuDeviceGetAttribute", byref(count), _ATTRIBUTE_MULTIPROCESSORS, ordinal)
-        return count.value
-
     def use_device(self, ordinal: int) -> None:
         """Make the device's primary context (torch's own) current in this thread."""
         context = self._contexts.get(ordinal)
@@ -140,12 +131,6 @@ class Driver:
         self.call("cuMemGetAddressRange_v2", byref(start), byref(size_bytes), address)
         return start.value, size_bytes.value
 
-    def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the current device."""
-        free_bytes, total_bytes = c_size_t(), c_size_t()
-        self.call("cuMemGetInfo_v2", byref(free_bytes), byref(total_bytes))
-        return free_bytes.value, total_bytes.value
-
     def ipc_memory_handle(self, address: int) -> bytes:
         """64 bytes for the whole allocation that an address lies in."""
         handle = IpcHandle()
@@ -170,25 +155,7 @@ class Driver:
         """Undo register_host."""
         self.call("cuMemHostUnregister", address)
 
-    # Streams and events
-
-    def stream_create(self, priority: int = 0) -> int:
-        """A stream that does not wait for the default stream. Lower priorities are served first."""
-        stream = c_void_p()
-        self.call("cuStreamCreateWithPriority", byref(stream), _STREAM_NON_BLOCKING, priority)
-        return stream.value or 0
-
-    def stream_destroy(self, stream: int) -> None:
-        """The stream's work goes on."""
-        self.call("cuStreamDestroy_v2", stream)
-
-    def stream_synchronize(self, stream: int) -> None:
-        """Block until the stream's work has ended."""
-        self.call("cuStreamSynchronize", stream)
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        """Work of the stream from here on waits for what `event` recorded last."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
+    # Events
 
     def event_create(self, flags: int = EVENT_DISABLE_TIMING) -> int:
         """An event; EVENT_INTERPROCESS makes one that can be exported."""
@@ -210,10 +177,6 @@ class Driver:
         if code not in (SUCCESS, NOT_READY):
             raise CudaError(f"cuEventQuery failed: {self._describe(code)}", code)
         return bool(code == SUCCESS)
-
-    def event_synchronize(self, event: int) -> None:
-        """Block until what the event recorded has ended."""
-        self.call("cuEventSynchronize", event)
 
     def ipc_event_handle(self, event: int) -> bytes:
         """64 bytes for an interprocess event."""

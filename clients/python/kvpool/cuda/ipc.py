@@ -118,10 +118,6 @@ class EngineEvents:
         """Event `slot` stands for the work of `stream` so far. Only after this may the peer be told of it."""
         self._driver.event_record(self._events[slot], stream)
 
-    def query(self, slot: int) -> bool:
-        """Whether what event `slot` recorded has ended."""
-        return self._driver.event_query(self._events[slot])
-
     def close(self) -> None:
         """Free the events; idempotent."""
         while self._events:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,17 @@ class BurstPages:
     skip_tokens: Sequence[int]
     payloads: Int64s
     present: Sequence[bool]
+
+    @classmethod
+    def absent(cls, table: PlaneTable, count: int) -> Self:
+        """Pages that kernels leave out: for having kernels compiled and tables large enough beforehand."""
+        return cls(
+            shards=[next(iter(table.shards))] * count,
+            block_ids=np.zeros((count, table.spec.chunk_tokens // table.layout.block_tokens), dtype=np.int64),
+            skip_tokens=[0] * count,
+            payloads=np.zeros(count, dtype=np.int64),
+            present=[False] * count,
+        )
 
 
 class _Grown:

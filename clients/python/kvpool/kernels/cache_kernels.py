@@ -14,9 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.core import page as page_format
 from kvpool.core.elements import Dtype
-from kvpool.core.page import PageFault, PageKey
 from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.burst_tables import BurstPages, BurstTables, most_sum_blocks
 from kvpool.kernels.codec_shapes import CodecShape, RowCodec
@@ -89,12 +87,15 @@ class CacheKernels:
             launch.start(tables.count, pages, blocks, self._planes.data_ptr())
 
     def sum(self, tables: BurstTables, space: KernelSpace) -> None:
-        """Write sum tables behind the payloads; `finish_page` does the rest."""
+        """Write sum tables behind the payloads, where `sums_on_device`."""
         if self.sums_on_device:
             self._sum.start(tables.count, tables.addresses[0], 0, 0, *space.sum_addresses)
 
     def verify(self, tables: BurstTables, space: KernelSpace) -> None:
-        """Find the faults of pages that passed `check_page`: for `scatter`, and in the tables for the host."""
+        """Find the faults of payloads, where `sums_on_device`: for `scatter`, and in the tables for the host.
+
+        Headers and sum tables are the CPU's to verify before.
+        """
         if self.sums_on_device:
             tables.expect_verdicts()
             pages, _, faults = tables.addresses
@@ -111,30 +112,12 @@ class CacheKernels:
 
     def warm_up(self, tables: BurstTables, space: KernelSpace) -> None:
         """Have all kernels compiled and loaded: launches that leave their only page out. Compiling takes seconds."""
-        absent = BurstPages(
-            shards=[next(iter(self._table.shards))],
-            block_ids=np.zeros((1, self._table.spec.chunk_tokens // self._table.layout.block_tokens), dtype=np.int64),
-            skip_tokens=[0],
-            payloads=np.zeros(1, dtype=np.int64),
-            present=[False],
-        )
-        tables.fill(self._table, absent)
+        tables.fill(self._table, BurstPages.absent(self._table, 1))
         self.gather(tables)
         self.sum(tables, space)
         self.verify(tables, space)
         self.scatter(tables, space)
         self.scatter(tables, None)
-
-    def finish_page(self, page: memoryview, key: PageKey, payload_bytes: int) -> None:
-        """Complete a page on the CPU whose payload, and sums if the device can, have come from it."""
-        if not self.sums_on_device:
-            page_format.write_sums(page, payload_bytes)
-        page_format.write_header(page, key, self._table.spec.codec, payload_bytes)
-
-    def check_page(self, page: memoryview, key: PageKey, payload_bytes: int) -> PageFault | None:
-        """What the CPU must verify before `verify` looks at the rest: header and sum table."""
-        check = page_format.verify_header if self.sums_on_device else page_format.verify
-        return check(page, key, self._table.spec.codec, payload_bytes)
 
 
 def _copy_shape(table: PlaneTable, chosen: npt.NDArray[np.bool_], row_bytes: int) -> CopyShape:

@@ -10,57 +10,44 @@ from triton.runtime import JITFunction, driver
 
 MOST_ITEMS = (1 << 31) - 1  # of one launch: kernels count them in int32
 
-# Compiled kernels by (kernel, device, constants). Triton's own way to them costs several microseconds a launch.
-_compiled: dict[tuple[Any, ...], Any] = {}
 _interpreter = threading.Lock()  # it keeps the program's number in a global
-
-
-def launch(kernel: Any, programs: int, arguments: tuple[int, ...], constants: dict[str, Any], warps: int) -> None:
-    """Start a kernel on the current stream of the current device; in the interpreter, run it.
-
-    arguments: those that are no constants, in order; their types are fixed by annotations and never specialized.
-    constants: the constexpr arguments, in the order of the kernel's signature.
-    """
-    if not isinstance(kernel, JITFunction):
-        # Later launches on a GPU pass all by place, which nothing there checks.
-        assert kernel.arg_names == [*kernel.arg_names[: len(arguments)], *constants]
-        with _interpreter:
-            kernel[(programs,)](*arguments, **constants)
-        return
-    values = tuple(constants.values())
-    key = (kernel, driver.active.get_current_device(), *values)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(programs,)](*arguments, **constants, num_warps=warps)
-    else:
-        compiled[(programs, 1, 1)](*arguments, *values)
 
 
 class Launch:
     """A kernel and its constants, ready to run over any number of pages of its shape; addresses are not checked."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, items_of_page: int) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, items_of_page: int = 1) -> None:
         """constants: the constexpr arguments, in the order of the kernel's signature."""
         self._kernel, self._constants, self._warps = kernel, constants, warps
         self._items_of_page = items_of_page
         self._values = tuple(constants.values())
-        self._compiled: dict[int, Any] = {}  # by device
+        # By device. Triton's own way to a compiled kernel costs several microseconds a launch.
+        self._compiled: dict[int, Any] = {}
 
     def start(self, pages: int, *addresses: int, programs: int | None = None) -> None:
         """Run on the current stream of the current device. raises: ValueError for more pages than can be counted."""
         items = pages * self._items_of_page
-        if not items:  # an empty grid cannot be launched
-            return
-        grid = grid_size(items, programs)
+        if items:  # an empty grid cannot be launched
+            self.run(grid_size(items, programs), *addresses, items)
+
+    def run(self, programs: int, *arguments: int) -> None:
+        """Start the kernel on the current stream of the current device; in the interpreter, run it.
+
+        arguments: those that are no constants, in order; their types are fixed by annotations and never specialized.
+        """
         if not isinstance(self._kernel, JITFunction):
-            launch(self._kernel, grid, (*addresses, items), self._constants, self._warps)
+            # Later launches on a GPU pass all by place, which nothing there checks.
+            names = self._kernel.arg_names
+            assert names == [*names[: len(arguments)], *self._constants]
+            with _interpreter:
+                self._kernel[(programs,)](*arguments, **self._constants)
             return
         device = driver.active.get_current_device()
         compiled = self._compiled.get(device)
         if compiled is None:
-            self._compiled[device] = self._kernel[(grid,)](*addresses, items, **self._constants, num_warps=self._warps)
+            self._compiled[device] = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._warps)
         else:
-            compiled[(grid, 1, 1)](*addresses, items, *self._values)
+            compiled[(programs, 1, 1)](*arguments, *self._values)
 
 
 @functools.cache

@@ -77,11 +77,6 @@ class SumScratch:
         keys = _key_table(self.partials.device)
         return keys.data_ptr(), self.partials.data_ptr(), self.arrivals.data_ptr()
 
-    @staticmethod
-    def size_bytes(blocks: int) -> int:
-        """Bytes that `allocate` takes."""
-        return blocks * (GROUPS_OF_BLOCK * xxh3.LANES * 8 + 4)
-
 
 @triton.jit
 def _product(words: tl.tensor, keys: tl.tensor) -> tl.tensor:

@@ -5,6 +5,7 @@ Few programs that stay, so that few multiprocessors are taken from the engine's 
 warps do not wait for each other within a tile, which hides the microseconds that a read over NVLink takes.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels.copying import ELEMENTS_BY_BYTES
-from kvpool.kernels.launching import MOST_ITEMS, check_table, launch
+from kvpool.kernels.launching import MOST_ITEMS, Launch, check_table
 from kvpool.kernels.tables import PLANE_COLUMNS, PlaneColumn, widest_unit_bytes
 
 PROGRAMS = 24
@@ -248,6 +249,12 @@ def pull_rows(slots: Tensor, data: PullPlanes, scales: PullPlanes | None = None,
         raise ValueError(f"slots must be at most {MOST_ITEMS} and programs > 0, got {tokens} and {programs}")
     counts = [planes.source.shape[0] for planes in (data, scales or data)]
     if tokens and all(counts):  # an empty grid cannot be launched, and no division by no planes
-        constants = data.shape.constants() | (scales or data).shape.constants("SCALE_")
-        constants["HAS_SCALES"] = scales is not None
-        launch(pull_kernel, programs, tuple(arguments), constants, WARPS)
+        pull_launch(data.shape, scales.shape if scales else None).run(programs, *arguments)
+
+
+@functools.lru_cache(maxsize=256)
+def pull_launch(data: PullShape, scales: PullShape | None) -> Launch:
+    """What `pull_rows` launches."""
+    constants = data.constants() | (scales or data).constants("SCALE_")
+    constants["HAS_SCALES"] = scales is not None
+    return Launch(pull_kernel, constants, WARPS)

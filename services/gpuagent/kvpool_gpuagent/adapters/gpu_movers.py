@@ -89,15 +89,13 @@ class StoreBursts:
         tables.fill(parts.table, burst_pages(copies, payloads, [True] * len(copies)))
         line = self._streams.take()
         parts.kernels.gather(tables)
-        is_summed = parts.kernels.sums_on_device
-        if is_summed:
-            parts.kernels.sum(tables, line.space)
+        parts.kernels.sum(tables, line.space)
         gathered = line.stream.mark()
         self._copies.after(gathered)
         bodies = parts.body_bytes(copies)
         parts.runtime.copy_runs(page_addresses(copies) + HEADER_BYTES, payloads, bodies, self._copies)
         lent = Lent(parts.tables, tables, self._streams, line)
-        return StoredBurst(parts, copies, lent, is_summed, gathered, self._copies.mark(), time.perf_counter())
+        return StoredBurst(parts, copies, lent, gathered, self._copies.mark(), time.perf_counter())
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +105,6 @@ class StoredBurst:
     parts: MoverParts
     copies: Sequence[PageCopy]
     lent: Lent
-    is_summed: bool
     gathered: Mark
     copied: Mark
     issued_s: float
@@ -120,7 +117,7 @@ class StoredBurst:
             self.turn_s = time.perf_counter() - self.issued_s
         self.copied.wait()
         self.lent.give_back()
-        if not self.is_summed:
+        if not self.parts.kernels.sums_on_device:
             self.parts.seal_all(self.copies)
             return [None] * len(self.copies)
         for copy in self.copies:
@@ -145,8 +142,10 @@ class LoadBursts:
     def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> LoadedBurst:
         """See gpu_transfer.Mover."""
         parts = self._parts
-        verifies = parts.kernels.sums_on_device
-        faults = [parts.verify_header(copy) for copy in copies] if verifies else parts.verify_all(copies)
+        if parts.kernels.sums_on_device:
+            faults = [parts.verify_header(copy) for copy in copies]
+        else:
+            faults = parts.verify_all(copies)
         good = np.array([fault is None for fault in faults])
         payloads = scratch_payloads(copies, scratch_address)
         sources = page_addresses(copies) + HEADER_BYTES
@@ -156,9 +155,8 @@ class LoadBursts:
         tables.fill(parts.table, burst_pages(copies, payloads, good.tolist()))
         line = self._streams.take()
         line.stream.after(copied)
-        if verifies:
-            parts.kernels.verify(tables, line.space)
-        parts.kernels.scatter(tables, line.space if verifies else None)
+        parts.kernels.verify(tables, line.space)
+        parts.kernels.scatter(tables, line.space)
         return LoadedBurst(faults, Lent(parts.tables, tables, self._streams, line), copied, line.stream.mark())
 
 
