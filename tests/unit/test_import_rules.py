@@ -68,6 +68,7 @@ RULES: dict[str, Rule] = {
 SERVICES = ("kvpool_index", "kvpool_pagestore", "kvpool_gpuagent")
 ENGINE = Rule(may_import=(*CORE, *RUNTIME, "{X}.core", "{X}.ports", "{X}.metrics", "{X}.config", "numpy"))
 SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "{X}", "numpy"))
+WIRING = Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client"))
 SERVICE_RULES: dict[str, Rule] = {
     "{X}": Rule(),
     "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
@@ -80,7 +81,8 @@ SERVICE_RULES: dict[str, Rule] = {
     ),
     "{X}.servicer*": SERVICER,
     "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
-    "{X}.main": Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client")),
+    "{X}.main": WIRING,
+    "{X}.main_*": WIRING,  # parts of it
     "{X}.*": ENGINE,  # `engine` and the modules that it is cut into
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,

@@ -12,35 +12,24 @@ from dataclasses import replace
 
 import kvpool
 from kvpool.core.clock import SystemClock
-from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
-from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
 from kvpool_pagestore.adapters.arena import TmpfsArena
-from kvpool_pagestore.adapters.data_directory import DataDirectory, host_identity
+from kvpool_pagestore.adapters.data_directory import DataDirectory
 from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
-from kvpool_pagestore.bulk_servicer import PageTransferServicer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_bulk import EngineBulkGateway
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, PageStore
-from kvpool_pagestore.servicer.control import PageStoreServicer
-from kvpool_pagestore.servicer.session import SessionLimits
+from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_server import flock
-from kvpool_server.bulk import BulkServer
 from kvpool_server.config import describe, load_config
 from kvpool_server.executor import BoundedExecutor
-from kvpool_server.fds import FdGrant, FdServer, PeerCredentials
 from kvpool_server.interceptors import (
-    DeadlinePolicy,
-    DefaultTenantAuthenticator,
     RequestMetrics,
-    aio_interceptors,
-    current_identity,
-    sync_interceptors,
 )
 from kvpool_server.lifecycle import Stop, run_service
 from kvpool_server.listen import TcpAddress
@@ -48,13 +37,8 @@ from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
-from kvpool_server.server import ControlServer
 
 _log = logging.getLogger(__name__)
-
-_SERVICES = pagestore_pb2.DESCRIPTOR.services_by_name
-_FLUSH = f"/{_SERVICES['PageStoreService'].full_name}/Flush"
-_GRACE_S = 1.0  # for running calls, once sessions have ended
 
 
 def main() -> int:
@@ -103,7 +87,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
-    metrics_listen = _address("metrics_listen", config.metrics_listen)
+    metrics_listen = parse_address("metrics_listen", config.metrics_listen)
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     stack.callback(stop_metrics)
     node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
@@ -133,74 +117,6 @@ class _Arena:
 
     def close(self) -> None:
         self.segments.close(remove=self.unused)
-
-
-class PageStoreServers:
-    """Everything that listens."""
-
-    def __init__(
-        self, config: PageStoreConfig, engine: PageStoreEngine, node_id: bytes, requests: RequestMetrics
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._node_id = node_id
-        self._socket = (config.socket or config.data_dir / "pagestore.sock").absolute()
-        descriptor_socket = (config.descriptor_socket or self._socket.with_name(f"{self._socket.name}.fds")).absolute()
-        authenticator = DefaultTenantAuthenticator(config.tenant)
-        # A flush takes as long as the disk takes; its client says how long it will wait.
-        deadlines = DeadlinePolicy(caps_s={_FLUSH: 600.0})
-        self.control = ControlServer(
-            interceptors=aio_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
-            service_names=[service.full_name for service in _SERVICES.values()],
-        )
-        limits = SessionLimits(
-            node_id=node_id,
-            descriptor_socket=descriptor_socket,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            max_leases=config.max_leases,
-            max_requests_in_flight=config.max_requests_in_flight,
-        )
-        servicer = PageStoreServicer(engine, _tenant, limits)
-        pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server(servicer, self.control.grpc)
-        self.bulk = BulkServer(
-            threads=config.bulk_threads,
-            interceptors=sync_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
-        )
-        gateway = EngineBulkGateway(engine, asyncio.get_running_loop())
-        PageTransferServicer(gateway, _tenant).add_to(self.bulk.grpc)
-        self._descriptors = FdServer(descriptor_socket, on_fetch=self._fetch)
-
-    def listen(self, metrics_url: str) -> NodeInfo:
-        """Bind everything: the node as others reach it. Raises StartupFailed."""
-        config = self._config
-        control_port = self.control.listen_tcp(_address("listen", config.listen))
-        bulk_port = self.bulk.listen_tcp(_address("bulk_listen", config.bulk_listen))
-        self.control.listen_unix(self._socket)
-        return NodeInfo(
-            node_id=self._node_id,
-            kind=NodeKind.PAGESTORE,
-            host_id=host_identity(config.host_id),
-            endpoint=str(TcpAddress(config.advertise_host, control_port)),
-            bulk_endpoint=str(TcpAddress(config.advertise_host, bulk_port)),
-            local_socket=str(self._socket),
-            capacity_bytes=config.disk_bytes or config.arena_bytes,
-            metrics_url=metrics_url,
-        )
-
-    async def start(self) -> None:
-        self._descriptors.start()
-        self.bulk.start()
-        await self.control.start()
-        await self.control.set_serving(True)
-
-    async def stop(self) -> None:
-        self._descriptors.close()
-        await self.control.stop(_GRACE_S)
-        await asyncio.to_thread(self.bulk.stop, _GRACE_S)
-
-    def _fetch(self, peer: PeerCredentials, token: bytes, number: int) -> FdGrant:
-        found = self._engine.sessions.descriptor(token, number)
-        return FdGrant(found.fd, found.size_bytes, 0, close_after=found.give_up)
 
 
 def _with_fitting_batches(config: PageStoreConfig) -> PageStoreConfig:
@@ -278,17 +194,6 @@ def _publish(config: PageStoreConfig, node: NodeInfo, incarnation: int) -> None:
     }
     _log.info("serving", extra=fields(**shown))
     write_ready_file(config.ready_file, **shown)
-
-
-def _tenant() -> str:
-    return current_identity().tenant
-
-
-def _address(name: str, text: str) -> TcpAddress:
-    try:
-        return TcpAddress.parse(text)
-    except ValueError as error:
-        raise StartupFailed(f"bad configuration: {name}: {error}") from error
 
 
 if __name__ == "__main__":
