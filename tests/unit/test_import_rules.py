@@ -6,10 +6,12 @@ The table is the one of CONTRIBUTING.md. A module that matches no row is an erro
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.unit.import_rules import IMPURE, NOWHERE, ONLY_IN_TESTS, SERVICES, Rule, all_rules
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Where import roots lie; what is found below them is named from there.
