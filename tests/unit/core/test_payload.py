@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.page import SUM_BLOCK_BYTES
 from kvpool.core.payload import ShardPayload, chunk_bytes, payload_bytes, payload_shape
 from tests.unit.core.strategies import specs
 
