@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvpool.core.errors import StartupFailed
+from kvpool_server.faults import arm_faults
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def run_service(main: Callable[[Stop], Awaitable[None]], *, service: str, grace_
     cleanup hang, the process ends itself. A second signal ends the process at once.
     """
     try:
+        arm_faults(os.environ)
         return asyncio.run(_run(main, grace_s))
     except StartupFailed as error:
         line = " ".join(str(error).split())

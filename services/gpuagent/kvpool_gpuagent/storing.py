@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
+from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, window_of, windows
 from kvpool_gpuagent.events import EnginePassed
@@ -139,6 +140,7 @@ class StoreRun:
         ]
         if copies and not await self._cache.gather(copies, stop.is_set):
             raise Stopped("the store was cancelled or its engine left before all was gathered")
+        reach("gpuagent.store.gathered")
 
     async def _commit(self, window: _Window) -> None:
         owners = [(position, len(slot.page)) for position, slot in window.slots]
@@ -151,7 +153,10 @@ class StoreRun:
 
     async def _commit_slots(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
         try:
-            return await self._pool.commit(slots) if slots else []
+            reach("gpuagent.store.committing")
+            answers = await self._pool.commit(slots) if slots else []
+            reach("gpuagent.store.committed")
+            return answers
         except KvPoolError as error:
             return [error] * len(slots)
         except Exception as error:

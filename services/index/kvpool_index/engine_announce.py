@@ -6,6 +6,7 @@ from typing import Final
 
 from kvpool.core.cluster import LocationChange, StaleLocation
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.fault_points import reach
 from kvpool_index.core.entries import Operation
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
@@ -66,9 +67,12 @@ class AnnounceService:
         grids = {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
         operations = operations_of(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
         started_at_s = time.perf_counter()
+        reach("index.announce.begin")
         states = await self._store.apply(fence, operations)
+        reach("index.announce.applied")
         # Unchanged states are logged too: this may be a batch sent again because its events could not be written.
         await self._log(states)
+        reach("index.announce.logged")
         self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
         self._metrics.announce_batches.inc()
         self._metrics.announce_changes.inc(len(changes))

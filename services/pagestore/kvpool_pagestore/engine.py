@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kvpool.core.cluster import LocationChange, NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
+from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
@@ -93,7 +94,9 @@ class PageStoreEngine:
     async def adopt_incarnation(self, incarnation: int) -> None:
         """Serve under an incarnation from now on; it is durable before anybody is told. Raises StoreFault."""
         if self._disk is not None:
+            reach("pagestore.register.granted")
             await self._disk.save_value(_INCARNATION, incarnation.to_bytes(8, "little"))
+            reach("pagestore.incarnation.saved")
         self.incarnation = incarnation
 
     async def stop(self, drain_s: float) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
+from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
@@ -133,7 +134,9 @@ class DiskTier:
             await asyncio.gather(*{self._deleting[page.key] for page in pages if page.key in self._deleting})
             self._undeleted.difference_update(page.key for page in pages)
             await self._make_room()
+            reach("pagestore.write.begin")
             results = await self._writers.run(self._write_blocking, pages)
+            reach("pagestore.write.durable")
             await self._measure()
         except KvPoolError as error:
             results = {page.key: error for page in pages}
@@ -222,6 +225,7 @@ class DiskTier:
         for key in keys:
             self._forget(key)
         self._metrics.evicted_pages.labels("disk").inc(len(keys))
+        reach("pagestore.evict.delete")
         await self._delete_stored(keys)
 
     async def _delete_stored(self, keys: Sequence[PageKey]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt, StaleIncarnation
+from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
@@ -108,6 +109,7 @@ class Flights:
             return
         error: KvPoolError | None = PageCorrupt(f"page {flight.record.key} was not read to its end")
         try:
+            reach("pagestore.promote.read")
             error = await self._disk.read(flight.record.key, flight.keyspace, self._space.view(slot))
         finally:
             self._land(flight, slot, error)
@@ -135,6 +137,7 @@ class Flights:
                 self._pulled(flight, slot, source, error, hit)
 
         def on_page(index: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
+            reach("pagestore.pull.received")
             flight, slot = going[index]
             if hit and error is None:
                 error = _verify(flight, self._space.view(slot))

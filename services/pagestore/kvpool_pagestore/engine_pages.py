@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt
+from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageFaultKind, PageKey, verify
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
@@ -88,6 +89,7 @@ class PageCalls:
         for answer in answers:
             label = answer.name if isinstance(answer, Admission) else "RESERVED" if isinstance(answer, Grant) else None
             self._metrics.reserved_pages.labels(label or "REJECTED").inc()
+        reach("pagestore.reserve.granted")
         return answers
 
     async def commit(self, peer: PeerSession, lease_ids: Sequence[int]) -> list[KvPoolError | None]:
@@ -170,6 +172,7 @@ class PageCalls:
         share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
         parts = [slots[start : start + share] for start in range(0, len(slots), share)]
         errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
+        reach("pagestore.commit.verified")
         for slot, error in zip(slots, errors, strict=True):
             record = slot.page
             if isinstance(error, PageCorrupt):
@@ -181,6 +184,7 @@ class PageCalls:
                 self._metrics.committed_bytes.inc(record.page_bytes)
                 if self._write_back is not None:
                     self._write_back.add(slot)
+        reach("pagestore.commit.visible")
         return errors
 
     async def _verify_part(self, slots: Sequence[Slot]) -> Sequence[KvPoolError | None]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
 from kvpool_pagestore.adapters.rocks_files import FileVolumes
@@ -98,6 +99,7 @@ class RocksPageStore:
         try:
             if by_key:
                 self._pages.write(list(by_key.values()))
+                reach("pagestore.write.recorded")
         except KvPoolError as error:
             failure = error
         for page in pages:

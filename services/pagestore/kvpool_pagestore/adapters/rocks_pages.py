@@ -10,6 +10,7 @@ from typing import Final
 from rocksdict import WriteBatch
 
 from kvpool.core.errors import PageCorrupt, StoreFault
+from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
 from kvpool_pagestore.adapters.rocks_layout import (
@@ -130,6 +131,7 @@ class RocksPages:
             volume.total_bytes += size_bytes  # dead until the records point there
         try:
             positions = self._append(volume, position, pages, size_bytes)
+            reach("pagestore.write.synced")
             with self._lock:
                 self._point_records_at(volume, positions, pages, only_if)
         finally:
