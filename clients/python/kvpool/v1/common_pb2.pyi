@@ -182,6 +182,62 @@ TIER_DISK: Tier.ValueType  # 3
 """A pagestore's disk tier."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
+class _WritePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WritePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WritePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WRITE_POLICY_UNSPECIFIED: _WritePolicy.ValueType  # 0
+    """As the node is configured."""
+    WRITE_POLICY_WRITE_BACK: _WritePolicy.ValueType  # 1
+    """A commit answers when the page is staged; it is durable soon after."""
+    WRITE_POLICY_WRITE_THROUGH: _WritePolicy.ValueType  # 2
+    """A commit answers when the page is durable, or with why it is not."""
+    WRITE_POLICY_SELECTIVE: _WritePolicy.ValueType  # 3
+    """At the n-th use, or with the commit if the prompt was long enough; else never."""
+    WRITE_POLICY_STAGING_ONLY: _WritePolicy.ValueType  # 4
+    """Never; pages that are on disk already are still served."""
+
+class WritePolicy(_WritePolicy, metaclass=_WritePolicyEnumTypeWrapper):
+    """When the pages of a keyspace go to disk."""
+
+WRITE_POLICY_UNSPECIFIED: WritePolicy.ValueType  # 0
+"""As the node is configured."""
+WRITE_POLICY_WRITE_BACK: WritePolicy.ValueType  # 1
+"""A commit answers when the page is staged; it is durable soon after."""
+WRITE_POLICY_WRITE_THROUGH: WritePolicy.ValueType  # 2
+"""A commit answers when the page is durable, or with why it is not."""
+WRITE_POLICY_SELECTIVE: WritePolicy.ValueType  # 3
+"""At the n-th use, or with the commit if the prompt was long enough; else never."""
+WRITE_POLICY_STAGING_ONLY: WritePolicy.ValueType  # 4
+"""Never; pages that are on disk already are still served."""
+Global___WritePolicy: _TypeAlias = WritePolicy  # noqa: Y015
+
+class _StagingMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StagingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StagingMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STAGING_MODE_UNSPECIFIED: _StagingMode.ValueType  # 0
+    """As the node is configured."""
+    STAGING_MODE_CACHE: _StagingMode.ValueType  # 1
+    """A tier of its own: pages stay until they are evicted."""
+    STAGING_MODE_TRANSIT: _StagingMode.ValueType  # 2
+    """Bytes pass through: the tier is not matched, and a slot is free after its disk write or its last reader. Not with SELECTIVE or STAGING_ONLY."""
+
+class StagingMode(_StagingMode, metaclass=_StagingModeEnumTypeWrapper):
+    """What a pagestore's CPU memory is for."""
+
+STAGING_MODE_UNSPECIFIED: StagingMode.ValueType  # 0
+"""As the node is configured."""
+STAGING_MODE_CACHE: StagingMode.ValueType  # 1
+"""A tier of its own: pages stay until they are evicted."""
+STAGING_MODE_TRANSIT: StagingMode.ValueType  # 2
+"""Bytes pass through: the tier is not matched, and a slot is free after its disk write or its last reader. Not with SELECTIVE or STAGING_ONLY."""
+Global___StagingMode: _TypeAlias = StagingMode  # noqa: Y015
+
 @_typing.final
 class ItemError(_message.Message):
     """Why one item of a batch was not served. Absent (unset) means the item was served."""
@@ -408,7 +464,7 @@ Global___Location: _TypeAlias = Location  # noqa: Y015
 
 @_typing.final
 class Retention(_message.Message):
-    """How long and how eagerly pages are kept. Not served yet beyond being stored: TTL, priority and pins are not honoured by eviction."""
+    """How long and how eagerly pages are kept. All zero means the defaults of the keyspace."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -420,7 +476,7 @@ class Retention(_message.Message):
     priority: _builtins.int
     """-100 (first to go) to 100 (last to go); 0 is normal."""
     pinned_until_us: _builtins.int
-    """Soft pin until this wall time, in microseconds since the epoch; 0 means not pinned."""
+    """Not evicted before this wall time, in microseconds since the epoch; 0 means not pinned, 2^63 - 1 a pin that never ends by itself."""
     def __init__(
         self,
         *,
@@ -437,6 +493,118 @@ class Retention(_message.Message):
 Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
+class RetentionRange(_message.Message):
+    """Retention of some tokens of a prompt. A chunk takes what keeps it longest of all ranges that touch it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    """First token, counted from the beginning of the prompt, >= 0."""
+    token_count: _builtins.int
+    """Tokens, >= 1."""
+    @_builtins.property
+    def retention(self) -> Global___Retention:
+        """How they are kept."""
+
+    def __init__(
+        self,
+        *,
+        first_token: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        retention: Global___Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "retention", b"retention", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
+
+@_typing.final
+class KeyspacePolicy(_message.Message):
+    """What an operator wants of a keyspace, on every pagestore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITE_POLICY_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
+    SELECTIVE_MIN_USES_FIELD_NUMBER: _builtins.int
+    SELECTIVE_MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLICATION_FACTOR_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    write_policy: Global___WritePolicy.ValueType
+    """When pages go to disk."""
+    staging: Global___StagingMode.ValueType
+    """What CPU memory is for."""
+    selective_min_uses: _builtins.int
+    """SELECTIVE: uses (acquired, or stored again) after which a page goes to disk, >= 0; 0 means as the node is configured."""
+    selective_min_tokens: _builtins.int
+    """SELECTIVE: tokens of a prompt from which its pages go to disk with their commit, >= 0; 0 means as the node is configured."""
+    replication_factor: _builtins.int
+    """Nodes that should hold each page, 0 to 16; 0 means as the nodes are configured."""
+    quota_bytes: _builtins.int
+    """Bytes of staging and disk together that the keyspace may have on each node, >= 0; 0 means no quota."""
+    @_builtins.property
+    def retention(self) -> Global___Retention:
+        """Of pages that were stored without a retention of their own; pinned_until_us must be 0."""
+
+    def __init__(
+        self,
+        *,
+        write_policy: Global___WritePolicy.ValueType = ...,
+        staging: Global___StagingMode.ValueType = ...,
+        selective_min_uses: _builtins.int = ...,
+        selective_min_tokens: _builtins.int = ...,
+        replication_factor: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+        retention: Global___Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota_bytes", b"quota_bytes", "replication_factor", b"replication_factor", "retention", b"retention", "selective_min_tokens", b"selective_min_tokens", "selective_min_uses", b"selective_min_uses", "staging", b"staging", "write_policy", b"write_policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyspacePolicy: _TypeAlias = KeyspacePolicy  # noqa: Y015
+
+@_typing.final
+class VersionedPolicy(_message.Message):
+    """The policy of one keyspace, as the index or a node has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    version: _builtins.int
+    """> 0; of two, the one with the higher version holds."""
+    @_builtins.property
+    def policy(self) -> Global___KeyspacePolicy:
+        """The policy."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        policy: Global___KeyspacePolicy | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionedPolicy: _TypeAlias = VersionedPolicy  # noqa: Y015
+
+@_typing.final
 class PageMetadata(_message.Message):
     """What the owner of a page keeps beside it, durably."""
 
@@ -446,12 +614,18 @@ class PageMetadata(_message.Message):
     CHUNK_INDEX_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASH_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_US_FIELD_NUMBER: _builtins.int
     parent_hash: _builtins.bytes
     """Hash of the chunk before this one in its chain; 16 zero bytes for the first chunk."""
     chunk_index: _builtins.int
     """0-based position of the chunk in its chain."""
     group_head_hash: _builtins.bytes
     """Hash of the chunk at index 16 * floor(chunk_index / 16): the key of the index's chain group."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt that the page was stored for, >= 0; 0 means unknown."""
+    expires_us: _builtins.int
+    """Wall time in microseconds since the epoch from which the page is worth nothing any more; 0 means never. Set by the first owner from ttl_ms, kept by all others."""
     @_builtins.property
     def retention(self) -> Global___Retention:
         """Unset means the defaults of the keyspace."""
@@ -463,10 +637,12 @@ class PageMetadata(_message.Message):
         chunk_index: _builtins.int = ...,
         group_head_hash: _builtins.bytes = ...,
         retention: Global___Retention | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        expires_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_index", b"chunk_index", "group_head_hash", b"group_head_hash", "parent_hash", b"parent_hash", "retention", b"retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_index", b"chunk_index", "expires_us", b"expires_us", "group_head_hash", b"group_head_hash", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -611,6 +611,8 @@ class EngineStoreRequest(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     CHAIN_HEAD_HASH_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    RETENTION_RANGES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -619,6 +621,8 @@ class EngineStoreRequest(_message.Message):
     """Heads of the chain groups that the chunks fall into, in order, concatenated 16-byte hashes."""
     chain_head_hash: _builtins.bytes
     """Hash of chunk 0 of the chain, for placement."""
+    prompt_tokens: _builtins.int
+    """Tokens of the whole prompt, >= 0; 0 means unknown."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreChunk]:
         """Consecutive chunks."""
@@ -631,6 +635,10 @@ class EngineStoreRequest(_message.Message):
     def after(self) -> Global___EngineEvent:
         """Engine work that must have finished before the blocks are read; it was announced by `event_recorded`. Unset means that it has."""
 
+    @_builtins.property
+    def retention_ranges(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
+        """Retention of some of the prompt's tokens, at most 64 ranges; chunks that none of them touches have `retention`."""
+
     def __init__(
         self,
         *,
@@ -641,10 +649,12 @@ class EngineStoreRequest(_message.Message):
         retention: _common_pb2.Retention | None = ...,
         chain_head_hash: _builtins.bytes = ...,
         after: Global___EngineEvent | None = ...,
+        retention_ranges: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chain_head_hash", b"chain_head_hash", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "retention", b"retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chain_head_hash", b"chain_head_hash", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention", "retention_ranges", b"retention_ranges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,6 +134,7 @@ class Keyspace(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     KEYSPACE_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     keyspace_id: _builtins.bytes
@@ -142,16 +143,21 @@ class Keyspace(_message.Message):
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """Spec it is bound to."""
 
+    @_builtins.property
+    def policy(self) -> _common_pb2.VersionedPolicy:
+        """Its policy; unset if none was ever set."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         keyspace_id: _builtins.bytes = ...,
         spec: _common_pb2.KeyspaceSpec | None = ...,
+        policy: _common_pb2.VersionedPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "name", b"name", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "name", b"name", "policy", b"policy", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +186,118 @@ class ListKeyspacesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListKeyspacesResponse: _TypeAlias = ListKeyspacesResponse  # noqa: Y015
+
+@_typing.final
+class SetKeyspacePolicyRequest(_message.Message):
+    """Request of SetKeyspacePolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the keyspace."""
+    @_builtins.property
+    def policy(self) -> _common_pb2.KeyspacePolicy:
+        """The whole policy: what is unset in it goes back to the nodes' defaults."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy: _common_pb2.KeyspacePolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetKeyspacePolicyRequest: _TypeAlias = SetKeyspacePolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetKeyspacePolicyResponse(_message.Message):
+    """Answer of SetKeyspacePolicy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    version: _builtins.int
+    """Version of the policy, and of RenewLeaseResponse.policy_version from now on."""
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetKeyspacePolicyResponse: _TypeAlias = SetKeyspacePolicyResponse  # noqa: Y015
+
+@_typing.final
+class GetKeyspacePoliciesRequest(_message.Message):
+    """Request of GetKeyspacePolicies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_IDS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keyspace_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16-byte keyspace ids; at most the batch limit of GetIndexInfo."""
+
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionedPolicy]:
+        """Policies that the node kept, so that a store that lost them has them again; at most the batch limit."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        known: _abc.Iterable[_common_pb2.VersionedPolicy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_ids", b"keyspace_ids", "known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetKeyspacePoliciesRequest: _TypeAlias = GetKeyspacePoliciesRequest  # noqa: Y015
+
+@_typing.final
+class GetKeyspacePoliciesResponse(_message.Message):
+    """Answer of GetKeyspacePolicies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Version of all policies when they were read."""
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionedPolicy]:
+        """Of those keyspaces that have a policy, in order of the request."""
+
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[_common_pb2.VersionedPolicy] | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetKeyspacePoliciesResponse: _TypeAlias = GetKeyspacePoliciesResponse  # noqa: Y015
 
 @_typing.final
 class NodeInfo(_message.Message):
@@ -378,16 +496,20 @@ class RenewLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     lease_ttl_ms: _builtins.int
     """Milliseconds until the lease ends."""
+    policy_version: _builtins.int
+    """Version of all keyspace policies: another one than before means that some have changed (or that the store lost them). 0 if none was ever set."""
     def __init__(
         self,
         *,
         lease_ttl_ms: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1028,19 +1150,25 @@ class WatchRequest(_message.Message):
 
     AFTER_POSITION_FIELD_NUMBER: _builtins.int
     KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    FOR_REPLICA_FIELD_NUMBER: _builtins.int
     after_position: _builtins.str
     """Resume after this position, as last received; empty means from now. A position that is no longer kept yields RESYNC first."""
     keyspace_id: _builtins.bytes
     """Only this keyspace; empty means all of the tenant's."""
+    for_replica: _builtins.bool
+    """For receivers that keep a replica. A watch without a position begins with RESYNC, every RESYNC names the nodes alive, chunk events come as `chunks`, and heartbeats
+    tell how current the receiver is.
+    """
     def __init__(
         self,
         *,
         after_position: _builtins.str = ...,
         keyspace_id: _builtins.bytes = ...,
+        for_replica: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_position", b"after_position", "keyspace_id", b"keyspace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_position", b"after_position", "for_replica", b"for_replica", "keyspace_id", b"keyspace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1121,20 +1249,72 @@ class ResyncEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAUSE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """Why, for people."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]:
+        """The nodes alive now, ordered by id; empty unless the watch is for a replica."""
+
     def __init__(
         self,
         *,
         cause: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "nodes", b"nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResyncEvent: _TypeAlias = ResyncEvent  # noqa: Y015
+
+@_typing.final
+class ChunkEvents(_message.Message):
+    """Several chunks whose locations changed, in the order of the log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkEvent]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___ChunkEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkEvents: _TypeAlias = ChunkEvents  # noqa: Y015
+
+@_typing.final
+class HeartbeatEvent(_message.Message):
+    """Sent, to replicas only, about once a second while the log can be read and has been read to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    age_ms: _builtins.int
+    """Milliseconds since the log's end was looked up: every event that was in the log then has been sent before this message."""
+    def __init__(
+        self,
+        *,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatEvent: _TypeAlias = HeartbeatEvent  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
@@ -1146,6 +1326,8 @@ class WatchResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     position: _builtins.str
     """Position to resume from."""
     @_builtins.property
@@ -1160,6 +1342,14 @@ class WatchResponse(_message.Message):
     def resync(self) -> Global___ResyncEvent:
         """Events were lost."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___HeartbeatEvent:
+        """Nothing was missed so far."""
+
+    @_builtins.property
+    def chunks(self) -> Global___ChunkEvents:
+        """Locations of several chunks changed."""
+
     def __init__(
         self,
         *,
@@ -1167,12 +1357,14 @@ class WatchResponse(_message.Message):
         chunk: Global___ChunkEvent | None = ...,
         node: Global___NodeEvent | None = ...,
         resync: Global___ResyncEvent | None = ...,
+        heartbeat: Global___HeartbeatEvent | None = ...,
+        chunks: Global___ChunkEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "node", b"node", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "chunks", b"chunks", "event", b"event", "heartbeat", b"heartbeat", "node", b"node", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "node", b"node", "position", b"position", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "chunks", b"chunks", "event", b"event", "heartbeat", b"heartbeat", "node", b"node", "position", b"position", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "node", "resync"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "node", "resync", "heartbeat", "chunks"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1233,48 +1425,102 @@ class RouteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MATCH_FIELD_NUMBER: _builtins.int
+    WITH_UNMATCHED_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    with_unmatched: _builtins.bool
+    """Also name hosts that hold nothing of the prefix."""
+    count: _builtins.int
+    """Candidates wanted at most; 0: all."""
     @_builtins.property
     def match(self) -> Global___MatchRequest:
-        """The question."""
+        """The question; its host_id is not used."""
 
     def __init__(
         self,
         *,
         match: Global___MatchRequest | None = ...,
+        with_unmatched: _builtins.bool = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "match", b"match", "with_unmatched", b"with_unmatched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
 @_typing.final
+class RouteNode(_message.Message):
+    """What one node of a candidate holds of the prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    GPU_CHUNKS_FIELD_NUMBER: _builtins.int
+    STAGING_CHUNKS_FIELD_NUMBER: _builtins.int
+    DISK_CHUNKS_FIELD_NUMBER: _builtins.int
+    gpu_chunks: _builtins.int
+    """Chunks of which it holds any wanted shard in an engine's cache."""
+    staging_chunks: _builtins.int
+    """The same in staging."""
+    disk_chunks: _builtins.int
+    """The same on disk."""
+    @_builtins.property
+    def node(self) -> Global___NodeInfo:
+        """The node: an agent beside an engine, or a pagestore."""
+
+    def __init__(
+        self,
+        *,
+        node: Global___NodeInfo | None = ...,
+        gpu_chunks: _builtins.int = ...,
+        staging_chunks: _builtins.int = ...,
+        disk_chunks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_chunks", b"disk_chunks", "gpu_chunks", b"gpu_chunks", "node", b"node", "staging_chunks", b"staging_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteNode: _TypeAlias = RouteNode  # noqa: Y015
+
+@_typing.final
 class RouteCandidate(_message.Message):
-    """One candidate of Route."""
+    """One candidate of Route: a host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HOST_ID_FIELD_NUMBER: _builtins.int
     MATCHED_CHUNKS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    ARENA_FILL_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
-    """Host that holds the prefix."""
+    """Host; its nodes registered under this id."""
     matched_chunks: _builtins.int
-    """Chunks of the prefix there."""
+    """Chunks of the longest prefix whose wanted shards all lie on this host."""
     score: _builtins.float
-    """Higher is better."""
+    """Higher is better: each covered chunk of the prefix counts as much as the tier that its shards would come from."""
+    arena_fill: _builtins.float
+    """Used part of the arenas of this host's pagestores, 0 to 1; of equal scores the lower one comes first. 0 if not reported."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteNode]:
+        """Nodes of this host that hold anything of the prefix, ordered by id."""
+
     def __init__(
         self,
         *,
         host_id: _builtins.str = ...,
         matched_chunks: _builtins.int = ...,
         score: _builtins.float = ...,
+        arena_fill: _builtins.float = ...,
+        nodes: _abc.Iterable[Global___RouteNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "matched_chunks", b"matched_chunks", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_fill", b"arena_fill", "host_id", b"host_id", "matched_chunks", b"matched_chunks", "nodes", b"nodes", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1287,6 +1533,9 @@ class RouteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    MATCHED_CHUNKS_FIELD_NUMBER: _builtins.int
+    matched_chunks: _builtins.int
+    """Chunks of the longest prefix that the whole cluster covers."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCandidate]:
         """Best first."""
@@ -1295,10 +1544,11 @@ class RouteResponse(_message.Message):
         self,
         *,
         candidates: _abc.Iterable[Global___RouteCandidate] | None = ...,
+        matched_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "matched_chunks", b"matched_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,16 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.ListKeyspacesRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.ListKeyspacesResponse.FromString,
                 _registered_method=True)
+        self.SetKeyspacePolicy = channel.unary_unary(
+                '/kvpool.v1.IndexService/SetKeyspacePolicy',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyResponse.FromString,
+                _registered_method=True)
+        self.GetKeyspacePolicies = channel.unary_unary(
+                '/kvpool.v1.IndexService/GetKeyspacePolicies',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesResponse.FromString,
+                _registered_method=True)
         self.RegisterNode = channel.unary_unary(
                 '/kvpool.v1.IndexService/RegisterNode',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.SerializeToString,
@@ -138,6 +148,21 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetKeyspacePolicy(self, request, context):
+        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
+        NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKeyspacePolicies(self, request, context):
+        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterNode(self, request, context):
         """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
         FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
@@ -224,7 +249,7 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED.
+        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,6 +281,16 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.ListKeyspaces,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.ListKeyspacesRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.ListKeyspacesResponse.SerializeToString,
+            ),
+            'SetKeyspacePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetKeyspacePolicy,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyResponse.SerializeToString,
+            ),
+            'GetKeyspacePolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKeyspacePolicies,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesResponse.SerializeToString,
             ),
             'RegisterNode': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterNode,
@@ -384,6 +419,60 @@ class IndexService(object):
             '/kvpool.v1.IndexService/ListKeyspaces',
             kvpool_dot_v1_dot_index__pb2.ListKeyspacesRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.ListKeyspacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetKeyspacePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/SetKeyspacePolicy',
+            kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.SetKeyspacePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKeyspacePolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/GetKeyspacePolicies',
+            kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesResponse.FromString,
             options,
             channel_credentials,
             insecure,

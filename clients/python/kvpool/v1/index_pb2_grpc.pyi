@@ -41,6 +41,12 @@ class IndexServiceStub:
     """
     ListKeyspaces: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
+    SetKeyspacePolicy: _grpc.UnaryUnaryMultiCallable[_index_pb2.SetKeyspacePolicyRequest, _index_pb2.SetKeyspacePolicyResponse]
+    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
+    NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+    """
+    GetKeyspacePolicies: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]
+    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
     FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
@@ -79,7 +85,7 @@ class IndexServiceStub:
     INVALID_ARGUMENT for a malformed id.
     """
     Route: _grpc.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]
-    """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED."""
+    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
     ReconcileDigests: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]
     """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
@@ -98,6 +104,12 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """
     ListKeyspaces: _aio.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]  # type: ignore[assignment]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
+    SetKeyspacePolicy: _aio.UnaryUnaryMultiCallable[_index_pb2.SetKeyspacePolicyRequest, _index_pb2.SetKeyspacePolicyResponse]  # type: ignore[assignment]
+    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
+    NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+    """
+    GetKeyspacePolicies: _aio.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]  # type: ignore[assignment]
+    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
     FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
@@ -136,7 +148,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     INVALID_ARGUMENT for a malformed id.
     """
     Route: _aio.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]  # type: ignore[assignment]
-    """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED."""
+    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
     ReconcileDigests: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]  # type: ignore[assignment]
     """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
@@ -164,6 +176,24 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ListKeyspacesResponse, _abc.Awaitable[_index_pb2.ListKeyspacesResponse]]:
         """The tenant's keyspaces, ordered by name. No errors of its own."""
+
+    @_abc_1.abstractmethod
+    def SetKeyspacePolicy(
+        self,
+        request: _index_pb2.SetKeyspacePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_pb2.SetKeyspacePolicyResponse, _abc.Awaitable[_index_pb2.SetKeyspacePolicyResponse]]:
+        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
+        NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+        """
+
+    @_abc_1.abstractmethod
+    def GetKeyspacePolicies(
+        self,
+        request: _index_pb2.GetKeyspacePoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_pb2.GetKeyspacePoliciesResponse, _abc.Awaitable[_index_pb2.GetKeyspacePoliciesResponse]]:
+        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
 
     @_abc_1.abstractmethod
     def RegisterNode(
@@ -274,7 +304,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RouteResponse, _abc.Awaitable[_index_pb2.RouteResponse]]:
-        """Engines or hosts that hold the longest prefix of a prompt, tier-weighted. Not served yet: UNIMPLEMENTED."""
+        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
 
     @_abc_1.abstractmethod
     def ReconcileDigests(

@@ -427,7 +427,9 @@ class LeaseResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ItemError:
-        """PAGE_CORRUPT, INVALID_REQUEST for a page of another codec than its keyspace's (the slot is freed, never visible), LEASE_LOST."""
+        """PAGE_CORRUPT, INVALID_REQUEST for a page of another codec than its keyspace's (the slot is freed, never visible), LEASE_LOST.
+        Under write-through also STORE_FAULT or QUOTA_EXCEEDED: the page is visible in staging, is not durable, and is tried again.
+        """
 
     def __init__(
         self,
