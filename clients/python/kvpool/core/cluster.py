@@ -117,6 +117,8 @@ class PageMetadata:
     ttl_ms: int = 0  # 0: no limit
     priority: int = 0  # -100 (first to go) to 100 (last to go)
     pinned_until_us: int = 0  # wall time, microseconds since the epoch; 0: not pinned
+    prompt_tokens: int = 0  # of the prompt it was stored for; 0: unknown
+    expires_us: int = 0  # wall time from which it is a miss; 0: never. The first owner sets it from ttl_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,10 @@ class PageMetadataLike(Protocol):
     def priority(self) -> int: ...
     @property
     def pinned_until_us(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def expires_us(self) -> int: ...
 
 
 def check_length(value: bytes, size_bytes: int, name: str) -> bytes:
@@ -134,6 +138,8 @@ def page_metadata_to_proto(metadata: PageMetadataLike) -> common_pb2.PageMetadat
         chunk_index=metadata.chunk_index,
         group_head_hash=metadata.group_head_hash,
         retention=retention,
+        prompt_tokens=metadata.prompt_tokens,
+        expires_us=metadata.expires_us,
     )
 
 
@@ -147,6 +153,8 @@ def page_metadata_from_proto(message: common_pb2.PageMetadata) -> PageMetadata:
         ttl_ms=check_count(retention.ttl_ms, "metadata.retention.ttl_ms"),
         priority=check_count(retention.priority, "metadata.retention.priority", least=-100, most=100),
         pinned_until_us=check_count(retention.pinned_until_us, "metadata.retention.pinned_until_us"),
+        prompt_tokens=check_count(message.prompt_tokens, "metadata.prompt_tokens"),
+        expires_us=check_count(message.expires_us, "metadata.expires_us"),
     )
 
 

@@ -1,0 +1,98 @@
+"""Retention and keyspace policies <-> messages. Malformed input raises InvalidRequest naming the field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
+from kvpool.core.retention import Retention, RetentionRange
+from kvpool.v1 import common_pb2
+from kvpool.wire.convert import check_count, check_id, convert_items, enum_from_proto
+
+MAX_RETENTION_RANGES = 64
+
+
+def retention_to_proto(retention: Retention) -> common_pb2.Retention:
+    """Retention as it travels."""
+    return common_pb2.Retention(
+        ttl_ms=retention.ttl_ms, priority=retention.priority, pinned_until_us=retention.pinned_until_us
+    )
+
+
+def retention_from_proto(message: common_pb2.Retention, name: str = "retention") -> Retention:
+    """Raises InvalidRequest."""
+    retention = Retention(ttl_ms=message.ttl_ms, priority=message.priority, pinned_until_us=message.pinned_until_us)
+    retention.check(name)
+    return retention
+
+
+def retention_ranges_to_proto(ranges: Sequence[RetentionRange]) -> list[common_pb2.RetentionRange]:
+    """Ranges of one prompt."""
+    return [
+        common_pb2.RetentionRange(
+            first_token=one.first_token, token_count=one.token_count, retention=retention_to_proto(one.retention)
+        )
+        for one in ranges
+    ]
+
+
+def retention_ranges_from_proto(messages: Sequence[common_pb2.RetentionRange]) -> tuple[RetentionRange, ...]:
+    """Raises InvalidRequest naming the range, also for more than MAX_RETENTION_RANGES."""
+    return tuple(convert_items(messages, _range_from_proto, "retention range", most=MAX_RETENTION_RANGES))
+
+
+def _range_from_proto(message: common_pb2.RetentionRange) -> RetentionRange:
+    one = RetentionRange(
+        first_token=message.first_token,
+        token_count=message.token_count,
+        retention=retention_from_proto(message.retention),
+    )
+    one.check("range")
+    return one
+
+
+def policy_to_proto(policy: KeyspacePolicy) -> common_pb2.KeyspacePolicy:
+    """The policy as it travels."""
+    return common_pb2.KeyspacePolicy(
+        write_policy=common_pb2.WritePolicy.ValueType(policy.write_policy),
+        staging=common_pb2.StagingMode.ValueType(policy.staging),
+        selective_min_uses=policy.selective_min_uses,
+        selective_min_tokens=policy.selective_min_tokens,
+        replication_factor=policy.replication_factor,
+        quota_bytes=policy.quota_bytes,
+        retention=retention_to_proto(policy.retention),
+    )
+
+
+def policy_from_proto(message: common_pb2.KeyspacePolicy) -> KeyspacePolicy:
+    """Raises InvalidRequest naming the field."""
+    policy = KeyspacePolicy(
+        write_policy=enum_from_proto(message.write_policy, WritePolicy, "policy.write_policy"),
+        staging=enum_from_proto(message.staging, StagingMode, "policy.staging"),
+        selective_min_uses=message.selective_min_uses,
+        selective_min_tokens=message.selective_min_tokens,
+        replication_factor=message.replication_factor,
+        quota_bytes=message.quota_bytes,
+        retention=retention_from_proto(message.retention, "policy.retention"),
+    )
+    policy.check()
+    return policy
+
+
+def versioned_policy_to_proto(versioned: VersionedPolicy) -> common_pb2.VersionedPolicy:
+    """A policy with its keyspace and version."""
+    return common_pb2.VersionedPolicy(
+        keyspace_id=versioned.keyspace, policy=policy_to_proto(versioned.policy), version=versioned.version
+    )
+
+
+def versioned_policy_from_proto(message: common_pb2.VersionedPolicy) -> VersionedPolicy:
+    """Raises InvalidRequest."""
+    if not message.HasField("policy"):
+        raise InvalidRequest("policy must be set")
+    return VersionedPolicy(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        policy=policy_from_proto(message.policy),
+        version=check_count(message.version, "version", least=1),
+    )

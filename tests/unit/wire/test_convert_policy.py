@@ -1,0 +1,63 @@
+"""Policies and retention on the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
+from kvpool.core.retention import Retention, RetentionRange
+from kvpool.v1 import common_pb2
+from kvpool.wire import convert_policy
+
+_POLICY = KeyspacePolicy(
+    write_policy=WritePolicy.WRITE_THROUGH,
+    staging=StagingMode.TRANSIT,
+    selective_min_uses=3,
+    selective_min_tokens=4,
+    replication_factor=2,
+    quota_bytes=1 << 40,
+    retention=Retention(ttl_ms=9, priority=-7),
+)
+
+
+def test_a_policy_comes_back_as_it_was() -> None:
+    one = VersionedPolicy(keyspace=bytes(16), policy=_POLICY, version=(1 << 64) - 1)
+    assert convert_policy.versioned_policy_from_proto(convert_policy.versioned_policy_to_proto(one)) == one
+
+
+def test_an_empty_message_is_the_policy_that_leaves_everything_to_the_node() -> None:
+    assert convert_policy.policy_from_proto(common_pb2.KeyspacePolicy()) == KeyspacePolicy()
+
+
+def test_ranges_come_back_as_they_were() -> None:
+    ranges = (RetentionRange(0, 5, Retention(1, 2, 3)), RetentionRange(7, 1, Retention()))
+    assert convert_policy.retention_ranges_from_proto(convert_policy.retention_ranges_to_proto(ranges)) == ranges
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (common_pb2.KeyspacePolicy(quota_bytes=-1), "quota_bytes"),
+        (common_pb2.KeyspacePolicy(write_policy=9), "write_policy"),  # type: ignore[arg-type]
+        (common_pb2.KeyspacePolicy(staging=9), "staging"),  # type: ignore[arg-type]
+        (
+            common_pb2.KeyspacePolicy(
+                staging=common_pb2.STAGING_MODE_TRANSIT, write_policy=common_pb2.WRITE_POLICY_STAGING_ONLY
+            ),
+            "neither tier",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(message: common_pb2.KeyspacePolicy, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        convert_policy.policy_from_proto(message)
+
+
+def test_a_malformed_range_names_its_place() -> None:
+    good, bad = RetentionRange(0, 1, Retention()), RetentionRange(0, 0, Retention())
+    with pytest.raises(InvalidRequest, match="retention range 1: .*token_count"):
+        convert_policy.retention_ranges_from_proto(convert_policy.retention_ranges_to_proto([good, bad]))
+    many = convert_policy.retention_ranges_to_proto([good] * (convert_policy.MAX_RETENTION_RANGES + 1))
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        convert_policy.retention_ranges_from_proto(many)
