@@ -10,9 +10,9 @@ from typing import Final
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad
 from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import NodeRecord, NodeTable, check_registration
-from kvpool_index.core.placement import place
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import NodeDirectory
 

@@ -45,6 +45,7 @@ class NodeLoad:
     disk_capacity_bytes: int = 0
     disk_used_bytes: int = 0
     page_count: int = 0
+    disk_free_bytes: int = 0  # page bytes that the disk tier takes before it gives up older pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,6 +182,13 @@ class Draining(KvPoolError):
     advice = "use another replica or retry after the restart"
 
 
+class DrainBlocked(KvPoolError):
+    """Pages of a node that is to be drained can go nowhere, or its drain is in no state for what was asked."""
+
+    reason = "DRAIN_BLOCKED"
+    advice = "add a pagestore or room on one, then drain again"
+
+
 class DeadlineExceeded(KvPoolError):
     """The caller's deadline passed. Leases follow their own rules and may outlive the call."""
 

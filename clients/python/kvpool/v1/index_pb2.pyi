@@ -430,6 +430,7 @@ class NodeLoad(_message.Message):
     DISK_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
     PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     arena_capacity_bytes: _builtins.int
     """Arena budget and use."""
     arena_used_bytes: _builtins.int
@@ -440,6 +441,8 @@ class NodeLoad(_message.Message):
     """Bytes of the disk tier as its file system counts them."""
     page_count: _builtins.int
     """Pages in the node's ledger."""
+    disk_free_bytes: _builtins.int
+    """Page bytes that the disk tier takes before it gives up older pages; without a disk tier 0."""
     def __init__(
         self,
         *,
@@ -448,10 +451,11 @@ class NodeLoad(_message.Message):
         disk_capacity_bytes: _builtins.int = ...,
         disk_used_bytes: _builtins.int = ...,
         page_count: _builtins.int = ...,
+        disk_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_used_bytes", b"arena_used_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_used_bytes", b"disk_used_bytes", "page_count", b"page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_used_bytes", b"arena_used_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_free_bytes", b"disk_free_bytes", "disk_used_bytes", b"disk_used_bytes", "page_count", b"page_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

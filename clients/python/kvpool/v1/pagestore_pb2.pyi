@@ -1017,6 +1017,8 @@ class GetPageStoreStatusResponse(_message.Message):
     SESSION_COUNT_FIELD_NUMBER: _builtins.int
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     DISK_FAULT_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    REPLICA_QUEUE_PAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte node id."""
     incarnation: _builtins.int
@@ -1045,6 +1047,10 @@ class GetPageStoreStatusResponse(_message.Message):
     """Leases now held."""
     disk_fault: _builtins.str
     """Empty if the disk tier works; else why it does not."""
+    draining: _builtins.bool
+    """True from the first Drain until it is cancelled."""
+    replica_queue_pages: _builtins.int
+    """Pages that wait to be copied to other nodes."""
     def __init__(
         self,
         *,
@@ -1062,10 +1068,12 @@ class GetPageStoreStatusResponse(_message.Message):
         session_count: _builtins.int = ...,
         lease_count: _builtins.int = ...,
         disk_fault: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+        replica_queue_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_used_bytes", b"disk_used_bytes", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_used_bytes", b"disk_used_bytes", "draining", b"draining", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "replica_queue_pages", b"replica_queue_pages", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,12 +1185,17 @@ class DrainRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CANCEL_FIELD_NUMBER: _builtins.int
+    cancel: _builtins.bool
+    """True to end a drain that has not ended by itself, and to take new pages again. One answer comes."""
     def __init__(
         self,
+        *,
+        cancel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1196,19 +1209,31 @@ class DrainResponse(_message.Message):
 
     MOVED_PAGE_COUNT_FIELD_NUMBER: _builtins.int
     REMAINING_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     moved_page_count: _builtins.int
     """Pages moved so far."""
     remaining_page_count: _builtins.int
-    """Pages still to move."""
+    """Pages still to look at; those of them that have another live copy need no move."""
+    moved_bytes: _builtins.int
+    """Bytes of the pages moved so far."""
+    kept_page_count: _builtins.int
+    """Pages left where they were because another live copy was found."""
+    done: _builtins.bool
+    """True on the last answer: every page has another live copy and the lease has ended; after `cancel`: the node takes pages again."""
     def __init__(
         self,
         *,
         moved_page_count: _builtins.int = ...,
         remaining_page_count: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+        kept_page_count: _builtins.int = ...,
+        done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved_page_count", b"moved_page_count", "remaining_page_count", b"remaining_page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "kept_page_count", b"kept_page_count", "moved_bytes", b"moved_bytes", "moved_page_count", b"moved_page_count", "remaining_page_count", b"remaining_page_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1314,8 +1339,11 @@ class WritePagesOpen(_message.Message):
 
     EXPECTED_INCARNATION_FIELD_NUMBER: _builtins.int
     KEYSPACES_FIELD_NUMBER: _builtins.int
+    REQUIRE_DURABLE_FIELD_NUMBER: _builtins.int
     expected_incarnation: _builtins.int
     """Incarnation the writer expects; 0 means any."""
+    require_durable: _builtins.bool
+    """True to have RESERVED and EXISTS answered only once the page is on this node's disk, whatever its write policy; a page that cannot be made durable is REJECTED."""
     @_builtins.property
     def keyspaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKeyspace]:
         """The spec of each keyspace that pages belong to."""
@@ -1325,10 +1353,11 @@ class WritePagesOpen(_message.Message):
         *,
         expected_incarnation: _builtins.int = ...,
         keyspaces: _abc.Iterable[Global___SessionKeyspace] | None = ...,
+        require_durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "require_durable", b"require_durable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

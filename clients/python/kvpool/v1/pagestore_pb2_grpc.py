@@ -112,7 +112,8 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED.
+        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
+        INVALID_ARGUMENT for a malformed key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +127,10 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Moves pages that have no other copy to other nodes, then ends the lease. Not served yet: UNIMPLEMENTED.
+        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
+        passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
+        `cancel` to take the node back into service.
+        FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,11 +50,17 @@ class PageStoreServiceStub:
     GetPageStoreStatus: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]
     """Budgets, use, sessions. No errors of its own."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]
-    """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED."""
+    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
+    INVALID_ARGUMENT for a malformed key.
+    """
     Pin: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]
     """Sets or ends soft pins. Not served yet: UNIMPLEMENTED."""
     Drain: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]
-    """Moves pages that have no other copy to other nodes, then ends the lease. Not served yet: UNIMPLEMENTED."""
+    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
+    passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
+    `cancel` to take the node back into service.
+    FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+    """
 
 @_typing.type_check_only
 class PageStoreServiceAsyncStub(PageStoreServiceStub):
@@ -78,11 +84,17 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     GetPageStoreStatus: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]  # type: ignore[assignment]
     """Budgets, use, sessions. No errors of its own."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]  # type: ignore[assignment]
-    """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED."""
+    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
+    INVALID_ARGUMENT for a malformed key.
+    """
     Pin: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]  # type: ignore[assignment]
     """Sets or ends soft pins. Not served yet: UNIMPLEMENTED."""
     Drain: _aio.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]  # type: ignore[assignment]
-    """Moves pages that have no other copy to other nodes, then ends the lease. Not served yet: UNIMPLEMENTED."""
+    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
+    passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
+    `cancel` to take the node back into service.
+    FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+    """
 
 class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
@@ -133,7 +145,9 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.PrefetchResponse, _abc.Awaitable[_pagestore_pb2.PrefetchResponse]]:
-        """Starts promoting pages from disk or peers to staging; best effort. Not served yet: UNIMPLEMENTED."""
+        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
+        INVALID_ARGUMENT for a malformed key.
+        """
 
     @_abc_1.abstractmethod
     def Pin(
@@ -149,7 +163,11 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.DrainResponse], _abc.AsyncIterator[_pagestore_pb2.DrainResponse]]:
-        """Moves pages that have no other copy to other nodes, then ends the lease. Not served yet: UNIMPLEMENTED."""
+        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
+        passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
+        `cancel` to take the node back into service.
+        FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+        """
 
 def add_PageStoreServiceServicer_to_server(servicer: PageStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -64,6 +64,7 @@ def node_load_to_proto(load: cluster.NodeLoad) -> index_pb2.NodeLoad:
         disk_capacity_bytes=load.disk_capacity_bytes,
         disk_used_bytes=load.disk_used_bytes,
         page_count=load.page_count,
+        disk_free_bytes=load.disk_free_bytes,
     )
 
 
@@ -75,6 +76,7 @@ def node_load_from_proto(message: index_pb2.NodeLoad) -> cluster.NodeLoad:
         disk_capacity_bytes=check_count(message.disk_capacity_bytes, "load.disk_capacity_bytes"),
         disk_used_bytes=check_count(message.disk_used_bytes, "load.disk_used_bytes"),
         page_count=check_count(message.page_count, "load.page_count"),
+        disk_free_bytes=check_count(message.disk_free_bytes, "load.disk_free_bytes"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which nodes should hold new chunks of a chain."""
+"""Which nodes should hold chunks of a chain; the index and nodes that copy pages compute it alike."""
 
 import math
 from collections.abc import Iterable

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 from kvpool.core.cluster import NodeInfo, NodeKind
-from kvpool_index.core.placement import place, rendezvous_score
+from kvpool.core.placement import place, rendezvous_score
 
 KEYSPACE = bytes(16)
 
