@@ -107,6 +107,13 @@ class MemoryPageStore(Generic[StoredT_co]):
         destination[: len(page)] = page
         return len(page)
 
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        self._raise_fault()
+        with self._lock:
+            for key, metadata in changes:
+                if key in self._pages:
+                    self._pages[key] = self._pages[key][0], metadata
+
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
         self._raise_fault()
         with self._lock:

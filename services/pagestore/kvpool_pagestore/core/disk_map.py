@@ -11,7 +11,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.grid import shards_in
 from kvpool.core.page import PageKey
 
-_METADATA = struct.Struct("<16s16sqqbq")
+_METADATA = struct.Struct("<16s16sqqbqqq")
 
 PageBytes = Callable[[PageKey], int]
 """Exact bytes of a page; a pure function of its keyspace and shard."""
@@ -79,6 +79,12 @@ class DiskMap:
         chunk = self._chunks.get(keyspace + chunk_hash)
         return None if chunk is None else DiskChunk(keyspace, chunk_hash, chunk.shards, _unpack(chunk.metadata))
 
+    def set_metadata(self, keyspace: bytes, chunk_hash: bytes, metadata: PageMetadata) -> None:
+        """Other retention, for all pages of a chunk; nothing if the chunk is not on disk."""
+        chunk = self._chunks.get(keyspace + chunk_hash)
+        if chunk is not None:
+            chunk.metadata = _pack(metadata)
+
     def touch(self, key: PageKey) -> None:
         """The page was used."""
         at = key.keyspace + key.chunk_hash
@@ -134,11 +140,14 @@ def _pack(metadata: PageMetadata) -> bytes:
         metadata.ttl_ms,
         metadata.priority,
         metadata.pinned_until_us,
+        metadata.prompt_tokens,
+        metadata.expires_us,
     )
 
 
 def _unpack(packed: bytes) -> PageMetadata:
-    parent_hash, group_head_hash, chunk_index, ttl_ms, priority, pinned_until_us = _METADATA.unpack(packed)
+    fields = _METADATA.unpack(packed)
+    parent_hash, group_head_hash, chunk_index, ttl_ms, priority, pinned_until_us, prompt_tokens, expires_us = fields
     return PageMetadata(
         parent_hash=parent_hash,
         chunk_index=chunk_index,
@@ -146,4 +155,6 @@ def _unpack(packed: bytes) -> PageMetadata:
         ttl_ms=ttl_ms,
         priority=priority,
         pinned_until_us=pinned_until_us,
+        prompt_tokens=prompt_tokens,
+        expires_us=expires_us,
     )
