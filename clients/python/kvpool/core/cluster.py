@@ -46,6 +46,7 @@ class NodeLoad:
     disk_used_bytes: int = 0
     page_count: int = 0
     disk_free_bytes: int = 0  # page bytes that the disk tier takes before it gives up older pages
+    reconcile_age_ms: int = 0  # what the store lost longer ago than this has been restored; 0: the node does not do that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,10 @@ class ChainQuery:
         return len(self.chunk_hashes) // 16
 
 
+TIER_RANK = {Tier.STAGING: 0, Tier.DISK: 1, Tier.GPU: 2}
+"""Readers try locations in this order: bytes in memory, bytes on disk, and then hints that may need an engine's consent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchRun:
     """Consecutive chunks with equal locations."""
@@ -180,6 +185,21 @@ class ResyncEvent:
     """Events were missed: start from a fresh view."""
 
     cause: str
+    nodes: tuple[NodeInfo, ...] = ()  # those alive now; only where the watch is for a replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBatch:
+    """Chunk events of a watch for a replica, in the order of the log."""
+
+    events: tuple[ChunkEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatEvent:
+    """Everything that was in the log `age_ms` ago has been sent before this."""
+
+    age_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +207,36 @@ class IndexEvent:
     """One event of a watch, with the position to resume from."""
 
     position: str
-    event: ChunkEvent | NodeEvent | ResyncEvent
+    event: ChunkEvent | NodeEvent | ResyncEvent | ChunkBatch | HeartbeatEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteNode:
+    """Chunks of a prefix of which one node holds any wanted shard, by tier."""
+
+    node: NodeInfo
+    gpu_chunks: int = 0
+    staging_chunks: int = 0
+    disk_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteCandidate:
+    """A host, by what an engine on it would find of a prefix."""
+
+    host_id: str
+    matched_chunks: int  # of the longest prefix that lies whole on this host
+    score: float  # higher is better
+    arena_fill: float = 0.0  # used part of its pagestores' arenas
+    nodes: tuple[RouteNode, ...] = ()  # those that hold something of the prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteAnswer:
+    """Hosts, best first, and how much of the prefix the whole cluster covers."""
+
+    matched_chunks: int
+    candidates: tuple[RouteCandidate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

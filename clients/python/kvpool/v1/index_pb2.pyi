@@ -431,6 +431,7 @@ class NodeLoad(_message.Message):
     DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
     PAGE_COUNT_FIELD_NUMBER: _builtins.int
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    RECONCILE_AGE_MS_FIELD_NUMBER: _builtins.int
     arena_capacity_bytes: _builtins.int
     """Arena budget and use."""
     arena_used_bytes: _builtins.int
@@ -443,6 +444,10 @@ class NodeLoad(_message.Message):
     """Pages in the node's ledger."""
     disk_free_bytes: _builtins.int
     """Page bytes that the disk tier takes before it gives up older pages; without a disk tier 0."""
+    reconcile_age_ms: _builtins.int
+    """Milliseconds since the start of the last completed reconciliation of all ranges (of the first one, while none was completed): what the store lost of this node before then has been
+    restored. 0: the node does not reconcile.
+    """
     def __init__(
         self,
         *,
@@ -452,10 +457,11 @@ class NodeLoad(_message.Message):
         disk_used_bytes: _builtins.int = ...,
         page_count: _builtins.int = ...,
         disk_free_bytes: _builtins.int = ...,
+        reconcile_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_used_bytes", b"arena_used_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_free_bytes", b"disk_free_bytes", "disk_used_bytes", b"disk_used_bytes", "page_count", b"page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_used_bytes", b"arena_used_bytes", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_free_bytes", b"disk_free_bytes", "disk_used_bytes", b"disk_used_bytes", "page_count", b"page_count", "reconcile_age_ms", b"reconcile_age_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -761,7 +767,7 @@ class AnnounceRequest(_message.Message):
 
     @_builtins.property
     def replace_range(self) -> Global___ReplaceRange:
-        """Replaces all the node's locations of a bucket range, in sequence order. Not served yet: the stream ends with UNIMPLEMENTED."""
+        """Replaces all the node's locations of a bucket range, in sequence order with the batches."""
 
     def __init__(
         self,
@@ -791,14 +797,14 @@ class ReplaceRange(_message.Message):
     LAST_BUCKET_FIELD_NUMBER: _builtins.int
     LOCATIONS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Position in the announce sequence."""
+    """Position in the announce sequence; acknowledged like that of a batch."""
     first_bucket: _builtins.int
     """First and last bucket (inclusive), 0 to 65535."""
     last_bucket: _builtins.int
     """Last bucket, inclusive."""
     @_builtins.property
     def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
-        """The node's whole truth for the range."""
+        """The node's whole truth for the range, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
 
     def __init__(
         self,
@@ -1565,16 +1571,34 @@ class ReconcileDigestsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FIRST_RANGE_FIELD_NUMBER: _builtins.int
+    RANGE_COUNT_FIELD_NUMBER: _builtins.int
+    KEYSPACE_ENCODINGS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte id."""
+    incarnation: _builtins.int
+    """Incarnation that holds the lease."""
+    first_range: _builtins.int
+    """First range asked for, 0 to 4095. A range is 16 consecutive buckets; the bucket of a chain group is the last two bytes of its head's hash, big-endian."""
+    range_count: _builtins.int
+    """Number of ranges asked for; 0 means all from first_range on."""
+    @_builtins.property
+    def keyspace_encodings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Canonical encodings of keyspaces that the node holds pages of, at most the batch limit; those that the store has lost are stored again, without their names."""
+
     def __init__(
         self,
         *,
         node_id: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        first_range: _builtins.int = ...,
+        range_count: _builtins.int = ...,
+        keyspace_encodings: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_range", b"first_range", "incarnation", b"incarnation", "keyspace_encodings", b"keyspace_encodings", "node_id", b"node_id", "range_count", b"range_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1589,10 +1613,13 @@ class ReconcileDigestsResponse(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
     applied_sequence: _builtins.int
-    """Applied announce sequence they belong to."""
+    """Every batch of the node's announce stream up to this sequence was in the store before the digests were read; 0 if the stream is not served by this replica."""
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Digest per bucket range."""
+        """Digest of each range asked for, in order: the exclusive or, over the chunks of which the node holds anything, of the first 8 bytes (big-endian) of
+        SHA-1(keyspace id, group head, first 8 bytes of the chunk hash, what is held); 0 for an empty range. What is held: u8 flags (bit t: something in tier t, of gpu, staging, disk;
+        bit t + 4: not the whole grid), then a little-endian u64 bitmap for each tier whose bit t + 4 is set.
+        """
 
     def __init__(
         self,

@@ -194,8 +194,8 @@ class IndexServiceServicer(object):
 
     def Announce(self, request_iterator, context):
         """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
-        UNIMPLEMENTED for replace_range.
+        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
+        or of a malformed or too large range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,7 +256,8 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReconcileDigests(self, request, context):
-        """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED.
+        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
+        store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

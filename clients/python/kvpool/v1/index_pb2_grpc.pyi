@@ -59,8 +59,8 @@ class IndexServiceStub:
     """Live nodes. INVALID_ARGUMENT for an unknown kind."""
     Announce: _grpc.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]
     """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
-    UNIMPLEMENTED for replace_range.
+    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
+    or of a malformed or too large range.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]
     """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
@@ -87,7 +87,9 @@ class IndexServiceStub:
     Route: _grpc.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]
     """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
     ReconcileDigests: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]
-    """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
+    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
+    store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+    """
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
     """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
 
@@ -122,8 +124,8 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """Live nodes. INVALID_ARGUMENT for an unknown kind."""
     Announce: _aio.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]  # type: ignore[assignment]
     """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
-    UNIMPLEMENTED for replace_range.
+    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
+    or of a malformed or too large range.
     """
     Match: _aio.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]  # type: ignore[assignment]
     """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
@@ -150,7 +152,9 @@ class IndexServiceAsyncStub(IndexServiceStub):
     Route: _aio.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]  # type: ignore[assignment]
     """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
     ReconcileDigests: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]  # type: ignore[assignment]
-    """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
+    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
+    store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+    """
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
     """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
 
@@ -236,8 +240,8 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.AnnounceResponse], _abc.AsyncIterator[_index_pb2.AnnounceResponse]]:
         """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied),
-        UNIMPLEMENTED for replace_range.
+        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
+        or of a malformed or too large range.
         """
 
     @_abc_1.abstractmethod
@@ -312,7 +316,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ReconcileDigestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ReconcileDigestsResponse, _abc.Awaitable[_index_pb2.ReconcileDigestsResponse]]:
-        """Digests of a node's bucket ranges for owner-driven reconciliation. Not served yet: UNIMPLEMENTED."""
+        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
+        store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+        """
 
     @_abc_1.abstractmethod
     def GetIndexInfo(

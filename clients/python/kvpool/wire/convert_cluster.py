@@ -6,7 +6,7 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
-from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto
+from kvpool.wire.convert import check_count, check_id, check_optional_id, enum_from_proto
 
 _ENDPOINT_CHARACTERS_MAX = 1024
 
@@ -65,6 +65,7 @@ def node_load_to_proto(load: cluster.NodeLoad) -> index_pb2.NodeLoad:
         disk_used_bytes=load.disk_used_bytes,
         page_count=load.page_count,
         disk_free_bytes=load.disk_free_bytes,
+        reconcile_age_ms=load.reconcile_age_ms,
     )
 
 
@@ -77,6 +78,7 @@ def node_load_from_proto(message: index_pb2.NodeLoad) -> cluster.NodeLoad:
         disk_used_bytes=check_count(message.disk_used_bytes, "load.disk_used_bytes"),
         page_count=check_count(message.page_count, "load.page_count"),
         disk_free_bytes=check_count(message.disk_free_bytes, "load.disk_free_bytes"),
+        reconcile_age_ms=check_count(message.reconcile_age_ms, "load.reconcile_age_ms"),
     )
 
 
@@ -217,49 +219,6 @@ def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMat
         raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
     nodes = {node.node_id: node_info_from_proto(node) for node in message.nodes}
     return cluster.ChainMatch(matched_chunks=message.matched_chunks, runs=runs, nodes=nodes)
-
-
-def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
-    """One event of a watch."""
-    response = index_pb2.WatchResponse(position=event.position)
-    value = event.event
-    if isinstance(value, cluster.ChunkEvent):
-        response.chunk.CopyFrom(
-            index_pb2.ChunkEvent(
-                keyspace_id=value.keyspace,
-                chunk_hash=value.chunk_hash,
-                group_head_hash=value.group_head_hash,
-                locations=[location_to_proto(place) for place in value.locations],
-                version=value.version,
-            )
-        )
-    elif isinstance(value, cluster.NodeEvent):
-        response.node.CopyFrom(index_pb2.NodeEvent(node=node_info_to_proto(value.node), alive=value.alive))
-    else:
-        response.resync.CopyFrom(index_pb2.ResyncEvent(cause=value.cause))
-    return response
-
-
-def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent:
-    """Raises InvalidRequest for an event of no kind that this version knows."""
-    event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent
-    match message.WhichOneof("event"):
-        case "chunk":
-            chunk = message.chunk
-            event = cluster.ChunkEvent(
-                keyspace=check_id(chunk.keyspace_id, "chunk.keyspace_id"),
-                chunk_hash=chunk.chunk_hash,
-                group_head_hash=check_optional_id(chunk.group_head_hash, "chunk.group_head_hash"),
-                locations=tuple(convert_items(chunk.locations, location_from_proto, "location")),
-                version=chunk.version,
-            )
-        case "node":
-            event = cluster.NodeEvent(node=node_info_from_proto(message.node.node), alive=message.node.alive)
-        case "resync":
-            event = cluster.ResyncEvent(cause=message.resync.cause)
-        case _:
-            raise InvalidRequest("a watch event of a kind that this version does not know")
-    return cluster.IndexEvent(position=message.position, event=event)
 
 
 def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoResponse:

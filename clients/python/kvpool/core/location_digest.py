@@ -1,0 +1,64 @@
+"""Digests by which a node and the index find out where they differ, without naming chunks.
+
+Every chain group falls into one of BUCKET_COUNT buckets by the hash of its head, and BUCKETS_PER_RANGE consecutive
+buckets make a range. The digest of a node's range is the exclusive or of one fingerprint for each chunk of which the
+node holds anything, so that it can be kept up to date by whoever changes one chunk.
+
+The index keeps chunks by the first FIELD_BYTES of their hash; `adapters/redis_lua/apply_change.lua` of the index
+computes the same fingerprints.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha1
+
+from kvpool.core.cluster import ALL_SHARDS
+
+FIELD_BYTES = 8  # of a chunk hash; enough to tell the 16 chunks of a group apart
+BUCKET_COUNT = 1 << 16
+BUCKETS_PER_RANGE = 16
+RANGE_COUNT = BUCKET_COUNT // BUCKETS_PER_RANGE
+
+_BITMAP = struct.Struct("<Q")
+
+
+def bucket_of(group_head: bytes) -> int:
+    """The bucket of a group, 0 to 65,535."""
+    return group_head[-2] << 8 | group_head[-1]
+
+
+def range_of(group_head: bytes) -> int:
+    """The range of a group, 0 to 4,095."""
+    return (group_head[-2] << 8 | group_head[-1]) >> 4
+
+
+def range_buckets(first_range: int, last_range: int) -> tuple[int, int]:
+    """First and last bucket of consecutive ranges, all inclusive."""
+    return first_range * BUCKETS_PER_RANGE, (last_range + 1) * BUCKETS_PER_RANGE - 1
+
+
+def holding(shards: Sequence[int], full_shards: int) -> bytes:
+    """What one node holds of a chunk, as the index keeps it after the node's ordinal; b"" for nothing.
+
+    shards: bitmaps of gpu, staging and disk. full_shards: the keyspace's whole grid, 0 if it is not known.
+    Layout: u8 flags, then a little-endian u64 for each tier that is held in part. Flag bit t (0 gpu, 1 staging,
+    2 disk): something is there; bit t + 4: not the whole grid, so that a bitmap follows.
+    """
+    flags, bitmaps = 0, b""
+    for tier, bitmap in enumerate(shards):
+        if not bitmap:
+            continue
+        flags |= 1 << tier
+        if bitmap not in (full_shards, ALL_SHARDS):
+            flags |= 1 << (tier + 4)
+            bitmaps += _BITMAP.pack(bitmap)
+    return bytes((flags,)) + bitmaps if flags else b""
+
+
+def fingerprint(keyspace: bytes, group_head: bytes, field: bytes, held: bytes) -> int:
+    """64 bits of one chunk; 0 if nothing is held. field: first FIELD_BYTES of its hash. held: see `holding`."""
+    if not held:
+        return 0
+    return int.from_bytes(sha1(keyspace + group_head + field + held, usedforsecurity=False).digest()[:8], "big")
