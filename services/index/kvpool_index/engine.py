@@ -21,6 +21,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
+from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.engine_streams import OpenStreams
@@ -55,7 +56,12 @@ class IndexEngine:
         self._announcements = AnnounceService(
             store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
         )
-        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics)
+        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
+
+    @property
+    def watch_reader(self) -> LogReader:
+        """Who reads the log of events for watchers."""
+        return self._watches.reader
 
     def background_work(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Named coroutines that must run as long as the service does."""
@@ -123,9 +129,11 @@ class IndexEngine:
         """Chunks that lost a location. Raises KeyspaceUnknown."""
         return await self._announcements.drop(tenant, keyspace, node_id)
 
-    def watch(self, tenant: str, after_position: str, keyspace: bytes) -> AsyncGenerator[IndexEvent, None]:
+    def watch(
+        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False
+    ) -> AsyncGenerator[IndexEvent, None]:
         """Close the iterator to end the watch. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
-        return self._watches.watch(tenant, after_position, keyspace)
+        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica)
 
     async def info(self) -> IndexInfo:
         """Limits and versions; asks the store whether it is there."""

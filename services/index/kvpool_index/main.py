@@ -10,7 +10,7 @@ import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.errors import StartupFailed
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
-from kvpool.v1 import index_pb2, index_pb2_grpc
+from kvpool.v1 import index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.tenants import secret_from_file_content
@@ -18,6 +18,7 @@ from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 from kvpool_index.servicer import IndexServicer
+from kvpool_index.servicer_hot import add_index_servicer
 from kvpool_server.config import describe, load_config
 from kvpool_server.interceptors import (
     DeadlinePolicy,
@@ -104,7 +105,7 @@ def build_server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetri
         service_names=[_SERVICE_NAME],
     )
     servicer = IndexServicer(engine, lambda: current_identity().tenant)
-    index_pb2_grpc.add_IndexServiceServicer_to_server(servicer, server.grpc)
+    add_index_servicer(servicer, server.grpc)
     return server
 
 

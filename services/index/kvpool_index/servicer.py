@@ -13,6 +13,7 @@ from kvpool.v1 import index_pb2_grpc as pb_grpc
 from kvpool.wire import convert, convert_cluster, convert_keyspace
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
+from kvpool_index.servicer_hot import WatchMessages
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -27,6 +28,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self._tenant = tenant_of_call
         self._max_chunks = engine.config.max_match_chunks
         self._max_items = engine.config.max_batch_items
+        self._watch_messages = WatchMessages()
 
     async def OpenKeyspace(
         self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
@@ -160,14 +162,17 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         )
         return pb.ReportStaleResponse(removed=await self._engine.report_stale(self._tenant(), stale))
 
-    async def Watch(
+    async def Watch(  # type: ignore[override]  # registered by servicer_hot, with answers in bytes
         self, request: pb.WatchRequest, context: Context[pb.WatchRequest, pb.WatchResponse]
-    ) -> AsyncIterator[pb.WatchResponse]:
+    ) -> AsyncIterator[bytes]:
         keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
         async with self._engine.streams.track():
-            async with aclosing(self._engine.watch(self._tenant(), request.after_position, keyspace)) as events:
+            watch = self._engine.watch(
+                self._tenant(), request.after_position, keyspace, for_replica=request.for_replica
+            )
+            async with aclosing(watch) as events:
                 async for event in events:
-                    yield convert_cluster.index_event_to_proto(event)
+                    yield self._watch_messages.pack(event)
 
     async def DropKeyspaceLocations(
         self,

@@ -32,8 +32,8 @@ from kvpool.core.errors import (
 )
 from kvpool.core.grid import ShardGrid
 from kvpool.v1 import index_pb2, index_pb2_grpc
-from kvpool.wire.convert_cluster import index_event_to_proto
 from kvpool.wire.convert_keyspace import grid_to_proto
+from kvpool.wire.convert_watch import index_event_to_proto
 from tests.unit.client.servers import SPEC, refuse, serve, test_config
 
 add = index_pb2_grpc.add_IndexServiceServicer_to_server

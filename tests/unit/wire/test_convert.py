@@ -16,7 +16,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2
-from kvpool.wire import convert, convert_cluster, convert_engine, convert_keyspace
+from kvpool.wire import convert, convert_cluster, convert_engine, convert_keyspace, convert_watch
 
 HASH = bytes(range(16))
 MASKS = st.integers(0, (1 << 64) - 1)
@@ -204,11 +204,18 @@ def test_query_in_the_middle_of_a_group_needs_its_head() -> None:
         ),
         cluster.NodeEvent(node=cluster.NodeInfo(node_id=HASH, kind=cluster.NodeKind.AGENT), alive=False),
         cluster.ResyncEvent(cause="behind"),
+        cluster.ResyncEvent(cause="gap", nodes=(cluster.NodeInfo(node_id=HASH, kind=cluster.NodeKind.PAGESTORE),)),
+        cluster.HeartbeatEvent(age_ms=12),
+        cluster.ChunkBatch(
+            events=(cluster.ChunkEvent(keyspace=HASH, chunk_hash=HASH, group_head_hash=HASH, locations=(), version=5),)
+        ),
     ],
 )
-def test_events_come_back(event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent) -> None:
+def test_events_come_back(
+    event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent | cluster.HeartbeatEvent | cluster.ChunkBatch,
+) -> None:
     value = cluster.IndexEvent(position="p1", event=event)
-    assert convert_cluster.index_event_from_proto(convert_cluster.index_event_to_proto(value)) == value
+    assert convert_watch.index_event_from_proto(convert_watch.index_event_to_proto(value)) == value
 
 
 def test_layout_comes_back() -> None:

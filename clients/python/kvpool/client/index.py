@@ -165,12 +165,15 @@ class IndexClient:
         answer = await self._endpoints.call(lambda stub: stub.ReportStale, request, timeout_s=timeout_s)
         return list(answer.removed)
 
-    def watch(self, *, keyspace: bytes = b"", after_position: str = "") -> AsyncGenerator[IndexEvent]:
+    def watch(
+        self, *, keyspace: bytes = b"", after_position: str = "", for_replica: bool = False
+    ) -> AsyncGenerator[IndexEvent]:
         """Events, at least once each, for as long as it is iterated; it reconnects and resumes by itself.
 
+        for_replica: begin with RESYNC, name live nodes in it, send chunk events in batches, and heartbeats.
         Close it (`aclose`, or contextlib.aclosing) when done. raises: what cannot be cured by reconnecting.
         """
-        return watch_events(self._endpoints, keyspace=keyspace, after_position=after_position)
+        return watch_events(self._endpoints, keyspace=keyspace, after_position=after_position, for_replica=for_replica)
 
     async def drop_keyspace_locations(
         self, keyspace: bytes, node_id: bytes = b"", *, timeout_s: float | None = None

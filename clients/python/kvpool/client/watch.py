@@ -15,7 +15,7 @@ from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import IndexEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
-from kvpool.wire.convert_cluster import index_event_from_proto
+from kvpool.wire.convert_watch import index_event_from_proto
 from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
@@ -26,21 +26,22 @@ _log = logging.getLogger(__name__)
 
 
 async def watch_events(
-    endpoints: Endpoints[IndexServiceAsyncStub], *, keyspace: bytes, after_position: str
+    endpoints: Endpoints[IndexServiceAsyncStub], *, keyspace: bytes, after_position: str, for_replica: bool = False
 ) -> AsyncGenerator[IndexEvent]:
     """Yield events, at least once each; after a break it resumes behind the last one it yielded.
 
-    A break before the first event of a watch without a position may have lost some: a ResyncEvent says so.
+    A break before the first event of a watch without a position may have lost some: a ResyncEvent says so. A watch for
+    a replica needs none from here, because the index begins it with one.
     """
     position = after_position
     opened_before = False
     backoff = Backoff(endpoints.config.backoff_initial_s, endpoints.config.backoff_max_s)
     while True:
-        if opened_before and not position:
+        if opened_before and not position and not for_replica:
             yield IndexEvent(position="", event=ResyncEvent(cause="the watch reconnected before its first event"))
         endpoint = endpoints.endpoint
         try:
-            async with aclosing(_watch_once(endpoints, keyspace, position)) as events:
+            async with aclosing(_watch_once(endpoints, keyspace, position, for_replica)) as events:
                 async for event in events:
                     position = event.position
                     opened_before = True
@@ -56,9 +57,9 @@ async def watch_events(
 
 
 async def _watch_once(
-    endpoints: Endpoints[IndexServiceAsyncStub], keyspace: bytes, position: str
+    endpoints: Endpoints[IndexServiceAsyncStub], keyspace: bytes, position: str, for_replica: bool
 ) -> AsyncGenerator[IndexEvent]:
-    request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace)
+    request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace, for_replica=for_replica)
     call = None
     try:
         call = endpoints.stub().Watch(request, metadata=endpoints.config.metadata)

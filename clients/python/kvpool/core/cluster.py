@@ -141,7 +141,7 @@ class ChainQuery:
 
 
 TIER_RANK = {Tier.STAGING: 0, Tier.DISK: 1, Tier.GPU: 2}
-"""Readers try locations in this order: bytes in memory, bytes on disk, and then hints that may need an engine's consent."""
+"""Readers try locations in this order: bytes in memory, bytes on disk, then hints that may need an engine's consent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,8 +123,10 @@ class WatchBuffer(Generic[T]):
     """What waits for one watcher. When it would overflow, all of it is dropped and `take` says that items were lost."""
 
     def __init__(self, limit: int) -> None:
+        """limit: what the sizes of all items may sum up to."""
         self._items: deque[T] = deque()
         self._limit = limit
+        self._size = 0
         self._lost = False
 
     def __len__(self) -> int:
@@ -135,17 +137,19 @@ class WatchBuffer(Generic[T]):
         """Whether `take` has anything to say."""
         return self._lost or bool(self._items)
 
-    def put(self, items: Sequence[T]) -> None:
-        """Add items in order."""
-        if len(self._items) + len(items) > self._limit:
-            self._items.clear()
-            self._lost = True
+    def put(self, items: Sequence[T], size: int | None = None) -> None:
+        """Add items in order. size: of all of them together; one each if not given."""
+        size = len(items) if size is None else size
+        if self._size + size > self._limit:
+            self.lose()
         else:
             self._items.extend(items)
+            self._size += size
 
     def lose(self) -> None:
         """Note that items were lost before they came here."""
         self._items.clear()
+        self._size = 0
         self._lost = True
 
     def take(self) -> tuple[bool, list[T]]:
@@ -153,4 +157,5 @@ class WatchBuffer(Generic[T]):
         lost, items = self._lost, list(self._items)
         self._lost = False
         self._items.clear()
+        self._size = 0
         return lost, items

@@ -4,12 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo
-from kvpool.core.outcome import Tier
+from kvpool.core.cluster import TIER_RANK, ChainMatch, Location, MatchRun, NodeInfo
 from kvpool_index.core.entries import TIERS, decode_value
-
-# Readers try locations in this order: bytes in memory, bytes on disk, and then hints that may need an engine's consent.
-_TIER_RANK: Final = {Tier.STAGING: 0, Tier.DISK: 1, Tier.GPU: 2}
 
 _BLOCK: Final = 64  # values that are compared at once
 
@@ -79,7 +75,7 @@ class Matcher:
                 if shards & self._wanted:
                     union |= shards
                     location = Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=shards)
-                    ranked.append(((away, _TIER_RANK[tier], node.node_id), location))
+                    ranked.append(((away, TIER_RANK[tier], node.node_id), location))
         ranked.sort(key=lambda pair: pair[0])
         judged = _Judged(tuple(location for _, location in ranked), union & self._wanted == self._wanted)
         self._judged[value] = judged

@@ -1,0 +1,74 @@
+"""Events of a watch <-> messages of the index."""
+
+from __future__ import annotations
+
+from kvpool.core import cluster
+from kvpool.core.errors import InvalidRequest
+from kvpool.v1 import index_pb2
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items
+from kvpool.wire.convert_cluster import location_from_proto, location_to_proto, node_info_from_proto, node_info_to_proto
+
+
+def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
+    """One event of a watch."""
+    value, position = event.event, event.position
+    match value:
+        case cluster.ChunkEvent():
+            return index_pb2.WatchResponse(position=position, chunk=_chunk_to_proto(value))
+        case cluster.ChunkBatch():
+            return index_pb2.WatchResponse(position=position, chunks=chunk_batch_to_proto(value))
+        case cluster.NodeEvent():
+            node = index_pb2.NodeEvent(node=node_info_to_proto(value.node), alive=value.alive)
+            return index_pb2.WatchResponse(position=position, node=node)
+        case cluster.HeartbeatEvent():
+            return index_pb2.WatchResponse(position=position, heartbeat=index_pb2.HeartbeatEvent(age_ms=value.age_ms))
+        case cluster.ResyncEvent():
+            nodes = [node_info_to_proto(each) for each in value.nodes]
+            return index_pb2.WatchResponse(
+                position=position, resync=index_pb2.ResyncEvent(cause=value.cause, nodes=nodes)
+            )
+
+
+def chunk_batch_to_proto(batch: cluster.ChunkBatch) -> index_pb2.ChunkEvents:
+    """Chunk events without a position, which may differ between the watchers that get them."""
+    return index_pb2.ChunkEvents(events=[_chunk_to_proto(event) for event in batch.events])
+
+
+def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent:
+    """Raises InvalidRequest for an event of no kind that this version knows."""
+    event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent | cluster.ChunkBatch | cluster.HeartbeatEvent
+    match message.WhichOneof("event"):
+        case "chunk":
+            event = _chunk_from_proto(message.chunk)
+        case "chunks":
+            event = cluster.ChunkBatch(events=tuple(_chunk_from_proto(chunk) for chunk in message.chunks.events))
+        case "node":
+            event = cluster.NodeEvent(node=node_info_from_proto(message.node.node), alive=message.node.alive)
+        case "heartbeat":
+            event = cluster.HeartbeatEvent(age_ms=check_count(message.heartbeat.age_ms, "heartbeat.age_ms"))
+        case "resync":
+            nodes = tuple(node_info_from_proto(node) for node in message.resync.nodes)
+            event = cluster.ResyncEvent(cause=message.resync.cause, nodes=nodes)
+        case _:
+            raise InvalidRequest("a watch event of a kind that this version does not know")
+    return cluster.IndexEvent(position=message.position, event=event)
+
+
+def _chunk_to_proto(event: cluster.ChunkEvent) -> index_pb2.ChunkEvent:
+    return index_pb2.ChunkEvent(
+        keyspace_id=event.keyspace,
+        chunk_hash=event.chunk_hash,
+        group_head_hash=event.group_head_hash,
+        locations=[location_to_proto(place) for place in event.locations],
+        version=event.version,
+    )
+
+
+def _chunk_from_proto(message: index_pb2.ChunkEvent) -> cluster.ChunkEvent:
+    return cluster.ChunkEvent(
+        keyspace=check_id(message.keyspace_id, "chunk.keyspace_id"),
+        chunk_hash=message.chunk_hash,
+        group_head_hash=check_optional_id(message.group_head_hash, "chunk.group_head_hash"),
+        locations=tuple(convert_items(message.locations, location_from_proto, "location")),
+        version=message.version,
+    )

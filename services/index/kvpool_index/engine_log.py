@@ -1,0 +1,168 @@
+"""The one reader of the event log in a replica, and what log entries mean to watchers."""
+
+import asyncio
+import logging
+import struct
+from collections.abc import AsyncGenerator, Callable, Sequence
+from operator import ge
+from typing import Final
+
+from kvpool.core.cluster import ChunkEvent, NodeEvent
+from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool_index.core.entries import decode_value
+from kvpool_index.core.events import ChunkState, LogEntry, Position, entry_order, unpack_chunks, unpack_node
+from kvpool_index.core.match import locations_of
+from kvpool_index.core.watching import EntryNews, OwnedEvent, news_of
+from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine_nodes import NodeService
+from kvpool_index.ports import EventLog
+
+_log = logging.getLogger(__name__)
+
+_READ_WAIT_S: Final = 5.0
+_READ_ENTRIES: Final = 64
+_RETRY_S: Final = 1.0
+_END_TRIES: Final = 50
+_END_WAIT_S: Final = 0.02
+
+
+class LogReader:
+    """Reads each stream of the log once, for all watchers of this replica, while it is started."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        nodes: NodeService,
+        keyspaces: KeyspaceService,
+        *,
+        deliver: Callable[[Sequence[EntryNews]], None],
+        lose: Callable[[], None],
+    ) -> None:
+        """deliver: takes news in the order of their stream. lose: the log has a gap; what follows comes after it."""
+        self._event_log = log
+        self._nodes = nodes
+        self._keyspaces = keyspaces
+        self._deliver = deliver
+        self._lose = lose
+        self._readers: list[asyncio.Task[None]] = []
+        self._read_up_to = Position(())
+
+    @property
+    def position(self) -> Position:
+        """Where the readers are; everything before it has been delivered."""
+        return self._read_up_to
+
+    async def start(self) -> None:
+        """Read from now on; nothing if it is started."""
+        if self._readers:
+            return
+        self._read_up_to = Position(await self._event_log.tails())
+        self._readers = [
+            asyncio.create_task(self._read_stream(stream), name=f"watch-{stream}")
+            for stream in range(self._event_log.stream_count)
+        ]
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Read no more; the tasks that are ending."""
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.cancel()
+        return readers
+
+    async def reaches_end(self) -> bool:
+        """Whether everything that is in the log now is delivered within a second. Raises StoreUnavailable."""
+        before = self._read_up_to.entry_ids
+        tails = [entry_order(tail) for tail in await self._event_log.tails()]
+        # A log that ends before where we were was wiped or rolled back: its reader will find the gap.
+        if any(tail < entry_order(was) for tail, was in zip(tails, before, strict=True)):
+            return False
+        for _ in range(_END_TRIES):
+            if all(map(ge, map(entry_order, self._read_up_to.entry_ids), tails)):
+                return True
+            await asyncio.sleep(_END_WAIT_S)
+        return False
+
+    async def catch_up(self, wanted: Position, present: Position) -> AsyncGenerator[EntryNews | None, None]:
+        """What happened between two positions, the streams one after the other; None and the end where some is gone."""
+        if len(wanted.entry_ids) != len(present.entry_ids):
+            yield None  # of a log with other partitions
+            return
+        position = wanted
+        for stream, until in enumerate(present.entry_ids):
+            while (after := position.entry_ids[stream]) != until:
+                entries = await self._event_log.read(stream, after, limit=_READ_ENTRIES, wait_s=0)
+                if not await self._event_log.is_kept(stream, after):
+                    yield None
+                    return
+                entries = [entry for entry in entries if entry_order(entry.entry_id) <= entry_order(until)]
+                if not entries:
+                    break
+                for news in await self._news(stream, entries, position):
+                    yield news
+                position = position.advanced(stream, entries[-1].entry_id)
+
+    async def _read_stream(self, stream: int) -> None:
+        while True:
+            after = self._read_up_to.entry_ids[stream]
+            try:
+                entries = await self._event_log.read(stream, after, limit=_READ_ENTRIES, wait_s=_READ_WAIT_S)
+                # A log that came back empty or rolled back, or that outran this reader, has a gap after our position.
+                if not await self._event_log.is_kept(stream, after):
+                    self._advance(stream, (await self._event_log.tails())[stream])
+                    self._lose()
+                    continue
+                owned = await self._owned(stream, entries)
+            except (StoreUnavailable, Overloaded) as error:
+                _log.warning("watching is interrupted: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except (struct.error, ValueError, KeyError):
+                _log.exception(
+                    "an entry after %s of event stream %d cannot be read; watchers start afresh", after, stream
+                )
+                self._advance(stream, entries[-1].entry_id)
+                self._lose()
+                continue
+            if entries:
+                # Without an await in between: the other streams' readers move the position too.
+                news = news_of(entries, stream, self._read_up_to, owned)
+                self._advance(stream, entries[-1].entry_id)
+                self._deliver(news)
+
+    def _advance(self, stream: int, entry_id: str) -> None:
+        self._read_up_to = self._read_up_to.advanced(stream, entry_id)
+
+    async def _news(self, stream: int, entries: Sequence[LogEntry], start: Position) -> list[EntryNews]:
+        owned = await self._owned(stream, entries)
+        return news_of(entries, stream, start, owned)
+
+    async def _owned(self, stream: int, entries: Sequence[LogEntry]) -> dict[str, list[OwnedEvent]]:
+        """By entry id, the events and whose they are."""
+        if stream == self._event_log.stream_count - 1:
+            return {entry.entry_id: [_node_event(entry)] for entry in entries}
+        states = {entry.entry_id: list(unpack_chunks(entry.payload)) for entry in entries}
+        ordinals = {each.ordinal for found in states.values() for state in found for each in decode_value(state.value)}
+        await self._nodes.learn(ordinals)
+        return {entry_id: await self._chunk_events(found) for entry_id, found in states.items()}
+
+    async def _chunk_events(self, states: Sequence[ChunkState]) -> list[OwnedEvent]:
+        found: list[OwnedEvent] = []
+        for state in states:
+            keyspace = await self._keyspaces.find(state.keyspace)
+            if keyspace is None:
+                continue  # nobody has opened it, so nobody may see it
+            locations = locations_of(state.value, grid=keyspace.all_shards, live_node=self._nodes.live_node_now())
+            event = ChunkEvent(
+                keyspace=state.keyspace,
+                chunk_hash=state.chunk_hash,
+                group_head_hash=state.group_head,
+                locations=locations,
+                version=state.version,
+            )
+            found.append((keyspace.tenant, event))
+        return found
+
+
+def _node_event(entry: LogEntry) -> OwnedEvent:
+    state = unpack_node(entry.payload)
+    return None, NodeEvent(node=state.info, alive=state.alive)
