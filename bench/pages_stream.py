@@ -44,7 +44,8 @@ from kvpool.core.payload import payload_bytes
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import MAX_MESSAGE_BYTES, BulkFrame
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
-from kvpool_pagestore.ports import PageMetadata, ReadGrant
+from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.ports_bulk import ReadGrant
 from kvpool_server.bulk import BulkServer
 from kvpool_server.listen import TcpAddress
 from kvpool_server.process import tune_process

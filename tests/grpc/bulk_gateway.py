@@ -13,7 +13,8 @@ from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, 
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey, page_bytes, seal, verify
 from kvpool_pagestore.bulk_servicer import BulkLimits, PageTransferServicer
-from kvpool_pagestore.ports import PageMetadata, ReadGrant, WriteGrant
+from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.auth import DefaultTenantAuthenticator, SyncAuth, current_identity
 from kvpool_server.interceptors.errors import SyncErrors

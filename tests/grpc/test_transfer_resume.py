@@ -19,6 +19,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.frames import BulkFrame
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.bulk_servicer import PageTransferServicer, WriteMessage
+from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import PullItem, RemoteSource
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
@@ -169,10 +170,11 @@ class Pulling:
         self.peers = peers
         self.source = RemoteSource(node_id=b"n" * 16, incarnation=incarnation, bulk_endpoint=endpoint)
         self.reports: list[tuple[int, type[KvPoolError] | None, bool]] = []
+        self.stop = StopSignal()
 
     def pull(self, items: Sequence[tuple[PageKey, bytearray]]) -> None:
         wanted = [PullItem(key=page_key, destination=memoryview(buffer)) for page_key, buffer in items]
-        self.peers.pull(self.source, SPEC, wanted, 10.0, self.report)
+        self.peers.pull(self.source, SPEC, wanted, 10.0, self.report, self.stop)
 
     def report(self, index: int, error: KvPoolError | None, hit: bool) -> None:
         self.reports.append((index, None if error is None else type(error), hit))

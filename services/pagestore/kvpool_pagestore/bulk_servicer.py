@@ -27,7 +27,7 @@ from kvpool.wire.frames import (
 )
 from kvpool_pagestore.bulk_watch import StreamWatch, watched
 from kvpool_pagestore.bulk_writes import write_pages
-from kvpool_pagestore.ports import BulkGateway, BulkSession, ReadGrant
+from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
 
 SERVICE_NAME = "kvpool.v1.PageTransferService"
 READ_KEYS_MAX = 1024

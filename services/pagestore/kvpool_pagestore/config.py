@@ -53,6 +53,9 @@ class PageStoreConfig:
     quarantine_grace_ms: Annotated[int, "wait after a peer's process is gone before its slots are reused"] = 1000
     quarantine_poll_ms: Annotated[int, "how often it is looked whether a peer is gone, while one is missing"] = 200
     pull_timeout_ms: Annotated[int, "deadline of one pull from another node"] = 20_000
+    pull_stall_ms: Annotated[int, "a pull that brings no page for so long is given up"] = 5_000
+    pull_streams_per_peer: Annotated[int, "pulls from one other node at once"] = 2
+    hedge_ms: Annotated[int, "a pull is slow, and another node asked too, after this at the least; 0: never"] = 200
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 2_000
     index_start_wait_ms: Annotated[int, "wait for the index at start before serving without it"] = 3_000
     drain_ms: Annotated[int, "time for dirty pages to become durable after SIGTERM"] = 20_000
@@ -61,7 +64,14 @@ class PageStoreConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("disk_bytes", "dirty_bytes", "linger_ms", "quarantine_grace_ms", "index_start_wait_ms"):
+        for name in (
+            "disk_bytes",
+            "hedge_ms",
+            "dirty_bytes",
+            "linger_ms",
+            "quarantine_grace_ms",
+            "index_start_wait_ms",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.segment_bytes > self.arena_bytes:
@@ -96,6 +106,8 @@ _POSITIVE = (
     "heartbeat_interval_ms",
     "quarantine_poll_ms",
     "pull_timeout_ms",
+    "pull_stall_ms",
+    "pull_streams_per_peer",
     "index_timeout_ms",
     "drain_ms",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, KvPoolError, SessionUnknown
@@ -47,7 +47,7 @@ class _Item:
     index: int
     wanted: AcquireItem
     disk_tried: bool = False
-    sources_tried: int = 0
+    tried: set[RemoteSource] = field(default_factory=set)
     joins: int = 0
     settled: bool = False
     waiting: bool = False  # counts in the session's window
@@ -127,7 +127,7 @@ class Acquisition:
             return item.joins < _MAX_JOINS
         if not item.disk_tried and self._flights.disk_metadata(wanted.key) is not None:
             return True
-        return item.sources_tried < len(wanted.sources)
+        return any(source not in item.tried for source in wanted.sources)
 
     def _flight(self, item: _Item) -> Flight:
         """Join the page's flight, or begin the next one; only after `_may_come`."""
@@ -142,10 +142,12 @@ class Acquisition:
         if on_disk is not None:
             item.disk_tried = True
             return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace)
-        source = wanted.sources[item.sources_tried]
-        item.sources_tried += 1
+        sources = [source for source in wanted.sources if source not in item.tried]
         assert wanted.metadata is not None  # whoever names sources sends it
-        return self._flights.pull(PageRecord(wanted.key, size_bytes, wanted.metadata), wanted.keyspace, source)
+        flight = self._flights.pull(PageRecord(wanted.key, size_bytes, wanted.metadata), wanted.keyspace, sources)
+        item.tried.add(sources[0])
+        flight.on_landed.append(lambda landed: item.tried.update(landed.tried))
+        return flight
 
     def _landed(self, item: _Item, flight: Flight) -> None:
         if item.settled:

@@ -16,7 +16,8 @@ from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
-from kvpool_pagestore.ports import PageMetadata, ReadGrant, WriteGrant
+from kvpool_pagestore.ports import PageMetadata
+from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 
 T = TypeVar("T")
 

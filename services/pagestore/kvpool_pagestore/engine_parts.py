@@ -12,6 +12,7 @@ from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_pulls import PullLimits, Pulls
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
@@ -96,5 +97,12 @@ def make_flights(
     tasks: EngineTasks,
     metrics: PageStoreMetrics,
 ) -> Flights:
-    timeout_s = config.pull_timeout_ms / 1e3
-    return Flights(ledger, space, disk, parts.peers, parts.index, parts.workers.pull, tasks, metrics, timeout_s)
+    limits = PullLimits(
+        timeout_s=config.pull_timeout_ms / 1e3,
+        stall_s=config.pull_stall_ms / 1e3,
+        hedge_s=config.hedge_ms / 1e3,
+        streams_per_peer=config.pull_streams_per_peer,
+    )
+    pullers, clock = parts.workers.pull, parts.clock
+    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock)
+    return Flights(ledger, space, disk, pulls, tasks)

@@ -109,6 +109,9 @@ class PageStoreMetrics:
         self.written_pages = Counter(
             f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
+        self.hedged_pages = Counter(
+            f"{prefix}_hedged_pages", "Pages asked of a second node because the first was slow.", registry=registry
+        )
         self.write_back_lag = Histogram(
             f"{prefix}_write_back_lag_seconds",
             "Time from a page's commit until it was durable.",

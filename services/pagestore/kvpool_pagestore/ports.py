@@ -1,9 +1,8 @@
-"""What the pagestore's engine needs from the world, and what its bulk endpoint needs from the engine."""
+"""What the pagestore's engine needs from the world."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
@@ -100,7 +99,14 @@ class PageWrite:
 
 
 OnDurable = Callable[[PageKey, KvPoolError | None], None]
-"""Called once per page, from the writing thread, after the sync that covers the page (None) or with its failure."""
+"""Told how one page fared: None once it is durable, else why it is not.
+
+Called exactly once for each item of a batch, from the writing thread, before `put_batch` returns. It speaks of that one
+page, not of the batch: pages of a batch may fare differently, and a key that is named twice is told twice. None means
+that the sync which covers the page's bytes and its record has returned: a process killed in the callback has the page
+after its restart. A failure means that this write left nothing that a reader could find; an older copy of the page, if
+there was one, may be gone or still be there.
+"""
 
 
 class PageStore(Protocol):
@@ -144,6 +150,10 @@ class PageStore(Protocol):
         """
         ...
 
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        """Replace what is kept beside pages, durably: it is synced when this returns. Absent pages are ignored."""
+        ...
+
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
         """Forget pages; absent ones are ignored."""
         ...
@@ -169,6 +179,28 @@ class PullItem:
     destination: memoryview
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushItem:
+    """One sealed page to give to another node. `page` views it, and stays valid until the push has returned."""
+
+    key: PageKey
+    page: memoryview
+    metadata: PageMetadata
+
+
+class Stop(Protocol):
+    """Whether a transfer is still wanted. Asked, and told, from any thread."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once it is not; for ever."""
+        ...
+
+    def on_stop(self, act: Callable[[], object]) -> None:
+        """Have `act` called when the transfer is stopped, at once if it is already. It replaces an earlier one."""
+        ...
+
+
 class PeerPages(Protocol):
     """Pages of other nodes. Blocks; called from worker threads."""
 
@@ -179,11 +211,29 @@ class PeerPages(Protocol):
         items: Sequence[PullItem],
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
+        stop: Stop,
     ) -> None:
         """Stream pages of one keyspace into their slots. Calls on_page(item index, error, hit) once per item.
 
         `deadline_s` counts from now; the order is free. A page is reported as a hit only when all its bytes arrived;
-        the engine verifies them. Never raises: a broken stream is reported on every item that had not settled.
+        the engine verifies them. Never raises: a broken stream is reported on every item that had not settled. Returns
+        soon after `stop` is stopped; no slot is touched after the return.
+        """
+        ...
+
+    def push(
+        self,
+        target: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[PushItem],
+        deadline_s: float,
+        *,
+        require_durable: bool,
+        on_page: Callable[[int, KvPoolError | None], None],
+    ) -> None:
+        """Give pages of one keyspace to another node. Calls on_page(item index, error) once per item; None: it has it.
+
+        require_durable: it has it on its disk. Never raises: what goes wrong is reported per item.
         """
         ...
 
@@ -217,63 +267,4 @@ class IndexLink(Protocol):
 
     async def close(self) -> None:
         """Leave the index: this node's locations are gone from every match. Idempotent."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadGrant:
-    """A read lease for a bulk reader: `page` views the verified slot until released."""
-
-    lease_id: int
-    page: memoryview
-    metadata: PageMetadata
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteGrant:
-    """A write lease for a bulk writer: fill `page` completely, then commit or abort."""
-
-    lease_id: int
-    page: memoryview
-
-
-class BulkGateway(Protocol):
-    """What bulk streams (on their own threads) may ask of the engine. Blocks the calling thread, never the event loop.
-
-    A stream opens one gateway session (`BulkSession`) and closes it when it ends, however it ends; that gives back all
-    its leases, because a bulk stream's thread has stopped touching the slots by then.
-    """
-
-    def open_bulk(
-        self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int
-    ) -> BulkSession:
-        """Raises StaleIncarnation, TenantDenied, InvalidRequest, Draining."""
-        ...
-
-
-class BulkSession(Protocol):
-    """Leases of one bulk stream."""
-
-    def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
-        """Per key: a grant, the error, or None for a plain miss. Own tiers only: never forwarded."""
-        ...
-
-    def release(self, grants: Sequence[ReadGrant]) -> None:
-        """Give read leases back."""
-        ...
-
-    def reserve(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> WriteGrant | int | KvPoolError:
-        """A grant, or Admission.EXISTS / Admission.PENDING, or the error (InvalidRequest, ArenaFull, ...)."""
-        ...
-
-    def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
-        """Begin to verify the page and make it visible; PageCorrupt if it fails. Release the view when it is done."""
-        ...
-
-    def abort(self, grants: Sequence[WriteGrant]) -> None:
-        """Give write leases back unwritten."""
-        ...
-
-    def close(self) -> None:
-        """End the session; idempotent."""
         ...

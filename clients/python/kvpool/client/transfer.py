@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 
@@ -23,7 +23,7 @@ from kvpool.client.transfer_batches import (
     ReadBatch,
     WriteBatch,
 )
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
@@ -50,6 +50,19 @@ _CHANNEL_OPTIONS: Final = [
 ]
 
 
+class TransferStop(Protocol):
+    """Whether a transfer is still wanted. Asked, and told, from any thread."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once it is not; for ever."""
+        ...
+
+    def on_stop(self, act: Callable[[], object]) -> None:
+        """Have `act` called when the transfer is stopped, at once if it is already. It replaces an earlier one."""
+        ...
+
+
 class PageTransferClient:
     """Streams to one pagestore's bulk endpoint. Thread-safe; calls that run at once share one connection."""
 
@@ -72,8 +85,12 @@ class PageTransferClient:
         *,
         timeout_s: float,
         expected_incarnation: int = 0,
+        stop: TransferStop | None = None,
     ) -> None:
-        """Read pages into their destinations. Never raises a KvPoolError: what goes wrong is reported per item."""
+        """Read pages into their destinations. Never raises a KvPoolError: what goes wrong is reported per item.
+
+        Once `stop` is stopped, what has not settled is reported as Stopped; no destination is touched after the return.
+        """
         ends_at_s = time.monotonic() + timeout_s
         request = pb.ReadPagesRequest(
             expected_incarnation=expected_incarnation,
@@ -82,7 +99,7 @@ class PageTransferClient:
         )
         for start in range(0, len(items), _READ_KEYS_MAX):
             batch = ReadBatch(items[start : start + _READ_KEYS_MAX], start, on_page)
-            error = self._attempts(batch, _ReadAttempt(request, batch, self._metadata), ends_at_s)
+            error = self._attempts(batch, _ReadAttempt(request, batch, self._metadata, stop), ends_at_s, stop)
             batch.fail_rest(error)
 
     def write_pages(
@@ -93,13 +110,17 @@ class PageTransferClient:
         *,
         timeout_s: float,
         expected_incarnation: int = 0,
+        require_durable: bool = False,
     ) -> None:
         """Write pages. Never raises a KvPoolError: what goes wrong is reported per item.
 
         After a broken stream a page whose answer was lost is sent again, and answered with EXISTS.
+        require_durable: RESERVED and EXISTS come only once the page is on the peer's disk.
         """
         opening = pb.WritePagesOpen(
-            expected_incarnation=expected_incarnation, keyspaces=session_keyspaces_to_proto(keyspaces)
+            expected_incarnation=expected_incarnation,
+            keyspaces=session_keyspaces_to_proto(keyspaces),
+            require_durable=require_durable,
         )
         batch = WriteBatch(items, opening, on_page, self._frame_bytes)
         error = self._attempts(batch, _WriteAttempt(batch, self._metadata), time.monotonic() + timeout_s)
@@ -114,12 +135,16 @@ class PageTransferClient:
             connection.channel.close()
 
     def _attempts(
-        self, batch: ReadBatch | WriteBatch, attempt: Callable[[grpc.Channel, float], None], ends_at_s: float
+        self,
+        batch: ReadBatch | WriteBatch,
+        attempt: Callable[[grpc.Channel, float], None],
+        ends_at_s: float,
+        stop: TransferStop | None = None,
     ) -> KvPoolError:
         """Run the call until all has settled or there is no point in going on; the error for what has not."""
         error: KvPoolError = ServiceUnavailable(f"{self._endpoint} answered nothing")
         for _ in range(_ATTEMPTS):
-            if batch.settled:
+            if batch.settled or (stop is not None and stop.stopped):
                 break
             remaining_s = ends_at_s - time.monotonic()
             if remaining_s <= 0:
@@ -132,6 +157,8 @@ class PageTransferClient:
                 error = raised
             if not isinstance(error, ServiceUnavailable):
                 break
+        if stop is not None and stop.stopped:
+            return Stopped(f"pages of {self._endpoint} are not wanted any more")
         return error
 
     @contextmanager
@@ -175,20 +202,36 @@ class _Connection:
 class _ReadAttempt:
     """One ReadPages call for what a batch has not settled."""
 
-    def __init__(self, request: pb.ReadPagesRequest, batch: ReadBatch, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(
+        self,
+        request: pb.ReadPagesRequest,
+        batch: ReadBatch,
+        metadata: tuple[tuple[str, str], ...],
+        stop: TransferStop | None,
+    ) -> None:
         self._request = request
         self._batch = batch
         self._metadata = metadata
+        self._stop = stop
 
     def __call__(self, channel: grpc.Channel, timeout_s: float) -> None:
         del self._request.keys[:]
         self._request.keys.extend(self._batch.begin())
         method = channel.unary_stream(_READ_PAGES, pb.ReadPagesRequest.SerializeToString, decode_page_frame)
         call = method(self._request, timeout=timeout_s, metadata=self._metadata)
+        stop = self._stop
+        if stop is not None:
+            stop.on_stop(call.cancel)
         try:
             frame: BulkFrame
             for frame in call:
+                if stop is not None and stop.stopped:  # what has arrived before would still be handed out
+                    break
                 self._batch.take(frame)
+        except grpc.RpcError as error:
+            if stop is None or not stop.stopped:
+                raise
+            raise Stopped("the transfer was stopped") from error  # which says nothing about the connection
         finally:
             call.cancel()  # nothing to a call that has ended
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvpool.client.transfer import PageToRead, PageTransferClient
-from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.client.transfer_batches import PageToWrite
+from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool_pagestore.ports import PullItem, RemoteSource
+from kvpool.core.outcome import Admission
+from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource, Stop
 
 _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are closed first
 
@@ -34,6 +36,7 @@ class GrpcPeerPages:
         items: Sequence[PullItem],
         deadline_s: float,
         on_page: Callable[[int, KvPoolError | None, bool], None],
+        stop: Stop,
     ) -> None:
         """`deadline_s`: seconds from now. Items of another keyspace than the first one's are refused."""
         pages = [PageToRead(key=item.key, destination=item.destination) for item in items]
@@ -51,9 +54,42 @@ class GrpcPeerPages:
                     on_page,
                     timeout_s=deadline_s,
                     expected_incarnation=source.incarnation,
+                    stop=stop,
                 )
         except KvPoolError as error:  # before anything was asked for: read_pages itself raises none
             _fail_all(len(pages), error, on_page)
+
+    def push(
+        self,
+        target: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[PushItem],
+        deadline_s: float,
+        *,
+        require_durable: bool,
+        on_page: Callable[[int, KvPoolError | None], None],
+    ) -> None:
+        """`deadline_s`: seconds from now. All items are of one keyspace."""
+        pages = [PageToWrite(key=item.key, page=item.page, metadata=item.metadata) for item in items]
+
+        def on_written(index: int, admission: Admission, error: KvPoolError | None) -> None:
+            if error is None and admission is Admission.PENDING:
+                error = SessionBusy("the page is being written there by somebody else")
+            on_page(index, error)
+
+        try:
+            with self._peer(target.bulk_endpoint) as client:
+                client.write_pages(
+                    [(pages[0].key.keyspace, spec)] if pages else [],
+                    pages,
+                    on_written,
+                    timeout_s=deadline_s,
+                    expected_incarnation=target.incarnation,
+                    require_durable=require_durable,
+                )
+        except KvPoolError as error:  # before anything was sent: write_pages itself raises none
+            for index in range(len(pages)):
+                on_page(index, error)
 
     def close(self) -> None:
         with self._lock:

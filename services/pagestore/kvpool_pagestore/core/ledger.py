@@ -58,7 +58,7 @@ class Ledger:
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
         self._ready: dict[PageKey, Slot] = {}
         self._writing: dict[PageKey, Slot] = {}
-        self._filling: dict[PageKey, Slot] = {}
+        self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
 
     @property
     def ready_count(self) -> int:
@@ -132,13 +132,12 @@ class Ledger:
     # Promotion and pulls
 
     def begin_fill(self, tenant: str, record: PageRecord) -> Slot | SpaceNeed:
-        """A slot that the owner fills from disk or a peer. The caller has made sure that nobody else does."""
-        assert record.key not in self._filling
+        """A slot that the owner fills from disk or a peer. Several of one page may be filled; the first one counts."""
         slot = self.space.allocate(tenant, slot_bytes_for(record.page_bytes))
         if isinstance(slot, SpaceNeed):
             return slot
         self._take(slot, SlotState.FILLING, record)
-        self._filling[record.key] = slot
+        self._filling.setdefault(record.key, []).append(slot)
         return slot
 
     def finish_fill(self, slot: Slot, *, verified: bool) -> Slot | None:
@@ -147,7 +146,10 @@ class Ledger:
         The answer is pinned: lease it, then `unpin`, so that it cannot be evicted before its first reader.
         """
         assert slot.state is SlotState.FILLING
-        del self._filling[slot.page.key]
+        filling = self._filling[slot.page.key]
+        filling.remove(slot)
+        if not filling:
+            del self._filling[slot.page.key]
         present = self._ready.get(slot.page.key)
         if verified and not slot.doomed and present is None:
             slot.pins = 1
@@ -214,8 +216,7 @@ class Ledger:
 
     def drop(self, key: PageKey) -> bool:
         """Make a page invisible at once; its slot comes back after its last use. False if it is not in staging."""
-        filling = self._filling.get(key)
-        if filling is not None:
+        for filling in self._filling.get(key, ()):
             filling.doomed = True  # what is on its way here is not wanted any more
         slot = self._ready.get(key)
         if slot is None:

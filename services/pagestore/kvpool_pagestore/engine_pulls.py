@@ -1,0 +1,307 @@
+"""Pages on their way from peers: streams per peer, a second source for what does not move, the first good copy wins.
+
+A page that is asked of two sources has two slots, one for each: no two threads ever write into one. The slower source's
+stream is stopped once nobody waits for it, and its slots come back when its thread has left them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvpool.core.clock import Clock
+from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
+from kvpool.core.fault_points import reach
+from kvpool.core.page import PageKey, verify
+from kvpool_pagestore.core.hedging import HedgeDelay
+from kvpool_pagestore.core.keyspaces import Keyspace
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_stop import StopSignal
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import IndexLink, PeerPages, PullItem, RemoteSource, Workers
+
+_log = logging.getLogger(__name__)
+
+_PULL_PAGES = 32  # of one stream: what it may hold of the arena
+_HEDGED_MAX = 256  # pages asked of two sources at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullLimits:
+    """Bounds of pulls."""
+
+    timeout_s: float  # of one stream
+    stall_s: float  # a stream that brings nothing for so long is given up
+    hedge_s: float  # least time without a page after which the next source is asked too; 0: never
+    streams_per_peer: int
+
+
+@dataclass(slots=True, eq=False)
+class Pulled:
+    """One page that is wanted from peers. `on_settled` is called once, on the loop."""
+
+    record: PageRecord
+    keyspace: Keyspace
+    sources: list[RemoteSource]  # not asked yet, best first
+    on_settled: Callable[[Pulled, Slot | None, KvPoolError | None, bool], None]
+    tried: set[RemoteSource] = field(default_factory=set)
+    attempts: int = 0  # under way, or waiting for a stream
+    hedged: bool = False
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One call to one peer. pages: by their position in the call, those that it has not settled."""
+
+    source: RemoteSource
+    pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
+    stop: StopSignal = field(default_factory=StopSignal)
+    moved_s: float = 0.0
+    hedged: bool = False
+    stalled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """What is asked of one peer."""
+
+    waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
+    streams: set[_Stream] = field(default_factory=set)
+    moved_s: float = 0.0
+
+
+class Pulls:
+    """Fetches pages from peers into slots of the arena. Use on one event loop."""
+
+    def __init__(
+        self,
+        limits: PullLimits,
+        ledger: Ledger,
+        space: ArenaSpace,
+        peers: PeerPages,
+        index: IndexLink,
+        pullers: Workers,
+        tasks: EngineTasks,
+        metrics: PageStoreMetrics,
+        clock: Clock,
+    ) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._space = space
+        self._pages = peers
+        self._index = index
+        self._pullers = pullers
+        self._tasks = tasks
+        self._metrics = metrics
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}  # by endpoint; only those that are asked for something
+        self._delay = HedgeDelay(limits.hedge_s, limits.stall_s)
+        self._hedged_count = 0
+        self._pumping = False
+        self._watch: asyncio.TimerHandle | None = None
+
+    def start(self, page: Pulled) -> None:
+        """Ask the first of the page's sources; pages asked of one peer in one turn of the loop go together."""
+        self._ask(page, page.sources.pop(0))
+
+    # Inside
+
+    def _ask(self, page: Pulled, source: RemoteSource) -> None:
+        page.tried.add(source)
+        page.attempts += 1
+        peer = self._peers.get(source.bulk_endpoint)
+        if peer is None:
+            peer = self._peers[source.bulk_endpoint] = _Peer(moved_s=self._clock.monotonic_s())
+        peer.waiting.append((page, source))
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        for endpoint, peer in list(self._peers.items()):
+            while peer.waiting and len(peer.streams) < self._limits.streams_per_peer:
+                stream = _Stream(peer.waiting[0][1], moved_s=self._clock.monotonic_s())
+                pages = self._take(peer, stream.source)
+                if pages:
+                    peer.streams.add(stream)
+                    self._tasks.start(self._run(peer, stream, pages), "pull")
+            if not peer.waiting and not peer.streams:
+                del self._peers[endpoint]
+        if self._peers and self._watch is None:
+            self._watch_later()
+
+    def _take(self, peer: _Peer, source: RemoteSource) -> list[Pulled]:
+        """Pages of one keyspace and source for one stream. They do not have to be next to each other in the queue."""
+        taken: list[Pulled] = []
+        left: deque[tuple[Pulled, RemoteSource]] = deque()
+        for page, wanted in peer.waiting:
+            if page.settled or (page.hedged and page.attempts > 1):  # it is under way from elsewhere
+                page.attempts -= 1
+                page.tried.discard(wanted)
+            elif wanted == source and len(taken) < _PULL_PAGES and _same_keyspace(page, taken):
+                taken.append(page)
+            else:
+                left.append((page, wanted))
+        peer.waiting = left
+        return taken
+
+    async def _run(self, peer: _Peer, stream: _Stream, pages: list[Pulled]) -> None:
+        failure: KvPoolError = KvPoolError(f"the pull from {stream.source.bulk_endpoint} ended early")
+        loop = asyncio.get_running_loop()
+        going: list[tuple[Pulled, Slot]] = []
+
+        def on_page(position: int, error: KvPoolError | None, hit: bool) -> None:  # on the pulling thread
+            page, slot = going[position]
+            reach("pagestore.pull.received")
+            if hit and error is None:
+                error = _verify(page, self._space.view(slot))
+            loop.call_soon_threadsafe(self._arrived, peer, stream, position, error, hit)
+
+        try:
+            for page in pages:
+                slot = await self._slot(page)
+                if isinstance(slot, Slot):
+                    stream.pages[len(going)] = (page, slot)
+                    going.append((page, slot))
+                elif page.hedged and page.attempts > 1 and not page.settled:
+                    self._unhedge(page, stream.source)
+                else:
+                    self._settle(page, None, slot, False)
+            stream.moved_s = self._clock.monotonic_s()
+            if going:
+                await self._pullers.run(self._pull_blocking, stream, going, on_page)
+        except KvPoolError as error:
+            failure = error
+        finally:
+            # Threads hand over by call_soon_threadsafe, in order: what the pull reported has been settled by now, and
+            # the thread has left all its slots.
+            for position in list(stream.pages):
+                self._arrived(peer, stream, position, failure, False)
+            peer.streams.discard(stream)
+            self._pump()
+
+    def _pull_blocking(
+        self,
+        stream: _Stream,
+        going: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        items = [PullItem(key=page.record.key, destination=self._space.view(slot)) for page, slot in going]
+        spec = going[0][0].keyspace.spec
+        self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
+
+    async def _slot(self, page: Pulled) -> Slot | ArenaFull | None:
+        """None if the page came from elsewhere meanwhile."""
+        return await self._space.find(
+            page.keyspace.tenant,
+            page.record.page_bytes,
+            lambda: None if page.settled else self._ledger.begin_fill(page.keyspace.tenant, page.record),
+        )
+
+    def _arrived(self, peer: _Peer, stream: _Stream, position: int, error: KvPoolError | None, hit: bool) -> None:
+        going = stream.pages.pop(position, None)
+        if going is None:
+            return
+        page, slot = going
+        now_s = self._clock.monotonic_s()
+        if hit:
+            self._delay.note(now_s - stream.moved_s)
+        if not isinstance(error, Stopped):
+            stream.moved_s = peer.moved_s = now_s
+        elif stream.stalled:
+            error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
+        self._judge(page, stream.source, error, hit)
+        self._settle(page, slot, error, hit)
+
+    def _judge(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
+        """Report a source that did not have what it was said to have."""
+        if isinstance(error, PageCorrupt):
+            self._metrics.verification_failures.labels("peer").inc()
+            _log.error("page %s from %s fails verification", page.record.key, source.bulk_endpoint)
+        if isinstance(error, PageCorrupt | StaleIncarnation) or (error is None and not hit):
+            self._index.report_stale(page.record.key, page.record.metadata.group_head_hash, source)
+
+    def _settle(self, page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
+        """One attempt has ended. The first good copy counts; a failure only when no other attempt is under way."""
+        page.attempts -= 1
+        good = hit and error is None
+        if not page.settled and (good or not page.attempts):
+            page.settled = True
+            if page.hedged:
+                self._hedged_count -= 1
+            page.on_settled(page, slot, error, hit)
+            if page.attempts:
+                self._stop_unwanted(page)
+        elif slot is not None:
+            present = self._ledger.finish_fill(slot, verified=False)
+            if present is not None:
+                self._ledger.unpin(present)
+
+    def _stop_unwanted(self, page: Pulled) -> None:
+        """The page is here: streams that nobody waits for any more are stopped."""
+        for source in page.tried:
+            peer = self._peers.get(source.bulk_endpoint)
+            for stream in peer.streams if peer is not None else ():
+                if stream.pages and all(one.settled for one, _ in stream.pages.values()):
+                    stream.stop.stop()
+
+    # Hedging
+
+    def _watch_later(self) -> None:
+        pause_s = self._delay.delay_s / 2 if self._delay.enabled else self._limits.stall_s / 2
+        self._watch = asyncio.get_running_loop().call_later(pause_s, self._look)
+
+    def _look(self) -> None:
+        """Ask others for what does not move, and give up what has not moved for long."""
+        self._watch = None
+        now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
+        for peer in list(self._peers.values()):
+            for stream in list(peer.streams):
+                silent_s = now_s - stream.moved_s
+                if silent_s >= self._limits.stall_s and not stream.stalled:
+                    stream.stalled = True
+                    stream.stop.stop()
+                if self._delay.enabled and silent_s >= delay_s and not stream.hedged:
+                    stream.hedged = True
+                    for page, _ in list(stream.pages.values()):
+                        self._hedge(page)
+            # Pages that only wait for one of its streams are as late as those in them.
+            if self._delay.enabled and now_s - peer.moved_s >= delay_s and all(one.hedged for one in peer.streams):
+                for page, _ in list(peer.waiting):
+                    self._hedge(page)
+        if self._peers:
+            self._watch_later()
+
+    def _hedge(self, page: Pulled) -> None:
+        if page.settled or page.hedged or not page.sources or self._hedged_count >= _HEDGED_MAX:
+            return
+        page.hedged = True
+        self._hedged_count += 1
+        self._metrics.hedged_pages.inc()
+        self._ask(page, page.sources.pop(0))
+
+    def _unhedge(self, page: Pulled, source: RemoteSource) -> None:
+        """There is no room for a second copy: it can be asked for again."""
+        page.hedged = False
+        self._hedged_count -= 1
+        page.attempts -= 1
+        page.tried.discard(source)
+        page.sources.insert(0, source)
+
+
+def _same_keyspace(page: Pulled, taken: list[Pulled]) -> bool:
+    return not taken or taken[0].record.key.keyspace == page.record.key.keyspace
+
+
+def _verify(page: Pulled, view: memoryview) -> PageCorrupt | None:
+    key: PageKey = page.record.key
+    fault = verify(view, key, page.keyspace.spec.codec, page.keyspace.payload_bytes(key.shard))
+    return None if fault is None else PageCorrupt(f"page {key} from a peer: {fault}")

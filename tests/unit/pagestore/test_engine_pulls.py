@@ -1,0 +1,163 @@
+"""Pulls that do not move: another source is asked, the first good copy counts, slots come back after their threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.ports import PullItem, RemoteSource, Stop
+from tests.fixtures.pagestore import (
+    SLOT_BYTES,
+    Running,
+    ScriptedPeers,
+    World,
+    new_world,
+    page_key,
+    running_engine,
+    sealed_page,
+)
+from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, wanted
+
+QUICK = {"hedge_ms": 20, "pull_stall_ms": 5000}
+
+
+def source(number: int) -> RemoteSource:
+    return RemoteSource(node_id=bytes([number]) * 16, incarnation=number, bulk_endpoint=f"node-{number}:1")
+
+
+class StuckPeers(ScriptedPeers):
+    """Sources 1 to 9 send nothing until they are stopped or let go; the others answer at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.leave = threading.Event()  # a stopped pull still holds its slots until then
+        self.leave.set()
+        self.stopped: list[RemoteSource] = []
+        self.calls: list[RemoteSource] = []
+        self.wrong: set[RemoteSource] = set()
+
+    def pull(
+        self,
+        source: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[PullItem],
+        deadline_s: float,
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+        stop: Stop,
+    ) -> None:
+        self.calls.append(source)
+        if source.incarnation < 10:
+            woken = threading.Event()
+            stop.on_stop(woken.set)
+            while not (woken.is_set() or self.go.is_set()):
+                woken.wait(0.005)
+            if woken.is_set():
+                self.stopped.append(source)
+                assert self.leave.wait(5)
+                for index, item in enumerate(items):
+                    item.destination[:] = b"\xff" * len(item.destination)  # its slot is still its own
+                    on_page(index, Stopped("not wanted"), False)
+                return
+        for index, item in enumerate(items):
+            item.destination[:] = sealed_page(item.key)
+            if source in self.wrong:
+                item.destination[100] ^= 1
+            on_page(index, None, True)
+
+
+@contextmanager
+def stuck_world() -> Iterator[tuple[World, StuckPeers]]:
+    with new_world() as world:
+        peers = StuckPeers()
+        world.peers = peers
+        try:
+            yield world, peers
+        finally:
+            peers.leave.set()
+            peers.go.set()
+
+
+def check(running: Running, answer: Acquired, number: int) -> None:
+    assert answer.source is Source.REMOTE and answer.grant is not None
+    assert running.engine.pages.view(answer.grant) == sealed_page(page_key(number))
+
+
+async def test_a_source_that_hangs_is_overtaken_by_the_next() -> None:
+    with stuck_world() as (world, peers):
+        peers.leave.clear()
+        async with running_engine(world, **QUICK) as running:
+            peer = await open_session(running)
+            check(running, await acquire_one(running, peer, wanted(1, source(1), source(11))), 1)
+            assert running.metric("hedged_pages_total") == 1
+            await eventually(lambda: peers.stopped == [source(1)])
+            # The slower source's thread may still write: its slot is its own until it has left.
+            assert running.engine.gauges().arena_used_bytes == 2 * SLOT_BYTES
+            peers.leave.set()
+            await eventually(lambda: running.engine.gauges().arena_used_bytes == SLOT_BYTES)
+            check(running, await acquire_one(running, peer, wanted(2, source(11))), 2)
+            assert not world.index.stale
+
+
+async def test_a_hedge_that_brings_wrong_bytes_does_not_count() -> None:
+    with stuck_world() as (world, peers):
+        peers.wrong.add(source(11))
+        async with running_engine(world, **QUICK) as running:
+            peer = await open_session(running)
+            asked = asyncio.ensure_future(acquire_one(running, peer, wanted(1, source(1), source(11))))
+            await eventually(lambda: world.index.stale == [(page_key(1), source(11))])
+            assert not asked.done()
+            peers.go.set()
+            check(running, await asked, 1)
+            assert running.metric("verification_failures_total", place="peer") == 1
+
+
+async def test_a_whole_window_moves_over_and_one_hung_peer_leaves_threads_to_others() -> None:
+    with stuck_world() as (world, peers):
+        roomy = {"arena_bytes": 128 * SLOT_BYTES}
+        async with running_engine(world, **QUICK, **roomy, pull_streams_per_peer=1) as running:
+            peer = await open_session(running)
+            pages = [wanted(number, source(1), source(11)) for number in range(50)]
+            answers = await acquire(running, peer, pages)
+            for number, answer in enumerate(answers):
+                check(running, answer, number)
+            assert peers.calls.count(source(1)) == 1  # the rest waited for that stream, and moved over too
+            await eventually(lambda: running.engine.gauges().arena_used_bytes == 50 * SLOT_BYTES)
+
+
+async def test_without_another_source_a_silent_one_is_given_up() -> None:
+    with stuck_world() as (world, peers):
+        async with running_engine(world, hedge_ms=10, pull_stall_ms=50) as running:
+            peer = await open_session(running)
+            answer = await acquire_one(running, peer, wanted(1, source(1)))
+            assert answer.grant is None and isinstance(answer.error, DeadlineExceeded)
+            assert peers.stopped == [source(1)]
+            assert running.engine.gauges().arena_used_bytes == 0
+            assert not world.index.stale  # silent is not wrong
+
+
+async def test_hedging_can_be_turned_off() -> None:
+    with stuck_world() as (world, peers):
+        async with running_engine(world, hedge_ms=0, pull_stall_ms=60) as running:
+            peer = await open_session(running)
+            check(running, await acquire_one(running, peer, wanted(1, source(1), source(11))), 1)
+            assert running.metric("hedged_pages_total") == 0  # it was asked once the first was given up
+            assert peers.stopped == [source(1)]
+
+
+async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
+    with stuck_world() as (world, _):
+        async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
+            peer = await open_session(running)
+            # 64 slots: 32 for the silent source and 32 for the other one, so that 28 pages find no room at first.
+            pages = [wanted(number, source(1), source(11)) for number in range(60)]
+            for number, answer in enumerate(await acquire(running, peer, pages)):
+                check(running, answer, number)
+            await eventually(lambda: running.engine.gauges().arena_used_bytes == 60 * SLOT_BYTES)
