@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.retention import NO_RETENTION, Retention
@@ -17,6 +18,8 @@ MAX_REPLICAS = 16
 _FORMAT_VERSION = 1
 _ENCODING = struct.Struct("<BBBqqIqqi")
 _COUNT_MAX = (1 << 62) - 1
+
+EnumT = TypeVar("EnumT", bound=IntEnum)
 
 
 class WritePolicy(IntEnum):
@@ -118,8 +121,20 @@ class VersionedPolicy:
 def check_combination(write_policy: WritePolicy, staging: StagingMode) -> None:
     """Refuse what would store nothing at all. Raises InvalidRequest."""
     if staging is StagingMode.TRANSIT and write_policy in (WritePolicy.STAGING_ONLY, WritePolicy.SELECTIVE):
-        name = write_policy.name.lower().replace("_", "-")
         raise InvalidRequest(
-            f"staging transit cannot go with {name}: such a page would be in neither tier; "
+            f"staging transit cannot go with {option_name(write_policy)}: such a page would be in neither tier; "
             "use write-back or write-through with transit"
         )
+
+
+def option_name(member: IntEnum) -> str:
+    """What people write: "write-through" for WRITE_THROUGH."""
+    return member.name.lower().replace("_", "-")
+
+
+def option_of(kind: type[EnumT], text: str) -> EnumT:
+    """The member that people call so. Raises InvalidRequest naming the choices."""
+    for member in kind:
+        if option_name(member) == text:
+            return member
+    raise InvalidRequest(f"{text!r} is none of {', '.join(option_name(member) for member in kind)}")
