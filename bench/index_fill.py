@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
-from kvpool_index.adapters.redis_link import RedisLink, checked, pack
+from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_store import open_deployment
+from kvpool_index.adapters.redis_wire import checked, pack
 from kvpool_index.core.entries import Entry, Operation, TierMasks, encode_entry
 from kvpool_index.core.groups import FIELD_BYTES, HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
@@ -75,23 +77,26 @@ async def fill_redis(
     grid: int = GRID,
     key_prefix: str = "kvpool",
 ) -> float:
-    """Put all chains into a Redis as locations of one node; returns the seconds that it took."""
+    """Put all chains into a Redis (any URL that the index takes) as one node's; returns the seconds that it took."""
     started_at_s = time.perf_counter()
-    link = RedisLink(url, timeout_s=60.0, max_in_flight=4)
+    deployment = open_deployment(url, timeout_s=60.0, max_in_flight=4)
+    lane = deployment.lane()
     head = key_prefix.encode() + b":c:" + chains.keyspace
     meta = _META.pack(time.time_ns() // 1000, ordinal, fence)
     value = encode_entry(Entry(ordinal, shards), grid)
     commands: list[bytes] = []
+    keys: list[bytes] = []
     for group_head, hashes in chains.groups():
-        words = [b"HSET", head + group_head, b"", meta]
+        keys.append(head + group_head)
+        words = [b"HSET", keys[-1], b"", meta]
         for chunk in hashes:
             words += (chunk[:FIELD_BYTES], value)
         commands.append(pack(*words))
         if len(commands) == _COMMANDS_AT_ONCE:
-            await _send(link, commands)
-            commands = []
-    await _send(link, commands)
-    await link.close()
+            await _send(lane, commands, keys)
+            commands, keys = [], []
+    await _send(lane, commands, keys)
+    await deployment.close()
     return time.perf_counter() - started_at_s
 
 
@@ -121,9 +126,9 @@ async def announce_all(
     return time.perf_counter() - started_at_s
 
 
-async def _send(link: RedisLink, commands: list[bytes]) -> None:
+async def _send(lane: RedisLane, commands: list[bytes], keys: list[bytes]) -> None:
     if commands:
-        for reply in await link.exchange(commands):
+        for reply in await lane.exchange(commands, keys):
             checked(reply)
 
 

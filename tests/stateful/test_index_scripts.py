@@ -16,6 +16,9 @@ from kvpool_index.core.groups import ChunkOperation, GroupRead
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
+from tests.fixtures.redis_topologies import RedisCluster, RedisSentinels
+from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
+from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 KEYSPACE, HEAD = b"k" * 16, b"h" * 16
 CHUNKS = [bytes([number]) * 16 for number in range(3)]
@@ -33,6 +36,8 @@ steps = st.lists(
     ),
     max_size=15,
 )
+
+History = list[tuple[int, bytes, TierMasks, TierMasks, str]]
 
 
 class Side:
@@ -83,16 +88,12 @@ class Side:
         return await self.store.locations.read(KEYSPACE, [GroupRead(HEAD, [chunk[:8] for chunk in CHUNKS])])
 
 
-@settings(max_examples=80)
-@given(history=steps, grid=st.sampled_from(GRIDS))
-def test_the_script_does_what_the_reference_does(
-    redis_server: RedisServer,
-    history: list[tuple[int, bytes, TierMasks, TierMasks, str]],
-    grid: int,
-) -> None:
-    async def compare() -> None:
+def compare(url: str, history: History, grid: int) -> None:
+    """Take both stores through a history."""
+
+    async def both() -> None:
         memory = Side(MemoryIndexStore(ManualClock()))
-        real = Side(RedisIndexStore(redis_server.url, timeout_s=20.0, key_prefix=secrets.token_hex(8)))
+        real = Side(RedisIndexStore(url, timeout_s=20.0, key_prefix=secrets.token_hex(8)))
         try:
             for number, chunk, added, removed, kind in history:
                 expected = await memory.step(number, chunk, added, removed, kind, grid)
@@ -101,4 +102,22 @@ def test_the_script_does_what_the_reference_does(
         finally:
             await real.store.close()
 
-    asyncio.run(compare())
+    asyncio.run(both())
+
+
+@settings(max_examples=80)
+@given(history=steps, grid=st.sampled_from(GRIDS))
+def test_the_script_does_what_the_reference_does(redis_server: RedisServer, history: History, grid: int) -> None:
+    compare(redis_server.url, history, grid)
+
+
+@settings(max_examples=15)
+@given(history=steps, grid=st.sampled_from(GRIDS))
+def test_the_script_does_so_behind_sentinels(redis_sentinels: RedisSentinels, history: History, grid: int) -> None:
+    compare(redis_sentinels.url, history, grid)
+
+
+@settings(max_examples=30)
+@given(history=steps, grid=st.sampled_from(GRIDS))
+def test_the_script_does_so_on_a_cluster(redis_cluster: RedisCluster, history: History, grid: int) -> None:
+    compare(redis_cluster.url, history, grid)

@@ -1,4 +1,4 @@
-"""Both stores of the index, behind one fixture: every contract test runs on each."""
+"""All stores of the index, behind one fixture: every contract test runs on each."""
 
 import secrets
 import struct
@@ -10,11 +10,11 @@ import pytest
 
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
-from kvpool_index.adapters.redis_link import RedisLink
-from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_index.adapters.redis_store import RedisIndexStore, open_deployment
 from kvpool_index.ports import IndexStore
-from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
+from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
+from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 LEASE_MS = 60_000
 _RECORD = struct.Struct("<QIQIQBB")  # of register_node.lua; the fifth is the end of the lease
@@ -30,7 +30,7 @@ class Harness:
     let_leases_end: Callable[[], Awaitable[None]]
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis_server", "redis_sentinels", "redis_cluster"])
 async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     if request.param == "memory":
         clock = ManualClock()
@@ -41,25 +41,25 @@ async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
 
         yield Harness(store, store, advance)
         return
-    server: RedisServer = request.getfixturevalue("redis_server")
+    url: str = request.getfixturevalue(request.param).url
     prefix = f"t{secrets.token_hex(6)}"
     first, second = (
-        RedisIndexStore(server.url, timeout_s=_TIMEOUT_S, key_prefix=prefix, chunk_stream_count=2, stream_entries=8)
+        RedisIndexStore(url, timeout_s=_TIMEOUT_S, key_prefix=prefix, chunk_stream_count=2, stream_entries=8)
         for _ in range(2)
     )
 
-    yield Harness(first, second, lambda: end_leases(server.url, prefix))
+    yield Harness(first, second, lambda: end_leases(url, prefix))
     await first.close()
     await second.close()
 
 
 async def end_leases(url: str, prefix: str) -> None:
     """Put the end of every lease into the past: Redis's own clock cannot be moved."""
-    link = RedisLink(url, timeout_s=_TIMEOUT_S, max_in_flight=1)
-    key = f"{prefix}:{{n}}:records".encode()
-    flat = await link.call(b"HGETALL", key)
+    deployment = open_deployment(url, timeout_s=_TIMEOUT_S, max_in_flight=1)
+    lane, key = deployment.lane(), f"{prefix}:{{n}}:records".encode()
+    flat = await lane.call(key, b"HGETALL", key)
     for node_id, packed in zip(flat[::2], flat[1::2], strict=True):
         fields = list(_RECORD.unpack(packed))
         fields[4] = time.time_ns() // 1000 - 1000  # Redis runs on this machine, by the same clock
-        await link.call(b"HSET", key, node_id, _RECORD.pack(*fields))
-    await link.close()
+        await lane.call(key, b"HSET", key, node_id, _RECORD.pack(*fields))
+    await deployment.close()

@@ -1,175 +1,100 @@
-"""Raw commands to one Redis over one pipelined connection: packed by us, parsed by hiredis, answered in bytes.
-
-A match is mostly its round trip to Redis, and redis-py's pool and pipeline cost several times the processor time of
-what is done here. redis-py still reads the URL.
-"""
+"""One connection to one master, made when it is needed and made again after a failure."""
 
 import asyncio
-import ssl
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
-
-import hiredis
-from redis.asyncio.connection import parse_url
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
+from kvpool_index.adapters.redis_url import Login, Server
+from kvpool_index.adapters.redis_wire import Connection, Reply, checked, is_error, lacks_script, pack
+from kvpool_index.core.redis_stats import RedisStats
 
-Reply = Any
-"""bytes, int, None, a list of replies, or (only from `exchange`) a hiredis.ReplyError."""
-
-_TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
-_PLAIN_OPTIONS: Final = frozenset({"host", "port", "db", "username", "password", "path", "connection_class"})
-
-
-def pack(*words: bytes) -> bytes:
-    """One command as it travels."""
-    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+_FIRST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.25
 
 
-def pack_script(script: Script, keys: Sequence[bytes], *arguments: bytes) -> bytes:
-    """The command that runs a script by its name."""
-    return pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *arguments)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaWait:
+    """Replicas that must have what a call changed before it counts as done, and how long to wait for them."""
+
+    replica_count: int
+    wait_ms: int
+
+    def command(self) -> bytes:
+        """WAIT, packed."""
+        return pack(b"WAIT", b"%d" % self.replica_count, b"%d" % self.wait_ms)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection. Replies come in the order of the commands, so a queue tells whose they are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """What all links to one deployment have in common."""
 
-    def __init__(self) -> None:
-        self._reader = hiredis.Reader()
-        self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]]]] = deque()
-        self._transport: asyncio.Transport | None = None
-        self._ended = asyncio.Event()
-        self.is_open = True
-
-    @property
-    def waiting_count(self) -> int:
-        """Exchanges whose replies have not all come."""
-        return len(self._waiting)
-
-    def send(self, packed: bytes, reply_count: int) -> "asyncio.Future[list[Reply]]":
-        """Write commands; the future gets their replies, or ConnectionError. Cancelling it forgets the replies only."""
-        answered: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-        if self._transport is None or not self.is_open:
-            answered.set_exception(ConnectionError("the connection is closed"))
-        else:
-            self._waiting.append((reply_count, [], answered))
-            self._transport.write(packed)
-        return answered
-
-    def abort(self, cause: str) -> None:
-        """Close at once; everybody who waits gets ConnectionError."""
-        self.is_open = False
-        if self._transport is not None:
-            self._transport.abort()
-        self._fail_all(cause)
-
-    async def close(self) -> None:
-        """Abort, and wait until the socket is closed."""
-        self.abort("the index is closing")
-        await self._ended.wait()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
-        while self._waiting:
-            reply_count, replies, answered = self._waiting[0]
-            while len(replies) < reply_count:
-                try:
-                    reply = self._reader.gets()
-                except hiredis.ProtocolError as error:
-                    return self.abort(f"what came is no reply: {error}")
-                if reply is False:  # not all of it is here yet
-                    return None
-                replies.append(reply)
-            self._waiting.popleft()
-            if not answered.done():
-                answered.set_result(replies)
-        return None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
-        self._ended.set()
-
-    def _fail_all(self, cause: str) -> None:
-        while self._waiting:
-            _, _, answered = self._waiting.popleft()
-            if not answered.done():
-                answered.set_exception(ConnectionError(cause))
+    login: Login
+    timeout_s: float
+    max_in_flight: int
+    stats: RedisStats
+    masters_only: bool = False  # ask each server for its role, and refuse one that is no master
 
 
 class RedisLink:
-    """A connection that is made when it is needed and made again after a failure.
+    """Every failure is StoreUnavailable, within the timeout, and nothing is retried. Use from one event loop only.
 
-    Every failure is StoreUnavailable, within the timeout, and nothing is retried. Use from one event loop only.
+    After a failed attempt to connect the next one comes after a pause that doubles, with jitter, to a quarter of a
+    second; calls wait for it as long as their timeout lets them. All who need a connection share one attempt.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, max_in_flight: int) -> None:
-        """Connects on first use. Raises ValueError for a URL that is none, or with options that are not served."""
-        self._options: dict[str, Any] = dict(parse_url(url))
-        refused = self._options.keys() - _PLAIN_OPTIONS - _TLS_OPTIONS
-        if refused:
-            raise ValueError(f"options {', '.join(sorted(refused))} are not supported")
-        self._tls = _tls_context(self._options) if url.startswith("rediss:") else None
-        self._timeout_s = timeout_s
-        self._max_in_flight = max_in_flight
-        self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[_Connection] | None = None
+    def __init__(self, find: Callable[[], Awaitable[Server]], options: LinkOptions) -> None:
+        """Connects on first use. find: tells where the server is, before each attempt; may raise OSError."""
+        self._find = find
+        self._options = options
+        self._timeout_s = options.timeout_s
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[Connection] | None = None
+        self._failures = 0
+        self._joined = 0
+        self.server: Server | None = None  # that the connection leads to, or led to last
 
-    async def exchange(self, commands: Sequence[bytes], *, wait_s: float = 0.0) -> list[Reply]:
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._connection is not None and self._connection.is_open
+
+    async def exchange(
+        self,
+        commands: Sequence[bytes],
+        *,
+        scripts: Sequence[Script] = (),
+        wait_s: float = 0.0,
+        replicas: ReplicaWait | None = None,
+    ) -> list[Reply]:
         """Send packed commands together and return their replies in order; an error reply is returned as a value.
 
+        scripts: loaded where the server has lost them, and then only what did not run for want of one is sent again.
         wait_s: what the commands themselves may wait beyond the timeout; nobody else may use this link meanwhile.
+        replicas: StoreUnavailable unless so many have, in time, what was sent through this connection so far.
         """
-        connection = self._connection
-        try:
-            if connection is None or not connection.is_open:
-                connection = await self._connect()
-            if connection.waiting_count >= self._max_in_flight:
-                raise Overloaded(f"{self._max_in_flight} calls wait for Redis already")
-            async with asyncio.timeout(self._timeout_s + wait_s):
-                return await connection.send(b"".join(commands), len(commands))
-        except TimeoutError as error:
-            if connection is not None:
-                connection.abort("another call was not answered in time")
-            raise StoreUnavailable(f"Redis did not answer within {self._timeout_s + wait_s:g} s") from error
-        except OSError as error:
-            raise StoreUnavailable(f"Redis cannot be reached: {error}") from error
-        except asyncio.CancelledError:
-            if wait_s and connection is not None:
-                connection.abort("the call that waited was cancelled")  # it would hold up whoever comes next
-            raise
-
-    async def call(self, *words: bytes, wait_s: float = 0.0) -> Reply:
-        """One command and its reply. Raises StoreUnavailable for an error reply too (loading, full, read-only)."""
-        (reply,) = await self.exchange([pack(*words)], wait_s=wait_s)
-        return checked(reply)
-
-    async def exchange_scripts(self, commands: Sequence[bytes], scripts: Sequence[Script]) -> list[Reply]:
-        """The same as `exchange` for commands that run scripts, which are loaded where the server has lost them.
-
-        Only what did not run for want of a script is sent again. Raises StoreUnavailable for any error reply.
-        """
-        replies = await self.exchange(commands)
-        missing = [at for at, reply in enumerate(replies) if _lacks_script(reply)]
-        if missing:
-            await self.exchange([pack(b"SCRIPT", b"LOAD", script.source) for script in scripts])
-            again = await self.exchange([commands[at] for at in missing])
-            for at, reply in zip(missing, again, strict=True):
-                replies[at] = reply
-        for reply in replies:
-            checked(reply)
+        replies = await self._exchange_waiting(commands, wait_s, replicas)
+        if scripts:
+            missing = [at for at, reply in enumerate(replies) if lacks_script(reply)]
+            if missing:
+                await self._exchange([pack(b"SCRIPT", b"LOAD", script.source) for script in scripts], 0.0)
+                again = await self._exchange_waiting([commands[at] for at in missing], wait_s, replicas)
+                for at, reply in zip(missing, again, strict=True):
+                    replies[at] = reply
         return replies
 
-    async def run(self, script: Script, keys: Sequence[bytes], *arguments: bytes) -> Reply:
-        """Run one script."""
-        (reply,) = await self.exchange_scripts([pack_script(script, keys, *arguments)], [script])
-        return reply
+    async def call(self, *words: bytes) -> Reply:
+        """One command and its reply. Raises StoreUnavailable for an error reply too (loading, full, read-only)."""
+        (reply,) = await self._exchange([pack(*words)], 0.0)
+        return checked(reply)
+
+    def reset(self, cause: str) -> None:
+        """Give the connection up, so that the next call makes a new one; who waits gets StoreUnavailable."""
+        if self._connection is not None:
+            self._connection.abort(cause)
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -180,71 +105,107 @@ class RedisLink:
             await self._connection.close()
             self._connection = None
 
-    async def _connect(self) -> _Connection:
+    async def _exchange_waiting(
+        self, commands: Sequence[bytes], wait_s: float, replicas: ReplicaWait | None
+    ) -> list[Reply]:
+        if replicas is None:
+            return await self._exchange(commands, wait_s)
+        # In one with the commands: WAIT is about what came before it on its own connection.
+        *replies, reached = await self._exchange([*commands, replicas.command()], wait_s)
+        if checked(reached) < replicas.replica_count:
+            raise StoreUnavailable(f"only {reached} of {replicas.replica_count} replicas have it")
+        return replies
+
+    async def _exchange(self, commands: Sequence[bytes], wait_s: float) -> list[Reply]:
+        connection = self._connection
+        try:
+            async with asyncio.timeout(self._timeout_s + wait_s):
+                if connection is None or not connection.is_open:
+                    connection = await self._connect()
+                if connection.waiting_count >= self._options.max_in_flight:
+                    raise Overloaded(f"{self._options.max_in_flight} calls wait for Redis already")
+                return await connection.send(b"".join(commands), len(commands))
+        except TimeoutError as error:
+            if connection is not None:
+                connection.abort("another call was not answered in time")
+            raise StoreUnavailable(f"{self._name()} did not answer within {self._timeout_s + wait_s:g} s") from error
+        except OSError as error:
+            raise StoreUnavailable(f"{self._name()} cannot be reached: {error}") from error
+        except asyncio.CancelledError:
+            if wait_s and connection is not None:
+                connection.abort("the call that waited was cancelled")  # it would hold up whoever comes next
+            raise
+
+    def _name(self) -> str:
+        return f"Redis at {self.server}" if self.server is not None else "Redis"
+
+    async def _connect(self) -> Connection:
         """A fresh connection, logged in. All who need one at the same time share one attempt, and its failure."""
+        if self._joined >= self._options.max_in_flight:
+            raise Overloaded(f"{self._options.max_in_flight} calls wait for a connection to Redis already")
         if self._connecting is None:
+            if self._connection is not None:
+                self._options.stats.lost_connections += 1
+                self._connection = None
             self._connecting = asyncio.create_task(self._open(), name="redis-connect")
             self._connecting.add_done_callback(self._connect_ended)
-        return await asyncio.shield(self._connecting)
+        self._joined += 1
+        try:
+            return await asyncio.shield(self._connecting)
+        finally:
+            self._joined -= 1
 
-    def _connect_ended(self, attempt: "asyncio.Task[_Connection]") -> None:
+    def _connect_ended(self, attempt: "asyncio.Task[Connection]") -> None:
         self._connecting = None
-        if not attempt.cancelled() and attempt.exception() is None:
+        if attempt.cancelled():
+            return
+        if attempt.exception() is None:
             self._connection = attempt.result()
+            self._failures = 0
+            self._options.stats.connects += 1
+        else:
+            self._failures += 1
+            self._options.stats.failed_connects += 1
 
-    async def _open(self) -> _Connection:
-        options, loop = self._options, asyncio.get_running_loop()
+    async def _open(self) -> Connection:
+        if self._failures:
+            longest_s = min(_LONGEST_PAUSE_S, self._timeout_s / 2)
+            pause_s = min(longest_s, _FIRST_PAUSE_S * (1 << min(self._failures, 16)))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         async with asyncio.timeout(self._timeout_s):
-            connection: _Connection
-            if "path" in options:
-                _, connection = await loop.create_unix_connection(_Connection, options["path"])
-            else:
-                host, port = options.get("host", "localhost"), options.get("port", 6379)
-                _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
+            server = self.server = await self._find()
+            connection = await _connected(server, self._options.login)
             try:
-                await _log_in(connection, options)
+                await _log_in(connection, self._options.login, masters_only=self._options.masters_only)
             except BaseException:
                 connection.abort("login failed")
                 raise
             return connection
 
 
-async def _log_in(connection: _Connection, options: dict[str, Any]) -> None:
-    commands = _login_commands(options)
-    for reply in await connection.send(b"".join(commands), len(commands)):
+def link_to(server: Server, options: LinkOptions) -> RedisLink:
+    """A link to one server."""
+
+    async def find() -> Server:
+        return server
+
+    return RedisLink(find, options)
+
+
+async def _connected(server: Server, login: Login) -> Connection:
+    loop = asyncio.get_running_loop()
+    if server.path:
+        _, connection = await loop.create_unix_connection(Connection, server.path)
+    else:
+        _, connection = await loop.create_connection(Connection, server.host, server.port, ssl=login.tls)
+    return connection
+
+
+async def _log_in(connection: Connection, login: Login, *, masters_only: bool) -> None:
+    commands = [*login.commands(), *([pack(b"ROLE")] if masters_only else [])]
+    replies = await connection.send(b"".join(commands), len(commands))
+    for reply in replies:
         if is_error(reply):
             raise ConnectionError(f"login was refused: {reply}")
-
-
-def checked(reply: Reply) -> Reply:
-    """The reply, unless it is an error."""
-    if isinstance(reply, hiredis.ReplyError):
-        raise StoreUnavailable(f"Redis refuses: {reply}")
-    return reply
-
-
-def is_error(reply: Reply) -> bool:
-    """Whether Redis refused the command."""
-    return isinstance(reply, hiredis.ReplyError)
-
-
-def _lacks_script(reply: Reply) -> bool:
-    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
-
-
-def _login_commands(options: dict[str, Any]) -> list[bytes]:
-    """What a connection says first. PING last, so that Redis has answered once before the connection is used."""
-    commands: list[bytes] = []
-    if options.get("password"):
-        names = [options["username"].encode()] if options.get("username") else []
-        commands.append(pack(b"AUTH", *names, options["password"].encode()))
-    if options.get("db"):
-        commands.append(pack(b"SELECT", b"%d" % options["db"]))
-    return [*commands, pack(b"PING")]
-
-
-def _tls_context(options: dict[str, Any]) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
-    if options.get("ssl_certfile"):
-        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
-    return context
+    if masters_only and replies[-1][0] != b"master":
+        raise ConnectionError(f"it is no master but a {replies[-1][0].decode()}")

@@ -4,9 +4,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 from kvpool.core.errors import LeaseLost
-from kvpool_index.adapters.redis_link import RedisLink, checked, pack, pack_script
+from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_link import RedisLink
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
+from kvpool_index.adapters.redis_wire import checked, pack, pack_script
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import FIELD_BYTES, ChunkOperation, GroupRead
@@ -26,8 +28,8 @@ class RedisLocationStore:
 
     def __init__(
         self,
-        reads: RedisLink,
-        changes: RedisLink,
+        reads: RedisLane,
+        changes: RedisLane,
         nodes: RedisNodeDirectory,
         *,
         key_prefix: bytes,
@@ -49,16 +51,16 @@ class RedisLocationStore:
             for group in groups
         ]
         values: list[bytes | None] = []
-        for reply in await self._reads.exchange(commands):
+        for reply in await self._reads.exchange(commands, [head + group.head for group in groups]):
             values += checked(reply)
         return values
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
         for part in _parts(operations):
-            checks = self._nodes.fence_commands(fence)
+            checks, check_keys = self._nodes.fence_commands(fence)
             commands = [*checks, *(self._command(each, fence.number) for each in part)]
-            replies = await self._changes.exchange_scripts(commands, [_APPLY])
+            replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, part)], _APPLY)
             self._nodes.check_fence(fence, replies[: len(checks)])
             answers = replies[len(checks) :]
             if any(status == _FENCED for status, _, _ in answers):
@@ -69,24 +71,31 @@ class RedisLocationStore:
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
         states: list[ChunkState | None] = []
         for part in _parts(operations):
-            replies = await self._changes.exchange_scripts([self._command(each, 0) for each in part], [_APPLY])
+            commands = [self._command(each, 0) for each in part]
+            replies = await self._changes.run_all(commands, [*map(self._key, part)], _APPLY)
             states += [
                 _state(each, reply) if reply[0] == _CHANGED else None for each, reply in zip(part, replies, strict=True)
             ]
         return states
 
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
+        for master in await self._changes.masters():
+            async for keys in self._scan(master, keyspace):
+                yield await self._drop_groups(keyspace, keys, ordinal)
+
+    async def _scan(self, master: RedisLink, keyspace: bytes) -> AsyncIterator[list[bytes]]:
+        """The keys of a keyspace's groups at one master, some at a time."""
         pattern = _escaped(self._prefix + keyspace) + b"*"
         cursor = b"0"
         while True:
-            cursor, keys = await self._changes.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+            cursor, keys = await master.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
             if keys:
-                yield await self._drop_groups(keyspace, keys, ordinal)
+                yield keys
             if cursor == b"0":
                 return
 
     async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:
-        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys])
+        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys], keys)
         removals: list[ChunkOperation] = []
         for key, content in zip(keys, contents, strict=True):
             pairs = checked(content)
@@ -105,9 +114,11 @@ class RedisLocationStore:
         return list(last.values())
 
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
-        key = self._prefix + each.keyspace + each.group_head
         field = each.chunk_hash[:FIELD_BYTES]
-        return pack_script(_APPLY, [key], field, each.operation.pack(fence), self._tombstone_ms)
+        return pack_script(_APPLY, [self._key(each)], field, each.operation.pack(fence), self._tombstone_ms)
+
+    def _key(self, each: ChunkOperation) -> bytes:
+        return self._prefix + each.keyspace + each.group_head
 
 
 def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:

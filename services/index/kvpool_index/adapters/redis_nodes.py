@@ -7,8 +7,9 @@ from typing import Final
 
 from kvpool.core.cluster import NodeInfo, NodeLoad
 from kvpool.core.errors import LeaseLost, StaleIncarnation, StoreUnavailable
-from kvpool_index.adapters.redis_link import RedisLink, Reply, checked, pack
+from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
+from kvpool_index.adapters.redis_wire import Reply, checked, pack
 from kvpool_index.core.nodes import NodeRecord, pack_info, pack_load, unpack_info, unpack_load
 from kvpool_index.ports import BoundKeyspace, NodeGrant, StreamFence
 
@@ -27,10 +28,10 @@ _LOST: Final = "the node's lease has ended; register again with the same incarna
 
 
 class RedisNodeDirectory:
-    """NodeDirectory over a few hashes in one slot. Leases run by Redis server time."""
+    """NodeDirectory over a few hashes in one slot. Leases run by the server time of the master that has the slot."""
 
-    def __init__(self, link: RedisLink, *, key_prefix: bytes, event_key: bytes, event_entries: int) -> None:
-        self._link = link
+    def __init__(self, lane: RedisLane, *, key_prefix: bytes, event_key: bytes, event_entries: int) -> None:
+        self._lane = lane
         slot = key_prefix + b":{n}:"
         self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
         self._ordinals, self._events = slot + b"ordinals", event_key
@@ -38,7 +39,7 @@ class RedisNodeDirectory:
 
     async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
         candidates = b"".join(_ORDINAL.pack(1 + secrets.randbelow((1 << 32) - 1)) for _ in range(_ORDINAL_CANDIDATES))
-        answer = await self._link.run(
+        answer = await self._lane.run(
             _REGISTER,
             [self._records, self._infos, self._loads, self._ordinals, self._events],
             info.node_id,
@@ -59,23 +60,23 @@ class RedisNodeDirectory:
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
         keys = [self._records, self._loads]
         arguments = (node_id, b"%d" % incarnation, b"%d" % lease_ttl_ms, pack_load(load))
-        _check_held(await self._link.run(_RENEW, keys, *arguments), incarnation)
+        _check_held(await self._lane.run(_RENEW, keys, *arguments), incarnation)
 
     async def end(self, node_id: bytes, incarnation: int) -> None:
         keys = [self._records, self._infos, self._ordinals, self._events]
-        await self._link.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries)
+        await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries)
 
     async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
-        answer = await self._link.run(_OPEN, [self._records], node_id, b"%d" % incarnation, b"%d" % announce_epoch)
+        answer = await self._lane.run(_OPEN, [self._records], node_id, b"%d" % incarnation, b"%d" % announce_epoch)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
         _check_held(answer[0], incarnation)
         return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=answer[1], number=answer[2])
 
     async def snapshot(self) -> list[NodeRecord]:
-        time, *tables = await self._link.exchange(
-            [pack(b"TIME"), *(pack(b"HGETALL", key) for key in (self._records, self._infos, self._loads))]
-        )
+        keys = [self._records, self._infos, self._loads]
+        commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
+        time, *tables = await self._lane.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
         records, infos, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
         return [
@@ -87,11 +88,15 @@ class RedisNodeDirectory:
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
         keys = [self._records, self._infos, self._loads, self._ordinals, self._events]
         arguments = (node_id, b"%d" % incarnation, b"%d" % forget_after_ms, self._event_entries)
-        return bool(await self._link.run(_DECLARE, keys, *arguments))
+        return bool(await self._lane.run(_DECLARE, keys, *arguments))
 
-    def fence_commands(self, fence: StreamFence) -> list[bytes]:
-        """Commands whose replies `check_fence` judges; to be sent ahead of what the fence guards."""
-        return [pack(b"TIME"), pack(b"HGET", self._records, fence.node_id)]
+    def fence_commands(self, fence: StreamFence) -> tuple[list[bytes], list[bytes]]:
+        """Commands whose replies `check_fence` judges, and their keys; to be sent together with what the fence guards.
+
+        A chunk at another master may be changed before the fence is read. That is no worse than a fence that is lost
+        right after it was read: in either case what the later stream has written to a group keeps this one out of it.
+        """
+        return [pack(b"TIME"), pack(b"HGET", self._records, fence.node_id)], [self._records, self._records]
 
     def check_fence(self, fence: StreamFence, replies: Sequence[Reply]) -> None:
         """Raise StaleIncarnation or LeaseLost unless the stream may change its node's entries."""
@@ -110,26 +115,27 @@ class RedisNodeDirectory:
 class RedisKeyspaceRegistry:
     """KeyspaceRegistry over one hash of names a tenant and one by keyspace id, in one slot."""
 
-    def __init__(self, link: RedisLink, *, key_prefix: bytes) -> None:
-        self._link = link
+    def __init__(self, lane: RedisLane, *, key_prefix: bytes) -> None:
+        self._lane = lane
         self._slot = key_prefix + b":{k}:"
         self._ids = self._slot + b"ids"
 
     async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
         name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
         by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
-        created, bound = await self._link.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
+        created, bound = await self._lane.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
         return _bound(keyspace.tenant, name, bound), bool(created)
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
-        entry = await self._link.call(b"HGET", self._ids, keyspace_id)
+        entry = await self._lane.call(self._ids, b"HGET", self._ids, keyspace_id)
         if entry is None:
             return None
         tenant, name, encoding = entry.split(b"\0", 2)
         return _bound(tenant.decode(), name, keyspace_id + encoding)
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
-        flat = await self._link.call(b"HGETALL", self._names(tenant))
+        names = self._names(tenant)
+        flat = await self._lane.call(names, b"HGETALL", names)
         pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
         return [_bound(tenant, name, meaning) for name, meaning in pairs]
 

@@ -1,0 +1,204 @@
+"""A Redis Cluster: keys in 16,384 slots, which masters share and hand on to each other.
+
+We ask for the slots and follow redirections ourselves: redis-py's Cluster client does both inside a pipeline of its
+own, which is what costs too much, and cannot be given our connections.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Final
+
+from kvpool.core.errors import StoreUnavailable
+from kvpool_index.adapters.redis_lanes import RedisLane
+from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait, link_to
+from kvpool_index.adapters.redis_lua import Script
+from kvpool_index.adapters.redis_slots import SlotMap
+from kvpool_index.adapters.redis_url import Server
+from kvpool_index.adapters.redis_wire import Reply, is_error, pack
+
+_MAX_ROUNDS: Final = 8  # of redirections; one is what a call usually needs
+_TRY_AGAIN_S: Final = 0.02
+_ASKING: Final = pack(b"ASKING")
+
+
+class ClusterLane(RedisLane):
+    """One connection to each master that is needed."""
+
+    def __init__(self, slots: SlotMap, options: LinkOptions, replicas: ReplicaWait | None) -> None:
+        self._slots = slots
+        self._options = options
+        self._replicas = replicas
+        self._links: dict[Server, RedisLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        slots.on_change.append(self._leave_others)
+
+    async def exchange(
+        self,
+        commands: Sequence[bytes],
+        keys: Sequence[bytes],
+        *,
+        scripts: Sequence[Script] = (),
+        wait_s: float = 0.0,
+    ) -> list[Reply]:
+        await self._slots.load()
+        parts: dict[Server, list[int]] = {}
+        for at, key in enumerate(keys):
+            parts.setdefault(self._slots.owner(key), []).append(at)
+        replies: list[Reply] = [None] * len(commands)
+        sends = [self._send(owner, commands, part, replies, scripts, wait_s) for owner, part in parts.items()]
+        await _all(sends)
+        if any(map(is_error, replies)):
+            await self._redirect(commands, keys, replies, scripts, wait_s)
+        return replies
+
+    async def masters(self) -> list[RedisLink]:
+        await self._slots.load()
+        return [self._link(server) for server in sorted(self._slots.masters, key=str)]
+
+    async def close(self) -> None:
+        for link in self._links.values():
+            await link.close()
+        await asyncio.gather(*self._closing)
+
+    async def _send(
+        self,
+        server: Server,
+        commands: Sequence[bytes],
+        part: Sequence[int],
+        replies: list[Reply],
+        scripts: Sequence[Script],
+        wait_s: float,
+    ) -> None:
+        """Send some of the commands to one master and put their replies where they belong."""
+        chosen = commands if len(part) == len(commands) else [commands[at] for at in part]
+        link = self._link(server)
+        try:
+            answers = await link.exchange(chosen, scripts=scripts, wait_s=wait_s, replicas=self._replicas)
+        except StoreUnavailable:
+            self._slots.refresh_soon()  # somebody else may own its slots by now
+            raise
+        for at, answer in zip(part, answers, strict=True):
+            replies[at] = answer
+
+    async def _redirect(
+        self,
+        commands: Sequence[bytes],
+        keys: Sequence[bytes],
+        replies: list[Reply],
+        scripts: Sequence[Script],
+        wait_s: float,
+    ) -> None:
+        """Send again what was not run because its slot has moved, is on the move or was split by a move."""
+        try:
+            async with asyncio.timeout(self._options.timeout_s + wait_s):
+                for _ in range(_MAX_ROUNDS):
+                    moves = self._moves(keys, replies)
+                    if not moves:
+                        return
+                    if any(pause for _, _, pause in moves.values()):
+                        await asyncio.sleep(_TRY_AGAIN_S)
+                    parts: dict[tuple[Server, bool], list[int]] = {}
+                    for at, (server, asking, _) in moves.items():
+                        parts.setdefault((server, asking), []).append(at)
+                    await _all(
+                        self._send_asking(server, commands, part, replies, scripts)
+                        if asking
+                        else self._send(server, commands, part, replies, scripts, wait_s)
+                        for (server, asking), part in parts.items()
+                    )
+        except TimeoutError as error:
+            raise StoreUnavailable("the Cluster went on redirecting until the time was over") from error
+
+    async def _send_asking(
+        self,
+        server: Server,
+        commands: Sequence[bytes],
+        part: Sequence[int],
+        replies: list[Reply],
+        scripts: Sequence[Script],
+    ) -> None:
+        """Send commands to the master that their slot is moving to. ASKING holds for the one command after it."""
+        link = self._link(server)
+        if scripts:
+            await link.exchange([pack(b"SCRIPT", b"LOAD", script.source) for script in scripts])
+        doubled = [command for at in part for command in (_ASKING, commands[at])]
+        answers = await link.exchange(doubled, replicas=self._replicas)
+        for at, answer in zip(part, answers[1::2], strict=True):
+            replies[at] = answer
+
+    def _moves(self, keys: Sequence[bytes], replies: Sequence[Reply]) -> dict[int, tuple[Server, bool, bool]]:
+        """For each reply that redirects: where its command is to go, whether by ASKING, whether after a pause."""
+        moves: dict[int, tuple[Server, bool, bool]] = {}
+        redirections = self._options.stats.redirections
+        for at, reply in enumerate(replies):
+            if not is_error(reply):
+                continue
+            kind, *words = str(reply).split(" ")
+            if kind == "MOVED":
+                target = _target(words[1], self._slots.owner(keys[at]))
+                self._slots.moved(int(words[0]), target)
+                moves[at] = (target, False, False)
+                redirections["moved"] += 1
+            elif kind == "ASK":
+                moves[at] = (_target(words[1], self._slots.owner(keys[at])), True, False)
+                redirections["ask"] += 1
+            elif kind == "TRYAGAIN":
+                moves[at] = (self._slots.owner(keys[at]), False, True)
+                redirections["try_again"] += 1
+            elif kind in ("CLUSTERDOWN", "READONLY", "MASTERDOWN"):
+                self._slots.refresh_soon()
+        return moves
+
+    def _link(self, server: Server) -> RedisLink:
+        link = self._links.get(server)
+        if link is None:
+            link = self._links[server] = link_to(server, self._options)
+        return link
+
+    def _leave_others(self, masters: frozenset[Server]) -> None:
+        """Close the connections to servers that own nothing any more."""
+        for server in self._links.keys() - masters:
+            task = asyncio.create_task(self._links.pop(server).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+class Cluster:
+    """RedisDeployment of the masters of a Cluster."""
+
+    kind = "cluster"
+
+    def __init__(self, seeds: Sequence[Server], options: LinkOptions) -> None:
+        self._options = options
+        self._slots = SlotMap(seeds, options)
+        self._lanes: list[ClusterLane] = []
+
+    def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
+        lane = ClusterLane(self._slots, self._options, replicas)
+        self._lanes.append(lane)
+        return lane
+
+    async def look(self) -> None:
+        """Nothing: a slot map that is wrong tells so itself, by a redirection or a master that is gone."""
+
+    async def close(self) -> None:
+        await self._slots.close()
+        for lane in self._lanes:
+            await lane.close()
+
+
+def _target(address: str, sender: Server) -> Server:
+    """Where a redirection leads; a member that does not know its own address means itself."""
+    host, _, port = address.rpartition(":")
+    return Server(host or sender.host, int(port))
+
+
+async def _all(sends: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all, so that nothing is left running; then raise the first failure."""
+    pending = list(sends)
+    if len(pending) == 1:
+        return await pending[0]
+    for result in await asyncio.gather(*pending, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+    return None

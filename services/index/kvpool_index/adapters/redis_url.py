@@ -1,0 +1,150 @@
+"""The URL of a Redis: one server, a master that Sentinels name, or a Cluster.
+
+    redis://[user:password@]host:port/db               rediss:// with TLS, unix://path
+    redis+sentinel://[user:password@]host:port,host:port/service[/db]     rediss+sentinel:// with TLS
+    redis+cluster://[user:password@]host:port,host:port                   rediss+cluster:// with TLS
+
+Options after `?`: ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname=false; for Sentinels sentinel_username
+and sentinel_password, because user and password are those of the servers that hold the data.
+"""
+
+import ssl
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio.connection import parse_url
+
+from kvpool_index.adapters.redis_wire import pack
+
+_TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
+_PLAIN_OPTIONS: Final = frozenset({"host", "port", "db", "username", "password", "path", "connection_class"})
+_SENTINEL_OPTIONS: Final = frozenset({"sentinel_username", "sentinel_password"})
+_SENTINEL_PORT: Final = 26379
+_REDIS_PORT: Final = 6379
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server listens: host and port, or the path of a socket."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """How a connection begins."""
+
+    username: str = ""
+    password: str = ""
+    db: int = 0
+    tls: ssl.SSLContext | None = None
+
+    def commands(self) -> list[bytes]:
+        """What a connection says first. PING last, so that Redis has answered once before the connection is used."""
+        commands: list[bytes] = []
+        if self.password:
+            names = [self.username.encode()] if self.username else []
+            commands.append(pack(b"AUTH", *names, self.password.encode()))
+        if self.db:
+            commands.append(pack(b"SELECT", b"%d" % self.db))
+        return [*commands, pack(b"PING")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUrl:
+    """What a URL says. `servers` are the one server, or Sentinels, or some members of a Cluster."""
+
+    topology: str  # "single", "sentinel" or "cluster"
+    servers: tuple[Server, ...]
+    login: Login
+    service: str = ""  # what the Sentinels call the master
+    sentinel_login: Login | None = None
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Raises ValueError, which does not repeat the URL, and OSError for certificates that cannot be read."""
+    scheme = url.partition("://")[0]
+    base, _, topology = scheme.partition("+")
+    if not topology:
+        return _parse_single(url)
+    if base not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
+        raise ValueError("the scheme must be redis, rediss, unix, redis+sentinel, rediss+sentinel or redis+cluster")
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    _refuse(options.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if topology == "sentinel" else frozenset()))
+    tls = _tls_context(options) if base == "rediss" else None
+    account, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = account.partition(":")
+    names = [unquote(name) for name in parts.path.split("/") if name]
+    db = 0
+    if topology == "sentinel":
+        if len(names) not in (1, 2):
+            raise ValueError("redis+sentinel:// needs the path /service or /service/db")
+        db = _number(names[1], "db") if len(names) == 2 else 0
+    elif names:
+        raise ValueError("redis+cluster:// takes no path: a Cluster has one database")
+    return RedisUrl(
+        topology=topology,
+        servers=_servers(hosts, _SENTINEL_PORT if topology == "sentinel" else _REDIS_PORT),
+        login=Login(username=unquote(username), password=unquote(password), db=db, tls=tls),
+        service=names[0] if topology == "sentinel" else "",
+        sentinel_login=Login(
+            username=options.get("sentinel_username", ""), password=options.get("sentinel_password", ""), tls=tls
+        ),
+    )
+
+
+def _parse_single(url: str) -> RedisUrl:
+    options: dict[str, Any] = dict(parse_url(url))
+    _refuse(options.keys() - _PLAIN_OPTIONS - _TLS_OPTIONS)
+    return RedisUrl(
+        topology="single",
+        servers=(Server(options.get("host", "localhost"), options.get("port", _REDIS_PORT), options.get("path", "")),),
+        login=Login(
+            username=options.get("username", ""),
+            password=options.get("password", ""),
+            db=options.get("db", 0),
+            tls=_tls_context(options) if url.startswith("rediss:") else None,
+        ),
+    )
+
+
+def _refuse(options: Any) -> None:
+    if options:
+        raise ValueError(f"options {', '.join(sorted(options))} are not supported")
+
+
+def _servers(hosts: str, default_port: int) -> tuple[Server, ...]:
+    found: list[Server] = []
+    for each in hosts.split(","):
+        host, port = each, ""
+        if each.startswith("["):  # an IPv6 address
+            host, _, port = each[1:].partition("]")
+            port = port.removeprefix(":")
+        elif ":" in each:
+            host, _, port = each.partition(":")
+        if not host:
+            raise ValueError("a host is missing: write host:port,host:port")
+        found.append(Server(unquote(host), _number(port, "port") if port else default_port))
+    return tuple(found)
+
+
+def _number(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a number")
+    return int(text)
+
+
+def _tls_context(options: dict[str, Any]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
+    if str(options.get("ssl_check_hostname", "true")).lower() in ("false", "0", "no"):
+        context.check_hostname = False  # the certificate is still verified
+    if options.get("ssl_certfile"):
+        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+    return context

@@ -1,0 +1,115 @@
+"""Raw commands over one pipelined connection: packed by us, parsed by hiredis, answered in bytes.
+
+A match is mostly its round trip to Redis, and redis-py's pool and pipeline cost several times the processor time of
+what is done here.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+
+from kvpool.core.errors import StoreUnavailable
+from kvpool_index.adapters.redis_lua import Script
+
+Reply = Any
+"""bytes, int, None, a list of replies, or (until it is `checked`) a hiredis.ReplyError."""
+
+
+def pack(*words: bytes) -> bytes:
+    """One command as it travels."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def pack_script(script: Script, keys: Sequence[bytes], *arguments: bytes) -> bytes:
+    """The command that runs a script by its name."""
+    return pack(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, *arguments)
+
+
+def checked(reply: Reply) -> Reply:
+    """The reply, unless it is an error (loading, full, read-only, ...): then StoreUnavailable."""
+    if isinstance(reply, hiredis.ReplyError):
+        raise StoreUnavailable(f"Redis refuses: {reply}")
+    return reply
+
+
+def is_error(reply: Reply) -> bool:
+    """Whether Redis refused the command."""
+    return isinstance(reply, hiredis.ReplyError)
+
+
+def lacks_script(reply: Reply) -> bool:
+    """Whether Redis has not the script that it was to run."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
+
+
+class Connection(asyncio.Protocol):
+    """One connection. Replies come in the order of the commands, so a queue tells whose they are."""
+
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader()
+        self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]]]] = deque()
+        self._transport: asyncio.Transport | None = None
+        self._ended = asyncio.Event()
+        self.is_open = True
+
+    @property
+    def waiting_count(self) -> int:
+        """Exchanges whose replies have not all come."""
+        return len(self._waiting)
+
+    def send(self, packed: bytes, reply_count: int) -> "asyncio.Future[list[Reply]]":
+        """Write commands; the future gets their replies, or ConnectionError. Cancelling it forgets the replies only."""
+        answered: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        if self._transport is None or not self.is_open:
+            answered.set_exception(ConnectionError("the connection is closed"))
+        else:
+            self._waiting.append((reply_count, [], answered))
+            self._transport.write(packed)
+        return answered
+
+    def abort(self, cause: str) -> None:
+        """Close at once; everybody who waits gets ConnectionError."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail_all(cause)
+
+    async def close(self) -> None:
+        """Abort, and wait until the socket is closed."""
+        self.abort("the index is closing")
+        await self._ended.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while self._waiting:
+            reply_count, replies, answered = self._waiting[0]
+            while len(replies) < reply_count:
+                try:
+                    reply = self._reader.gets()
+                except hiredis.ProtocolError as error:
+                    return self.abort(f"what came is no reply: {error}")
+                if reply is False:  # not all of it is here yet
+                    return None
+                replies.append(reply)
+            self._waiting.popleft()
+            if not answered.done():
+                answered.set_result(replies)
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
+        self._ended.set()
+
+    def _fail_all(self, cause: str) -> None:
+        while self._waiting:
+            _, _, answered = self._waiting.popleft()
+            if not answered.done():
+                answered.set_exception(ConnectionError(cause))
