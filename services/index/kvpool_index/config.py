@@ -22,10 +22,13 @@ class IndexConfig:
     log_format: Annotated[str, "logfmt or json"] = "logfmt"
     drain_s: Annotated[float, "time for running calls to end after SIGTERM"] = 5.0
 
-    redis_url: Annotated[str, "redis:// or rediss:// URL of the store; empty: this process's memory", SECRET] = ""
+    redis_url: Annotated[
+        str, "redis://, redis+sentinel:// or redis+cluster:// URL of the store; empty: this process's memory", SECRET
+    ] = ""
     redis_key_prefix: Annotated[str, "what all keys in Redis begin with"] = "kvpool"
     redis_timeout_ms: Annotated[int, "a store call that takes longer fails as STORE_UNAVAILABLE"] = 500
     redis_max_in_flight: Annotated[int, "calls that wait for Redis at once; further ones are refused"] = 1024
+    redis_wait_replicas: Annotated[int, "replicas that must have an announce batch before it is acknowledged"] = 0
 
     tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
     tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
@@ -44,6 +47,7 @@ class IndexConfig:
         for name, low, high in (
             ("redis_timeout_ms", 10, 60_000),
             ("redis_max_in_flight", 1, 1 << 20),
+            ("redis_wait_replicas", 0, 16),
             ("lease_ttl_ms", 100, 600_000),
             ("node_forget_ms", 0, 1 << 40),
             ("max_match_chunks", 1, 1 << 15),

@@ -50,6 +50,8 @@ class IndexEngine:
         self._store = store
         self._version = version
         self._metrics = metrics
+        if store.redis is not None:
+            metrics.tell_of_redis(store.redis)
         self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
@@ -65,7 +67,11 @@ class IndexEngine:
 
     def background_work(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Named coroutines that must run as long as the service does."""
-        return [("refresh-nodes", self._nodes.run()), ("remove-dead", self._matches.run())]
+        return [
+            ("look-after-store", self._store.run()),
+            ("refresh-nodes", self._nodes.run()),
+            ("remove-dead", self._matches.run()),
+        ]
 
     def drain(self) -> None:
         """End all open streams; their callers go on with another replica."""

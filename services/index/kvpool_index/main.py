@@ -126,6 +126,7 @@ def _open_store(config: IndexConfig) -> IndexStore:
         key_prefix=config.redis_key_prefix,
         chunk_stream_count=config.event_streams,
         stream_entries=config.event_stream_entries,
+        wait_replicas=config.redis_wait_replicas,
     )
 
 

@@ -1,8 +1,13 @@
 """The index's own metrics; request counts and durations are the server's."""
 
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvpool_index.core.redis_stats import PROBLEMS, RedisStats
 
 _SHORT_BUCKETS_S: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2, 0.1, 0.5)
 
@@ -11,8 +16,13 @@ class IndexMetrics:
     """All metrics of one index process, in the registry that is handed in."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._add_reads(registry)
         self._add_changes(registry)
+
+    def tell_of_redis(self, stats: RedisStats) -> None:
+        """Serve what the connections to Redis go through, too."""
+        self._registry.register(_RedisCollector(stats))
 
     def _add_reads(self, registry: CollectorRegistry) -> None:
         self.match_duration = Histogram(
@@ -70,3 +80,37 @@ class IndexMetrics:
             self.node_events.labels(event)
         for result in ("removed", "absent"):
             self.stale_reports.labels(result)
+
+
+class _RedisCollector(Collector):
+    """Reads the counters whenever somebody asks for metrics."""
+
+    def __init__(self, stats: RedisStats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats, name = self._stats, "kvpool_index_redis"
+        yield CounterMetricFamily(f"{name}_connects", "Connections made to Redis, the first ones too.", stats.connects)
+        yield CounterMetricFamily(
+            f"{name}_reconnects", "Connections to Redis that were lost and asked for again.", stats.reconnects
+        )
+        yield CounterMetricFamily(
+            f"{name}_failed_connects", "Attempts to connect to Redis that failed.", stats.failed_connects
+        )
+        yield CounterMetricFamily(
+            f"{name}_failovers", "Times that another server was found to be a master.", stats.failovers
+        )
+        redirections = CounterMetricFamily(
+            f"{name}_redirections", "Commands that a Cluster sent elsewhere, by kind.", labels=["kind"]
+        )
+        for kind, count in stats.redirections.items():
+            redirections.add_metric([kind], count)
+        yield redirections
+        yield GaugeMetricFamily(f"{name}_masters", "Masters that share the keys; 0: not known yet.", stats.masters)
+        yield GaugeMetricFamily(f"{name}_masters_up", "Masters that answered when last asked.", stats.masters_up)
+        problems = GaugeMetricFamily(
+            f"{name}_problem", "1 if a master is not set up as the index needs it; the log tells more.", labels=["kind"]
+        )
+        for problem in PROBLEMS:
+            problems.add_metric([problem], float(problem in stats.problems))
+        yield problems

@@ -12,6 +12,7 @@ from kvpool.core.cluster import NodeInfo, NodeLoad
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead
 from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.core.redis_stats import RedisStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +169,17 @@ class IndexStore(Protocol):
     @property
     def events(self) -> EventLog: ...
 
+    @property
+    def redis(self) -> RedisStats | None:
+        """What its connections to Redis go through; None where there is no Redis."""
+        ...
+
     async def ping(self) -> float:
         """Seconds that one round trip took."""
+        ...
+
+    async def run(self) -> None:
+        """Look after the store as long as it is used; returns if there is nothing to look after."""
         ...
 
     async def close(self) -> None:

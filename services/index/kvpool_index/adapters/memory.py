@@ -135,6 +135,7 @@ class MemoryIndexStore:
     """IndexStore in memory."""
 
     kind = "memory"
+    redis = None
 
     def __init__(
         self,
@@ -151,6 +152,9 @@ class MemoryIndexStore:
 
     async def ping(self) -> float:
         return 0.0
+
+    async def run(self) -> None:
+        return None
 
     async def close(self) -> None:
         return None

@@ -145,7 +145,7 @@ class RedisLink:
             raise Overloaded(f"{self._options.max_in_flight} calls wait for a connection to Redis already")
         if self._connecting is None:
             if self._connection is not None:
-                self._options.stats.lost_connections += 1
+                self._options.stats.reconnects += 1
                 self._connection = None
             self._connecting = asyncio.create_task(self._open(), name="redis-connect")
             self._connecting.add_done_callback(self._connect_ended)

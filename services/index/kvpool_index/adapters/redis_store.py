@@ -45,9 +45,9 @@ class RedisIndexStore:
         Raises StartupFailed for a URL that is none; the URL itself, which may hold a password, is not shown.
         """
         prefix = key_prefix.encode()
-        self.stats = RedisStats()
+        self.redis = RedisStats()
         try:
-            self.deployment = open_deployment(url, timeout_s=timeout_s, max_in_flight=max_in_flight, stats=self.stats)
+            self.deployment = open_deployment(url, timeout_s=timeout_s, max_in_flight=max_in_flight, stats=self.redis)
         except (ValueError, OSError) as error:
             raise StartupFailed(f"redis_url cannot be used: {error}") from error
         wait_ms = max(1, int(timeout_s * 500))
@@ -55,7 +55,7 @@ class RedisIndexStore:
         lane = self.deployment.lane
         reads, changes, self._control = lane(), lane(replicas), lane()
         waiting = [lane() for _ in range(chunk_stream_count + 1)]
-        self._health = RedisHealth(self._control, self.deployment.kind, self.stats, wait_replicas=wait_replicas)
+        self._health = RedisHealth(self._control, self.deployment.kind, self.redis, wait_replicas=wait_replicas)
         self.events = RedisEventLog(
             changes,
             self._control,

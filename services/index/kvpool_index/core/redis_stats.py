@@ -13,9 +13,9 @@ class RedisStats:
     """Counts since the start, and the state of the masters when last looked at."""
 
     connects: int = 0  # connections made, the first ones too
-    lost_connections: int = 0
+    reconnects: int = 0  # connections that were lost and asked for again
     failed_connects: int = 0
-    failovers: int = 0  # the Sentinels named another master, or a slot of the Cluster changed hands unasked
+    failovers: int = 0  # another server was found to be a master
     redirections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REDIRECTIONS, 0))
     masters: int = 0  # 0 until they are known
     masters_up: int = 0
