@@ -68,14 +68,14 @@ class Workbench:
         path.mkdir()
         return path
 
-    def write_files(self) -> float:
-        return self._write_store("files")
+    def write_extents(self) -> float:
+        return self._write_store("extents")
 
     def write_tables(self) -> float:
         return self._write_store("tables")
 
     def _write_store(self, way: str) -> float:
-        store = RocksPageStore(self._fresh(way), page_bytes=PageBytes(way))
+        store = RocksPageStore(self._fresh(way), 4 << 30, page_bytes=PageBytes(way))
         store.open()
         failures: list[KvPoolError | None] = []
         started_at_s = time.perf_counter()
@@ -155,7 +155,7 @@ class Workbench:
             return time.perf_counter() - started_at_s
 
     def read_store(self, way: str, *, cold: bool, threads: int) -> float:
-        store = RocksPageStore(self._directory / way, page_bytes=PageBytes(way))
+        store = RocksPageStore(self._directory / way, 4 << 30, page_bytes=PageBytes(way))
         store.open()
         if cold:
             self._drop_cache(way)
@@ -191,7 +191,7 @@ class Workbench:
 def measure(bench: Workbench, rounds: int) -> dict[str, list[float]]:
     """GB/s by case. Writes of a round come before its reads, which read what they wrote."""
     writes = [
-        bench.write_files,
+        bench.write_extents,
         bench.write_tables,
         bench.write_memtable,
         bench.write_log,
@@ -205,7 +205,7 @@ def measure(bench: Workbench, rounds: int) -> dict[str, list[float]]:
             name = write.__name__.replace("_", " ")
             found.setdefault(name, []).append(bench.total_bytes / write() / 1e9)
         for cold, threads in reads:
-            for way in random.sample(("files", "tables", "plain"), 3):
+            for way in random.sample(("extents", "tables", "plain"), 3):
                 read = bench.read_plain if way == "plain" else partial(bench.read_store, way)
                 name = f"read {way}, {'cold' if cold else 'warm'}, {threads} threads"
                 found.setdefault(name, []).append(bench.total_bytes / read(cold=cold, threads=threads) / 1e9)
@@ -225,7 +225,7 @@ def main() -> None:
     cases = {}
     for name, rates in sorted(found.items()):
         baseline_name = (
-            "write new file" if name.startswith("write") else name.replace("files", "plain").replace("tables", "plain")
+            "write new file" if name.startswith("write") else name.replace("extents", "plain").replace("tables", "plain")
         )
         value, baseline = statistics.median(rates), statistics.median(found[baseline_name])
         cases[name] = {"value": value, "unit": "GB/s", "baseline": baseline, "ratio": value / baseline}

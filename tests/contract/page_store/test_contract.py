@@ -1,88 +1,24 @@
-"""What every PageStore promises: run by the RocksDB one in both its ways and by the fake in memory."""
+"""What every PageStore promises."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from kvpool.core.errors import KvPoolError, PageCorrupt
-from kvpool.core.page import PageKey
-from kvpool.testing.page_store import MemoryPageStore
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
-from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage
-
-Reopen = Callable[[], PageStore]
-
-KEYSPACE = b"k" * 16
-OTHER = b"\xff" * 16  # the last possible keyspace: nothing sorts after it
-
-
-def key(number: int, keyspace: bytes = KEYSPACE) -> PageKey:
-    return PageKey(keyspace, number.to_bytes(16, "big"), number % 3)
-
-
-def metadata(number: int) -> PageMetadata:
-    return PageMetadata(
-        parent_hash=bytes([number % 251]) * 16,
-        chunk_index=number,
-        group_head_hash=bytes([number % 7]) * 16,
-        ttl_ms=number * 10,
-        priority=number % 200 - 100,
-        pinned_until_us=number << 40,
-    )
-
-
-def page_write(number: int, page: bytes, keyspace: bytes = KEYSPACE) -> PageWrite:
-    return PageWrite(key=key(number, keyspace), page=memoryview(page), metadata=metadata(number))
-
-
-class Durable:
-    """Counts callbacks."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[PageKey, KvPoolError | None]] = []
-
-    def __call__(self, page_key: PageKey, failure: KvPoolError | None) -> None:
-        self.calls.append((page_key, failure))
-
-
-def get(store: PageStore, page_key: PageKey, size_bytes: int = 1 << 20) -> bytes | None:
-    destination = bytearray(size_bytes)
-    found = store.get_into(page_key, memoryview(destination))
-    return None if found is None else bytes(destination[:found])
-
-
-def now_and_after_restart(store: PageStore, reopen: Reopen) -> Iterator[PageStore]:
-    yield store
-    yield reopen()
-
-
-@pytest.fixture(params=["files", "tables", "memory"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
-    memory = MemoryPageStore(StoredPage)
-    opened: list[PageStore] = []
-
-    def open_again() -> PageStore:
-        while opened:
-            opened.pop().close()
-        store: PageStore = memory
-        if request.param != "memory":
-            store = RocksPageStore(tmp_path / "disk", volume_bytes=1 << 20, page_bytes=PageBytes(request.param))
-        store.open()
-        opened.append(store)
-        return store
-
-    yield open_again
-    for store in opened:
-        store.close()
-
-
-@pytest.fixture
-def store(reopen: Reopen) -> PageStore:
-    return reopen()
+from kvpool.core.errors import PageCorrupt
+from kvpool_pagestore.ports import PageStore, PageWrite, StoredPage
+from tests.contract.page_store.pages import (
+    KEYSPACE,
+    OTHER,
+    Durable,
+    Reopen,
+    get,
+    key,
+    metadata,
+    now_and_after_restart,
+    page_write,
+)
 
 
 def test_an_empty_store_has_nothing(store: PageStore) -> None:
@@ -183,14 +119,20 @@ def test_keyspaces_and_values_survive_a_restart(reopen: Reopen) -> None:
     assert again.load_value("other") is None
 
 
-def test_used_bytes_follow_the_live_pages(store: PageStore) -> None:
+def test_the_space_of_deleted_pages_is_used_again(store: PageStore) -> None:
     page = os.urandom(256 << 10)
-    for number in range(40):
-        store.put_batch([page_write(number, page)], Durable())
-    assert store.used_bytes() >= 40 * len(page)
-    store.delete_batch([key(number) for number in range(40) if number % 10])
-    assert store.used_bytes() <= 4 * len(page) + (5 << 20)
-    assert [number for number in range(40) if get(store, key(number)) == page] == [0, 10, 20, 30]
+    numbers = list(range(40))
+    store.put_batch([page_write(number, page) for number in numbers], Durable())
+    first_bytes = store.used_bytes()
+    assert first_bytes >= 40 * len(page)
+    for start in range(40, 400, 36):
+        store.delete_batch([key(number) for number in numbers if number % 10])
+        numbers = [number for number in numbers if not number % 10][-4:] + list(range(start, start + 36))
+        for number in range(start, start + 36):
+            store.put_batch([page_write(number, page)], Durable())
+        store.delete_batch([key(number) for number in range(start) if number not in numbers])
+    assert store.used_bytes() <= first_bytes + (5 << 20)
+    assert [number for number in range(400) if get(store, key(number)) == page] == sorted(numbers)
 
 
 def test_closing_twice_is_fine(store: PageStore) -> None:

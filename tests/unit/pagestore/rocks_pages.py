@@ -27,8 +27,10 @@ def page_write(number: int, content: bytes | None = None) -> PageWrite:
     return PageWrite(key=key(number), page=memoryview(page(number) if content is None else content), metadata=metadata)
 
 
-def opened(directory: Path, way: str, volume_bytes: int = VOLUME_BYTES) -> RocksPageStore:
-    store = RocksPageStore(directory, volume_bytes=volume_bytes, page_bytes=PageBytes(way))
+def opened(
+    directory: Path, way: str, volume_bytes: int = VOLUME_BYTES, capacity_bytes: int = 200 << 20
+) -> RocksPageStore:
+    store = RocksPageStore(directory, capacity_bytes, volume_bytes=volume_bytes, page_bytes=PageBytes(way))
     store.open()
     return store
 

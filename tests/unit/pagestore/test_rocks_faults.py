@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ import pytest
 
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, VOLUME_BYTES, get, key, opened, page, page_write, put, scanned
 
 
-@pytest.fixture(params=["files", "tables"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def put_failing(store: RocksPageStore, *numbers: int) -> list[KvPoolError | None]:
@@ -29,7 +30,7 @@ def put_failing(store: RocksPageStore, *numbers: int) -> list[KvPoolError | None
 
 def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells of lost writes once per open file: whoever shares a descriptor with another may miss it."""
-    store = opened(tmp_path, "files")
+    store = opened(tmp_path, "extents")
     put(store, 1)
     both, told_of = threading.Barrier(2, timeout=10), set[int]()
 
@@ -57,40 +58,70 @@ def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, mon
 
 
 def test_writes_that_fail_half_way_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "files")
+    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
     put(store, 1)
     before_bytes = store.used_bytes()
-    pwrite = os.pwrite
+    pwritev = os.pwritev
 
-    def full_after_one(descriptor: int, data: memoryview, offset: int) -> int:
-        if bytes(data[:4]) != page(2)[:4]:
+    def full_after_one(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if bytes(buffers[0][:4]) != page(2)[:4]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(descriptor, data, offset)
+        return pwritev(descriptor, buffers, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full_after_one)
-        for _ in range(5):
+        patch.setattr(os, "pwritev", full_after_one)
+        for _ in range(100):
             assert [type(failure) for failure in put_failing(store, 2, 3)] == [StoreFault, StoreFault]
     assert store.used_bytes() <= before_bytes + PAGE_BYTES // 2
-    put(store, 2, 3)
-    assert [get(store, number) for number in (1, 2, 3)] == [page(1), page(2), page(3)]
+    put(store, *range(2, 60))
+    assert all(get(store, number) == page(number) for number in range(1, 60))
     store.close()
 
 
-def test_a_volume_that_could_not_be_made_does_not_stand_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(tmp_path, "files")
+def test_writes_whose_records_cannot_be_synced_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    put(store, 1)
 
-    def failing(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def failing(_: RocksDatabase) -> None:
+        raise StoreFault("the log cannot be synced")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)  # of the directory, once the file is there
+        patch.setattr(RocksDatabase, "sync_log", failing)
+        assert [type(failure) for failure in put_failing(store, *range(2, 60))] == [StoreFault] * 58
+        assert scanned(store) == {1}
+    put(store, *range(2, 60))
+    put(store, *range(2, 20))
+    assert all(get(store, number) == page(number) for number in range(1, 60))
+    store.close()
+
+
+def test_a_transfer_that_ends_early_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path, "extents")
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def some(buffers: Sequence[memoryview]) -> list[memoryview]:
+        return [buffers[0][:8192]]
+
+    monkeypatch.setattr(os, "pwritev", lambda descriptor, buffers, at: pwritev(descriptor, some(buffers), at))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: preadv(descriptor, some(buffers), at))
+    put(store, 1, 2)
+    assert [get(store, number) for number in (1, 2)] == [page(1), page(2)]
+    aligned = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    store.put_batch([page_write(3, page(3))], lambda _, failure: None)
+    assert store.get_into(key(3), aligned) == PAGE_BYTES and bytes(aligned) == page(3)
+    store.close()
+
+
+def test_a_file_that_could_not_be_made_does_not_stand_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, "extents")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_space)
         assert isinstance(put_failing(store, 1)[0], StoreFault)
+        assert list((tmp_path / "extents").glob("*.pages")) == []
     put(store, 1)
     assert get(store, 1) == page(1)
-    assert len(list((tmp_path / "volumes").iterdir())) == 1
     store.close()
 
 
@@ -103,54 +134,57 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: py
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    store = opened(tmp_path / "deep" / "tier", "files")
+    store = opened(tmp_path / "deep" / "tier", "extents")
     put(store, 1)
     store.close()
-    parents = [tmp_path, tmp_path / "deep", tmp_path / "deep" / "tier", tmp_path / "deep" / "tier" / "volumes"]
+    parents = [tmp_path, tmp_path / "deep", tmp_path / "deep" / "tier", tmp_path / "deep" / "tier" / "extents"]
     assert {parent.stat().st_ino for parent in parents} <= set(synced)
 
 
-def test_a_page_that_cannot_be_read_does_not_hold_the_space_of_others(
+def test_blocks_of_a_page_that_is_being_read_are_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened(tmp_path, "files")
-    put(store, 0, 1, 2, 3, 4, 5)  # one volume, in which page 0 lies on a bad sector
+    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    put(store, *range(70))
+    begun, go_on, found = threading.Event(), threading.Event(), list[bytes | None]()
     preadv = os.preadv
 
-    def bad_sector(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if offset == 0:
-            raise OSError(errno.EIO, "Input/output error")
+    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        begun.set()
+        assert go_on.wait(10)
         return preadv(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", bad_sector)
-    for start in range(6, 60, 6):
-        put(store, *range(start, start + 6))
-    kept = set(range(4, 60, 6)) - {4}
-    store.delete_batch([key(number) for number in range(1, 60) if number not in kept])
-    assert store.used_bytes() < len(kept) * PAGE_BYTES + 3 * VOLUME_BYTES
-    monkeypatch.undo()
-    assert scanned(store) == kept
-    assert all(get(store, number) == page(number) for number in kept)
+    monkeypatch.setattr(os, "preadv", slow)
+    reader = threading.Thread(target=lambda: found.append(get(store, 7)))
+    reader.start()
+    assert begun.wait(10)
+    store.delete_batch([key(number) for number in range(70)])
+    put(store, *range(100, 169))
+    go_on.set()
+    reader.join()
+    assert found == [page(7)]
+    store.delete_batch([key(number) for number in range(100, 169)])
+    put(store, *range(200, 270))  # and then they are
     store.close()
 
 
 def test_space_that_was_dead_when_the_process_ended_comes_back_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     for start in range(0, 60, 6):
         put(store, *range(start, start + 6))
     with monkeypatch.context() as patch:
         patch.setattr(RocksPageStore, "_reclaim", lambda _: None)
         store.delete_batch([key(number) for number in range(60)])
     store.close()
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     assert store.used_bytes() < 3 * VOLUME_BYTES
     store.close()
 
 
 def test_a_directory_that_cannot_be_measured_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "files")
+    store = opened(tmp_path, "extents")
 
     def failing(_: str) -> None:
         raise OSError(errno.EIO, "Input/output error")

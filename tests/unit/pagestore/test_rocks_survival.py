@@ -14,7 +14,7 @@ from kvpool.core.errors import PageCorrupt
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 
-@pytest.fixture(params=["files", "tables"])
+@pytest.fixture(params=["extents", "tables"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -62,21 +62,24 @@ def test_what_was_durable_is_there_after_a_kill(tmp_path: Path, way: str, lines:
 
 def file_with(directory: Path, content: bytes) -> Path:
     """The table or volume file that holds some bytes."""
-    paths = [*directory.glob("*.sst"), *directory.glob("volumes/*")]
+    paths = [*directory.glob("*.sst"), *directory.glob("extents/*.pages")]
     return next(path for path in paths if content in path.read_bytes())
+
+
+def flip(path: Path, content: bytes, at: int = 0) -> None:
+    """One bit of a file, so many bytes behind where some content begins."""
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(content) + at] ^= 1
+    path.write_bytes(damaged)
 
 
 def test_a_flipped_byte_is_damage_or_reaches_the_reader_whose_sums_catch_it(tmp_path: Path, way: str) -> None:
     store = opened(tmp_path, way)
     put(store, 1, 2, 3)
     store.close()
-    path = file_with(tmp_path, page(2)[:4000])
-    damaged = bytearray(path.read_bytes())
-    at = damaged.index(page(2)[:4000])
-    damaged[at + 100_000] ^= 1
-    path.write_bytes(damaged)
+    flip(file_with(tmp_path, page(2)[:4000]), page(2)[:4000], 100_000)
     store = opened(tmp_path, way)
-    if way == "files":
+    if way == "extents":
         found = get(store, 2)
         assert found is not None and found != page(2) and len(found) == PAGE_BYTES
     else:
@@ -89,8 +92,8 @@ def test_a_flipped_byte_is_damage_or_reaches_the_reader_whose_sums_catch_it(tmp_
 
 
 @pytest.mark.parametrize("harm", ["cut", "zeroed", "removed", "noise"])
-def test_a_ruined_file_costs_its_own_pages_and_nothing_else(tmp_path: Path, way: str, harm: str) -> None:
-    store = opened(tmp_path, way, volume_bytes=PAGE_BYTES)  # every batch gets a volume of its own
+def test_a_ruined_table_costs_its_own_pages_and_nothing_else(tmp_path: Path, harm: str) -> None:
+    store = opened(tmp_path, "tables", volume_bytes=PAGE_BYTES)  # every batch gets a volume of its own
     put(store, 1, 2)
     put(store, 3, 4)
     store.close()
@@ -102,7 +105,7 @@ def test_a_ruined_file_costs_its_own_pages_and_nothing_else(tmp_path: Path, way:
         os.truncate(ruined, size_bytes // 2)
     else:
         ruined.write_bytes(bytes(size_bytes) if harm == "zeroed" else os.urandom(size_bytes))
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     assert (get(store, 1), get(store, 2)) == (page(1), page(2))
     for number in (3, 4):
         with contextlib.suppress(PageCorrupt):
@@ -112,30 +115,30 @@ def test_a_ruined_file_costs_its_own_pages_and_nothing_else(tmp_path: Path, way:
     assert (get(store, 3), get(store, 4), get(store, 5)) == (page(3), None, page(5))
     assert scanned(store) == {1, 2, 3, 5}
     store.close()
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     assert (get(store, 1), get(store, 3), get(store, 5)) == (page(1), page(3), page(5))
     store.close()
 
 
-def test_damaged_records_cost_their_own_pages_and_nothing_else(tmp_path: Path, way: str) -> None:
-    store = opened(tmp_path, way)
+def test_damaged_records_cost_their_own_pages_and_nothing_else(tmp_path: Path) -> None:
+    store = opened(tmp_path, "tables")
     for start in range(0, 400, 100):
         pages = [page_write(number, b"small page %d" % number) for number in range(start, start + 100)]
         store.put_batch(pages, lambda page_key, failure: None)
     store.close()
-    opened(tmp_path, way).close()  # turns the log into tables
+    opened(tmp_path, "tables").close()  # turns the log into tables
     records = file_with(tmp_path, b"p" * 16 + (5).to_bytes(8, "little"))
     damaged = bytearray(records.read_bytes())
     at = damaged.index(b"p" * 16 + (5).to_bytes(8, "little"))
     damaged[at] ^= 1
     records.write_bytes(damaged)
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     survivors = scanned(store)
     assert 5 not in survivors and len(survivors) >= 300
     assert all(get(store, number) == b"small page %d" % number for number in survivors)
     assert get(store, 5) is None
     put(store, 5)
     store.close()
-    store = opened(tmp_path, way)
+    store = opened(tmp_path, "tables")
     assert scanned(store) == survivors | {5}
     store.close()

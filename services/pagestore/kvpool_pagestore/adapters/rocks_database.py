@@ -9,27 +9,17 @@ go of it (seen with rocksdict 0.3.29). A synced batch of records holds it for so
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    ChecksumType,
-    ColumnFamily,
-    DBCompressionType,
-    DBRecoveryMode,
-    Options,
-    Rdict,
-    WriteBatch,
-    WriteOptions,
-)
+from rocksdict import ColumnFamily, Rdict, WriteBatch, WriteOptions
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
-from kvpool_pagestore.adapters.durable_names import make_directories
+from kvpool_pagestore.adapters.durable_names import make_directories, sync_directory
 from kvpool_pagestore.adapters.rocks_layout import (
     FORMAT_NAME,
     MEMBERS,
@@ -37,13 +27,10 @@ from kvpool_pagestore.adapters.rocks_layout import (
     VALUES,
     volume_of_family,
 )
+from kvpool_pagestore.adapters.rocks_options import small_options, table_options
 
-_BLOCK_CACHE_BYTES: Final = 4 << 20  # records only; pages are never cached here: the arena is their cache
-_WRITE_BUFFER_BYTES: Final = 1 << 20
-_WAL_LIMIT_BYTES: Final = 8 << 20
-_OPEN_FILES: Final = 256  # bounds the memory of table readers; one that is not open costs a reader about 0.1 ms
-_LOG_FILES: Final = 2
-_LOG_FILE_BYTES: Final = 1 << 20
+_log = logging.getLogger(__name__)
+
 SMALL_FAMILIES: Final = (RECORDS, MEMBERS, VALUES)
 
 
@@ -58,12 +45,15 @@ class RocksDatabase:
         self.directory = directory
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
-        self._small_options = _small_options()
-        self.table_options = _table_options()
+        self._known_logs: set[str] = set()  # whose names are durable
+        self._small_options = small_options()
+        self.table_options = table_options()
         _prepare_directory(directory)
-        self._root, self._families = self._open()
+        self.is_incomplete = False  # it had to be repaired or made anew: that a record is absent says nothing
+        self._root, self._families = self._open_or_repair()
         self._handles = {name: self._root.get_column_family_handle(name) for name in SMALL_FAMILIES}
         found = self.family(VALUES).get(FORMAT_NAME)
+        self.is_new = found is None
         if found is None:
             self.family(VALUES).put(FORMAT_NAME, page_format, self._synced)
         elif found != page_format:
@@ -111,6 +101,22 @@ class RocksDatabase:
         with store_faults("writing records"):
             self._root.write(batch, self._synced if sync else self._unsynced)
 
+    def sync_log(self) -> None:
+        """Make all batches that were written before this call durable, without the interpreter's lock.
+
+        The binding keeps that lock through a synced write. What is not in a log file any more is in a synced table.
+        """
+        try:
+            names = {name for name in os.listdir(self.directory) if name.endswith(".log")}
+            for name in names:
+                with suppress(FileNotFoundError):
+                    _sync_file(self.directory / name)
+            if not names <= self._known_logs:
+                sync_directory(self.directory)
+                self._known_logs = names
+        except OSError as error:
+            raise StoreFault(f"syncing the log in {self.directory} failed: {error.strerror}") from error
+
     def save_value(self, key: bytes, value: bytes) -> None:
         """Keep a value, synced."""
         batch = WriteBatch(raw_mode=True)
@@ -139,14 +145,39 @@ class RocksDatabase:
                 self._families.popitem()[1].close()
             self._root.close()
 
+    def _open_or_repair(self) -> tuple[Rdict, dict[str, Rdict]]:
+        """Damage to what names the files is repaired from the files; if that fails too, the database begins anew."""
+        try:
+            return self._open()
+        except PageCorrupt as damage:
+            _log.error("repairing the database of the disk tier: %s", damage.message)
+        self.is_incomplete = True
+        try:
+            with store_faults("repairing"):
+                Rdict.repair(str(self.directory), self._small_options)
+            return self._open()
+        except (PageCorrupt, StoreFault) as damage:
+            _log.error("the database of the disk tier is lost and begins anew: %s", damage.message)
+        try:
+            for path in self.directory.iterdir():
+                if path.is_file() and path.name != "LOCK":
+                    path.unlink()
+        except OSError as error:
+            raise StartupFailed(f"{self.directory} cannot be emptied: {error.strerror}; make it writable") from error
+        return self._open()
+
     def _open(self) -> tuple[Rdict, dict[str, Rdict]]:
         path = str(self.directory)
+        if not (self.directory / "CURRENT").exists() and any(self.directory.glob("*.sst")):
+            raise PageCorrupt(f"{self.directory} has tables but no CURRENT")
         try:
             known = Rdict.list_cf(path) if (self.directory / "CURRENT").exists() else []
             options = dict.fromkeys(SMALL_FAMILIES, self._small_options)
             options |= {name: self.table_options for name in known if volume_of_family(name) is not None}
             root = Rdict(path, self._small_options, column_families=options)
         except Exception as error:  # the binding raises nothing narrower
+            if _is_damaged(error):
+                raise PageCorrupt(f"opening {path}: {_one_line(error)}") from error
             raise _startup_failed(self.directory, error) from error
         return root, {name: root.get_column_family(name) for name in options}
 
@@ -159,7 +190,7 @@ def store_faults(action: str) -> Iterator[None]:
     except KvPoolError:
         raise
     except Exception as error:  # the binding raises nothing narrower
-        text = " ".join(str(error).split())
+        text = _one_line(error)
         raise (PageCorrupt if _is_damage(text) else StoreFault)(f"{action} failed: {text}") from error
 
 
@@ -190,48 +221,12 @@ def rows(
         cursor.status()
 
 
-def _small_options() -> Options:
-    options = _common_options()
-    table = BlockBasedOptions()
-    table.set_block_cache(Cache(_BLOCK_CACHE_BYTES))
-    table.set_bloom_filter(10, False)
-    table.set_cache_index_and_filter_blocks(True)  # counted in the cache, so that they cannot grow beside it
-    table.set_checksum_type(ChecksumType.xxh3())
-    options.set_block_based_table_factory(table)
-    return options
-
-
-def _table_options() -> Options:
-    options = _common_options()
-    table = BlockBasedOptions()
-    table.disable_cache()
-    table.set_checksum_type(ChecksumType.xxh3())
-    options.set_block_based_table_factory(table)
-    options.set_disable_auto_compactions(True)  # files of a volume never overlap; space comes back by dropping volumes
-    return options
-
-
-def _common_options() -> Options:
-    options = Options(raw_mode=True)
-    options.create_if_missing(True)
-    options.create_missing_column_families(True)
-    options.set_compression_type(DBCompressionType.none())
-    # A damaged table must cost its own pages, not turn the whole database read-only. Page bytes carry sums of their
-    # own, which the engine verifies; records are covered by the checksums of their blocks, verified on every read.
-    options.set_paranoid_checks(False)
-    options.set_wal_recovery_mode(DBRecoveryMode.skip_any_corrupted_record())
-    options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
-    options.set_max_write_buffer_number(2)
-    options.set_max_total_wal_size(_WAL_LIMIT_BYTES)
-    options.set_max_open_files(_OPEN_FILES)
-    options.set_max_background_jobs(2)
-    options.set_max_manifest_file_size(4 << 20)
-    options.set_manifest_preallocation_size(64 << 10)
-    options.set_keep_log_file_num(_LOG_FILES)
-    options.set_max_log_file_size(_LOG_FILE_BYTES)
-    options.set_stats_dump_period_sec(0)
-    options.set_stats_persist_period_sec(0)
-    return options
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _prepare_directory(directory: Path) -> None:
@@ -247,8 +242,18 @@ def _prepare_directory(directory: Path) -> None:
         ) from error
 
 
+def _is_damaged(error: Exception) -> bool:
+    """What names the other files, or a log, cannot be used as it is."""
+    text = _one_line(error)
+    return text.startswith(("Corruption", "Invalid argument: Column family")) or "No such file" in text
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _startup_failed(directory: Path, error: Exception) -> StartupFailed:
-    text = " ".join(str(error).split())
+    text = _one_line(error)
     if "lock" in text.lower() and "LOCK" in text:
         return StartupFailed(
             f"the disk tier {directory} is in use by another process; stop that pagestore or use another directory"

@@ -29,7 +29,9 @@ FORMAT_NAME: Final = b"format"
 LAST_VOLUME_NAME: Final = b"last volume"
 
 _RECORD_VERSION: Final = 1
-_RECORD: Final = struct.Struct("<BIQQ16sq16sqiq")
+_RECORD: Final = struct.Struct("<BIQQ")
+_METADATA: Final = struct.Struct("<16sq16sqiqqq")
+_METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; told apart by its length
 _VOLUME: Final = struct.Struct(">I")
 _BATCH: Final = struct.Struct(">Q")
 _VOLUME_FAMILY: Final = re.compile(r"volume-(\d{1,10})")
@@ -46,24 +48,43 @@ class PageRecord:
     page_bytes: int
     metadata: PageMetadata
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where its bytes are: what stays the same when only the metadata changes."""
+        return self.volume, self.position
+
     def encode(self) -> bytes:
-        kept = self.metadata
-        return _RECORD.pack(
-            _RECORD_VERSION, self.volume, self.position, self.page_bytes, kept.parent_hash, kept.chunk_index,
-            kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
-        )  # fmt: skip
+        head = _RECORD.pack(_RECORD_VERSION, self.volume, self.position, self.page_bytes)
+        return head + pack_metadata(self.metadata)
 
     @classmethod
     def decode(cls, encoded: bytes) -> PageRecord:
         """Raises PageCorrupt for bytes that no version of this code wrote."""
-        if len(encoded) != _RECORD.size or encoded[0] != _RECORD_VERSION:
+        if len(encoded) < _RECORD.size or encoded[0] != _RECORD_VERSION:
             raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_RECORD_VERSION}")
-        _, volume, position, page_bytes, parent, index, head, ttl_ms, priority, pinned_us = _RECORD.unpack(encoded)
-        metadata = PageMetadata(
-            parent_hash=parent, chunk_index=index, group_head_hash=head,
-            ttl_ms=ttl_ms, priority=priority, pinned_until_us=pinned_us,
-        )  # fmt: skip
-        return cls(volume, position, page_bytes, metadata)
+        _, volume, position, page_bytes = _RECORD.unpack_from(encoded)
+        return cls(volume, position, page_bytes, unpack_metadata(encoded[_RECORD.size :]))
+
+
+def pack_metadata(kept: PageMetadata) -> bytes:
+    """What is kept beside a page, as all records and trailers have it."""
+    return _METADATA.pack(
+        kept.parent_hash, kept.chunk_index, kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
+        kept.prompt_tokens, kept.expires_us,
+    )  # fmt: skip
+
+
+def unpack_metadata(packed: bytes) -> PageMetadata:
+    """Raises PageCorrupt for bytes that no version of this code wrote."""
+    if len(packed) == _METADATA_V1.size:
+        packed += bytes(_METADATA.size - _METADATA_V1.size)
+    if len(packed) != _METADATA.size:
+        raise PageCorrupt(f"{len(packed)} bytes are no page metadata")
+    parent, index, head, ttl_ms, priority, pinned_us, tokens, expires_us = _METADATA.unpack(packed)
+    return PageMetadata(
+        parent_hash=parent, chunk_index=index, group_head_hash=head, ttl_ms=ttl_ms, priority=priority,
+        pinned_until_us=pinned_us, prompt_tokens=tokens, expires_us=expires_us,
+    )  # fmt: skip
 
 
 def volume_family(volume: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from rocksdict import WriteBatch
@@ -26,7 +27,7 @@ from kvpool_pagestore.adapters.rocks_layout import (
 )
 from kvpool_pagestore.adapters.rocks_salvage import rebuild_members
 from kvpool_pagestore.adapters.rocks_volumes import PayloadVolumes, Volume, Volumes
-from kvpool_pagestore.ports import PageWrite, StoredPage
+from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,18 @@ class RocksPages:
             record = newer  # it was moved or written again between the two reads
         return None
 
+    def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
+        """Replace what is kept beside pages, synced; absent pages are passed over. Raises StoreFault."""
+        batch = WriteBatch(raw_mode=True)
+        with self._lock:
+            for key, metadata in changes:
+                record = self._record_or_damaged(key)
+                if record is not None:
+                    changed = replace(record, metadata=metadata)
+                    batch.put(key.pack(), changed.encode(), self._database.handle(RECORDS))
+            if len(batch):
+                self._database.write(batch, sync=True)
+
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Delete pages. Not synced: a page that comes back after a power loss is still the right page."""
         batch = WriteBatch(raw_mode=True)
@@ -88,6 +101,9 @@ class RocksPages:
             found = [PageRecord.decode(encoded) for _, encoded in rows(self._database, RECORDS, first, end)]
             self._database.write(batch, sync=True)
             self._subtract(found)
+
+    def remember_keyspace(self, encoding: bytes) -> None:
+        """Nothing to do: the database remembers it, and nothing outlives the database."""
 
     def reclaim(self) -> None:
         """Give space of dead pages back until little enough is dead.
@@ -122,7 +138,7 @@ class RocksPages:
         self._volumes.last_number = max(self._volumes.last_number, last_number)
 
     def _write(self, pages: Sequence[PageWrite], only_if: Mapping[PageKey, PageRecord] | None) -> None:
-        """With `only_if`, a page whose record is another one by now stays as it is."""
+        """With `only_if`, a page that lies elsewhere by now stays there, and all keep the metadata they have by now."""
         size_bytes = sum(len(page.page) for page in pages)
         with self._lock:
             volume = self._volume_for_batch()
@@ -168,12 +184,14 @@ class RocksPages:
         replaced: list[PageRecord] = []
         added_bytes = 0
         for page, position in zip(pages, positions, strict=True):
-            old = self._record_or_damaged(page.key)
-            if only_if is not None and old != only_if[page.key]:
-                continue
+            old, metadata = self._record_or_damaged(page.key), page.metadata
+            if only_if is not None:
+                if old is None or old.place != only_if[page.key].place:
+                    continue
+                metadata = old.metadata
             if old is not None:
                 replaced.append(old)
-            record = PageRecord(volume.number, position, len(page.page), page.metadata)
+            record = PageRecord(volume.number, position, len(page.page), metadata)
             batch.put(page.key.pack(), record.encode(), self._database.handle(RECORDS))
             batch.put(member_key(volume.number, page.key), b"", self._database.handle(MEMBERS))
             added_bytes += len(page.page)

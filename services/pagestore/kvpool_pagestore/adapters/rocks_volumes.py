@@ -8,6 +8,10 @@ from typing import Protocol
 
 from kvpool.core.page import PageKey
 
+TABLE_RECORD_BYTES = 1024  # of one page: record, member, block and index entry, doubled for compaction
+_VOLUME_BYTES = 512 << 20
+_VOLUMES_MIN = 32
+_VOLUMES_MAX = 256
 _DEAD_SHARE = 8  # one part of this many of the live bytes may be dead before volumes are emptied
 
 
@@ -115,6 +119,12 @@ class Volumes:
         del self.by_number[volume.number]
         if self._current is volume:
             self._current = None
+
+
+def default_volume_bytes(capacity_bytes: int) -> int:
+    """A small disk tier is cut into smaller volumes, so that little of it is lost to their slack; a large one into
+    larger ones: each is a column family."""
+    return max(1, capacity_bytes // _VOLUMES_MAX, min(_VOLUME_BYTES, capacity_bytes // _VOLUMES_MIN))
 
 
 def live_limit_bytes(capacity_bytes: int, volume_bytes: int) -> int:

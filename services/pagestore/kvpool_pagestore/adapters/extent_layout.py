@@ -1,0 +1,87 @@
+"""Records of pages in extents, and the trailers behind the pages that say the same. Pure.
+
+A record lies in the family `records` under the page key (34 bytes). A trailer fills the last TRAILER_BYTES of a page's
+blocks, so that the record can be made anew when RocksDB has lost it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Final
+
+from kvpool.core.errors import PageCorrupt
+from kvpool.core.page import KEY_BYTES, PageKey
+from kvpool_pagestore.adapters.rocks_layout import pack_metadata, unpack_metadata
+from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
+from kvpool_pagestore.core.extents import Extent
+from kvpool_pagestore.ports import PageMetadata
+
+_VERSION: Final = 2
+_RECORD: Final = struct.Struct("<BQQH")
+_EXTENT: Final = struct.Struct("<III")
+_MAGIC: Final = b"KVPT"
+_TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
+_TRAILER_EXTENTS: Final = 5
+_TAG_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentRecord:
+    """Where a page is, and what is kept beside it."""
+
+    page_bytes: int
+    number: int  # of the write: the higher one of two is the newer
+    extents: tuple[Extent, ...]
+    metadata: PageMetadata
+
+    def encode(self) -> bytes:
+        head = _RECORD.pack(_VERSION, self.page_bytes, self.number, len(self.extents))
+        return head + b"".join(_EXTENT.pack(*extent) for extent in self.extents) + pack_metadata(self.metadata)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> ExtentRecord:
+        """Raises PageCorrupt for bytes that no version of this code wrote."""
+        try:
+            version, page_bytes, number, count = _RECORD.unpack_from(encoded)
+            if version != _VERSION:
+                raise PageCorrupt(f"a page record has version {version}, not {_VERSION}")
+            end = _RECORD.size + count * _EXTENT.size
+            extents = tuple(Extent(*fields) for fields in _EXTENT.iter_unpack(encoded[_RECORD.size : end]))
+            if len(extents) != count:
+                raise PageCorrupt("a page record is cut off")
+            return cls(page_bytes, number, extents, unpack_metadata(encoded[end:]))
+        except struct.error as error:
+            raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What a trailer says of the page before it."""
+
+    key: PageKey
+    record: ExtentRecord  # without extents if they are too many for a trailer
+
+
+def pack_trailer(trailer: Trailer, secret: bytes) -> bytes:
+    """TRAILER_BYTES bytes. What nobody without the secret can write: a page could contain what looks like one."""
+    record = trailer.record
+    if len(record.extents) > _TRAILER_EXTENTS:
+        record = replace(record, extents=())
+    encoded = record.encode()
+    fields = _TRAILER.pack(_MAGIC, trailer.key.pack(), len(encoded)) + encoded
+    body = fields.ljust(TRAILER_BYTES - _TAG_BYTES, b"\0")
+    return body + blake2b(body, key=secret, digest_size=_TAG_BYTES).digest()
+
+
+def unpack_trailer(block_end: bytes, secret: bytes) -> Trailer | None:
+    """What TRAILER_BYTES bytes say; None if they are no trailer of this tier, or a damaged one."""
+    if not block_end.startswith(_MAGIC):
+        return None
+    body, tag = block_end[:-_TAG_BYTES], block_end[-_TAG_BYTES:]
+    if not compare_digest(blake2b(body, key=secret, digest_size=_TAG_BYTES).digest(), tag):
+        return None
+    _, packed, size = _TRAILER.unpack_from(body)
+    return Trailer(PageKey.unpack(packed), ExtentRecord.decode(body[_TRAILER.size : _TRAILER.size + size]))

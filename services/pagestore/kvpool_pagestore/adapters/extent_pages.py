@@ -1,0 +1,272 @@
+"""Pages in extents of preallocated files, with their records in a RocksDatabase: writing, finding, forgetting."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rocksdict import WriteBatch
+
+from kvpool.core.errors import PageCorrupt, QuotaExceeded
+from kvpool.core.fault_points import reach
+from kvpool.core.page import PageKey
+from kvpool_pagestore.adapters.extent_files import ExtentFiles
+from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, pack_trailer
+from kvpool_pagestore.adapters.extent_salvage import Sidecar
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
+from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
+from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
+from kvpool_pagestore.core.extents import Extent, FreeExtents
+from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
+
+_log = logging.getLogger(__name__)
+
+_Freed = list[tuple[PageKey, tuple[Extent, ...]]]
+
+
+class ExtentPages:
+    """Thread-safe. The lock guards records and free extents: never held over page bytes or a sync.
+
+    An extent is used again only when the change of records that freed it is synced and nobody reads it any more, so
+    that neither a power loss nor a slow reader can find another page's bytes where it looks for its own.
+    """
+
+    def __init__(self, database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, budget: ExtentBudget) -> None:
+        """Find out what is free. The records must be readable. Raises StoreFault."""
+        self._database = database
+        self._files = files
+        self._sidecar = sidecar
+        self._budget = budget
+        self._free = FreeExtents()
+        self._lock = threading.Lock()
+        self._unsynced: _Freed = []  # freed by changes that may not be synced yet
+        self._readers: Counter[PageKey] = Counter()
+        self._read_meanwhile: dict[PageKey, list[Extent]] = {}  # freed while they were read
+        self._last_number = 0
+        self._shrink()
+        self._load()
+
+    def scan(self) -> Iterator[StoredPage]:
+        """Every page that has a record. Raises StoreFault."""
+        for packed, encoded in rows(self._database, RECORDS):
+            record = ExtentRecord.decode(encoded)
+            yield StoredPage(key=PageKey.unpack(packed), page_bytes=record.page_bytes, metadata=record.metadata)
+
+    def write(self, pages: Sequence[PageWrite]) -> None:
+        """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
+        records = self._place(pages)
+        try:
+            self._files.write(
+                [
+                    (
+                        record.extents,
+                        page.page,
+                        pack_trailer(Trailer(page.key, record), self._sidecar.secret),
+                    )
+                    for page, record in zip(pages, records, strict=True)
+                ]
+            )
+            reach("pagestore.write.synced")
+            with self._lock:
+                self._unsynced += self._point_records_at(pages, records)
+        except BaseException:
+            with self._lock:
+                for record in records:
+                    self._free.give(record.extents)
+            raise
+        try:
+            self._sync()
+        except BaseException:
+            self.forget([page.key for page in pages])  # they were not to be found, and may not outlive a power loss
+            raise
+
+    def get_into(self, key: PageKey, destination: memoryview) -> int | None:
+        """Page bytes, or None if there is no page. Raises PageCorrupt if its bytes are damaged or gone, StoreFault."""
+        with self._being_read(key):
+            record = self._record(key)
+            if record is None:
+                return None
+            if record.page_bytes > len(destination):
+                raise PageCorrupt(f"page {key} has {record.page_bytes} bytes on disk, not {len(destination)}")
+            self._files.read_into(record.extents, destination[: record.page_bytes])
+            return record.page_bytes
+
+    def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
+        """Replace what is kept beside pages, synced; absent pages are passed over. Raises StoreFault."""
+        batch = WriteBatch(raw_mode=True)
+        with self._lock:
+            for key, metadata in changes:
+                record = self._record_or_damaged(key)
+                if record is not None:
+                    changed = replace(record, metadata=metadata)
+                    batch.put(key.pack(), changed.encode(), self._database.handle(RECORDS))
+            if len(batch):
+                self._database.write(batch, sync=False)
+        self._sync()
+
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Delete pages. Synced before their blocks are used again; until then a power loss brings them back."""
+        batch, freed = WriteBatch(raw_mode=True), _Freed()
+        with self._lock:
+            for key in set(keys):
+                record = self._record_or_damaged(key)
+                batch.delete(key.pack(), self._database.handle(RECORDS))
+                if record is not None:
+                    freed.append((key, record.extents))
+            if len(batch):
+                self._database.write(batch, sync=False)
+                self._unsynced += freed
+
+    def forget_keyspace(self, keyspace: bytes) -> None:
+        """Delete all pages of a keyspace; synced, because an operator asked for it."""
+        first, end = keyspace_bounds(keyspace)
+        batch = WriteBatch(raw_mode=True)
+        batch.delete_range(first, end, self._database.handle(RECORDS))
+        with self._lock:
+            freed = [
+                (PageKey.unpack(packed), ExtentRecord.decode(encoded).extents)
+                for packed, encoded in rows(self._database, RECORDS, first, end)
+            ]
+            self._database.write(batch, sync=False)
+            self._unsynced += freed
+            self._sidecar.clear_keyspace(keyspace, self._last_number)
+        self._sync()
+
+    def remember_keyspace(self, encoding: bytes) -> None:
+        """Keep an encoding where it is found again if RocksDB is lost."""
+        self._sidecar.remember_keyspace(encoding)
+
+    def reclaim(self) -> None:
+        """Nothing to do: blocks are used again where they are."""
+
+    # Inside
+
+    def _shrink(self) -> None:
+        """Give up what lies beyond a budget that is smaller than it was: whole files, then the end of one."""
+        counts = self._files.block_counts
+        excess, cuts = sum(counts.values()) - self._budget.block_count, dict[int, int]()
+        for number, count in sorted(counts.items(), reverse=True):
+            if excess > 0:
+                cuts[number] = max(0, count - excess)
+                excess -= count - cuts[number]
+        if not cuts:
+            return
+        batch = WriteBatch(raw_mode=True)
+        for packed, encoded in rows(self._database, RECORDS):
+            for extent in ExtentRecord.decode(encoded).extents:
+                if extent.start + extent.count > cuts.get(extent.file, extent.start + extent.count):
+                    batch.delete(packed, self._database.handle(RECORDS))
+                    break
+        _log.warning("giving up %d pages on disk: the tier is smaller than it was", len(batch))
+        self._database.write(batch, sync=True)  # before the blocks are gone
+        for number, count in cuts.items():
+            self._files.cut(number, count)
+
+    def _load(self) -> None:
+        used: dict[int, list[Extent]] = {number: [] for number in self._files.block_counts}
+        lost: list[Extent] = []
+        for _, encoded in rows(self._database, RECORDS):
+            record = ExtentRecord.decode(encoded)
+            self._last_number = max(self._last_number, record.number)
+            for extent in record.extents:
+                used.get(extent.file, lost).append(extent)
+        for number, count in self._files.block_counts.items():
+            lost += self._free.give_around(number, count, sorted(used[number]))
+        if lost:
+            self._forget_pages_in(set(lost))
+
+    def _forget_pages_in(self, lost: set[Extent]) -> None:
+        """Records that point to blocks which are not there, or are another page's."""
+        batch, count = WriteBatch(raw_mode=True), 0
+        for packed, encoded in rows(self._database, RECORDS):
+            record = ExtentRecord.decode(encoded)
+            if lost.intersection(record.extents):
+                batch.delete(packed, self._database.handle(RECORDS))
+                count += 1
+        _log.warning("forgetting %d pages whose blocks are not theirs", count)
+        self._database.write(batch, sync=True)
+
+    def _place(self, pages: Sequence[PageWrite]) -> list[ExtentRecord]:
+        """Blocks for each page. Raises QuotaExceeded if they are not there, StoreFault if files cannot grow."""
+        wanted = [page_blocks(len(page.page)) for page in pages]
+        with self._lock:
+            self._grow(sum(wanted))
+            must_sync = self._free.block_count < sum(wanted)
+        if must_sync:
+            self._sync()
+        with self._lock:
+            if self._free.block_count < sum(wanted):
+                raise QuotaExceeded("no room on disk: pages that were given up are still being read or deleted")
+            placed = []
+            for page, count in zip(pages, wanted, strict=True):
+                self._last_number += 1
+                extents = tuple(self._free.take(count))
+                placed.append(ExtentRecord(len(page.page), self._last_number, extents, page.metadata))
+            return placed
+
+    def _grow(self, block_count: int) -> None:
+        """Make files until so many blocks are free, as far as the budget allows."""
+        while self._free.block_count < block_count:
+            counts = self._files.block_counts
+            room = min(self._budget.file_block_count, self._budget.block_count - sum(counts.values()))
+            if room <= 0:
+                return
+            number = max(counts, default=0) + 1
+            self._files.create(number, room)
+            self._free.give([Extent(number, 0, room)])
+
+    def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[ExtentRecord]) -> _Freed:
+        batch, replaced = WriteBatch(raw_mode=True), _Freed()
+        for page, record in zip(pages, records, strict=True):
+            old = self._record_or_damaged(page.key)
+            if old is not None:
+                replaced.append((page.key, old.extents))
+            batch.put(page.key.pack(), record.encode(), self._database.handle(RECORDS))
+        self._database.write(batch, sync=False)
+        return replaced
+
+    def _sync(self) -> None:
+        """Make all changes of records up to now durable, and what they freed free. Raises StoreFault."""
+        with self._lock:
+            freed, self._unsynced = self._unsynced, []
+        try:
+            self._database.sync_log()
+        except BaseException:
+            with self._lock:
+                self._unsynced += freed
+            raise
+        with self._lock:
+            for key, extents in freed:
+                if key in self._readers:
+                    self._read_meanwhile.setdefault(key, []).extend(extents)
+                else:
+                    self._free.give(extents)
+
+    @contextmanager
+    def _being_read(self, key: PageKey) -> Iterator[None]:
+        with self._lock:
+            self._readers[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[key] -= 1
+                if not self._readers[key]:
+                    del self._readers[key]
+                    self._free.give(self._read_meanwhile.pop(key, []))
+
+    def _record(self, key: PageKey) -> ExtentRecord | None:
+        with store_faults(f"reading the record of page {key}"):
+            encoded = self._database.family(RECORDS).get(key.pack())
+            return ExtentRecord.decode(encoded) if encoded is not None else None
+
+    def _record_or_damaged(self, key: PageKey) -> ExtentRecord | None:
+        """As `_record`, but a damaged one counts as none: it is about to be replaced or deleted."""
+        try:
+            return self._record(key)
+        except PageCorrupt:
+            return None

@@ -1,0 +1,112 @@
+"""Which parts of the disk tier's files are free, in blocks of 4 KiB."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+BLOCK_BYTES: Final = 4096
+
+
+class Extent(NamedTuple):
+    """A piece of one file, in blocks."""
+
+    file: int
+    start: int
+    count: int
+
+    @property
+    def offset_bytes(self) -> int:
+        return self.start * BLOCK_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self.count * BLOCK_BYTES
+
+
+def blocks_of(size_bytes: int) -> int:
+    """Blocks that some bytes fill."""
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+class FreeExtents:
+    """Free extents; neighbours are joined. An extent is either free here or somebody's.
+
+    Asked for so many blocks it gives the smallest free extent that is large enough, so that pages of one size take each
+    other's places exactly; where none is, the largest ones together. Nothing ever has to be moved to make room.
+    """
+
+    def __init__(self) -> None:
+        self._by_start: dict[tuple[int, int], int] = {}  # count by file and start
+        self._by_end: dict[tuple[int, int], int] = {}  # start by file and end
+        self._by_count: list[tuple[int, int, int]] = []  # sorted: count, file, start
+        self.block_count = 0
+
+    def take(self, count: int) -> list[Extent]:
+        """`count` blocks in as few pieces as there can be. Ask for no more than `block_count`."""
+        if count > self.block_count:
+            raise ValueError(f"{count} blocks are asked for, {self.block_count} are free")
+        taken: list[Extent] = []
+        while count:
+            at = bisect_left(self._by_count, (count, -1, -1))
+            size, file, start = self._by_count[min(at, len(self._by_count) - 1)]
+            used = min(size, count)
+            self._remove(file, start, size)
+            if size > used:
+                self._insert(file, start + used, size - used)
+            taken.append(Extent(file, start, used))
+            count -= used
+        return taken
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """These are free. Raises ValueError if a part of one was free before: two pages would share it."""
+        for file, start, count in extents:
+            if (file, start) in self._by_start or (file, start + count) in self._by_end:
+                raise ValueError(f"blocks {start} to {start + count} of file {file} are free already")
+            before = self._by_end.get((file, start))
+            if before is not None:
+                self._remove(file, before, start - before)
+                start, count = before, count + start - before
+            after = self._by_start.get((file, start + count))
+            if after is not None:
+                self._remove(file, start + count, after)
+                count += after
+            self._insert(file, start, count)
+
+    def give_around(self, file: int, count: int, used: Sequence[Extent]) -> list[Extent]:
+        """A file of `count` blocks of which those in `used` (sorted by start) are somebody's.
+
+        Answers the extents that overlap one before them or stick out of the file: they are no page's.
+        """
+        end, wrong, free = 0, list[Extent](), list[Extent]()
+        for extent in used:
+            if extent.start < end or extent.start + extent.count > count:
+                wrong.append(extent)
+                continue
+            if extent.start > end:
+                free.append(Extent(file, end, extent.start - end))
+            end = extent.start + extent.count
+        if end < count:
+            free.append(Extent(file, end, count - end))
+        self.give(free)
+        return wrong
+
+    def drop_from(self, file: int, start: int) -> None:
+        """The blocks of a file from `start` on exist no more."""
+        for at, count in [(at, n) for (number, at), n in self._by_start.items() if number == file and at + n > start]:
+            self._remove(file, at, count)
+            if at < start:
+                self._insert(file, at, start - at)
+
+    def _insert(self, file: int, start: int, count: int) -> None:
+        self._by_start[file, start] = count
+        self._by_end[file, start + count] = start
+        insort(self._by_count, (count, file, start))
+        self.block_count += count
+
+    def _remove(self, file: int, start: int, count: int) -> None:
+        del self._by_start[file, start]
+        del self._by_end[file, start + count]
+        del self._by_count[bisect_left(self._by_count, (count, file, start))]
+        self.block_count -= count

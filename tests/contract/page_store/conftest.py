@@ -1,0 +1,79 @@
+"""Every page store: the RocksDB one in each of its ways, and the fake in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import StoreFault
+from kvpool.testing.page_store import MemoryPageStore
+from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase
+from kvpool_pagestore.adapters.rocks_tables import TableVolumes
+from kvpool_pagestore.ports import PageStore, StoredPage
+from tests.contract.page_store.pages import Reopen
+
+
+@pytest.fixture
+def memory() -> MemoryPageStore[StoredPage]:
+    return MemoryPageStore(StoredPage)
+
+
+@pytest.fixture(params=[*(way.value for way in PageBytes), "memory"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPage]) -> Iterator[Reopen]:
+    opened: list[PageStore] = []
+
+    def open_again() -> PageStore:
+        while opened:
+            opened.pop().close()
+        store: PageStore = memory
+        if request.param != "memory":
+            way = PageBytes(request.param)
+            store = RocksPageStore(tmp_path / "disk", 256 << 20, volume_bytes=1 << 20, page_bytes=way)
+        store.open()
+        opened.append(store)
+        return store
+
+    yield open_again
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(reopen: Reopen) -> PageStore:
+    return reopen()
+
+
+def _no_sync(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def _no_write(*_: object, **__: object) -> None:
+    raise StoreFault("the disk cannot be written")
+
+
+@pytest.fixture(params=["sync", "records"])
+def failing_disk(
+    request: pytest.FixtureRequest, memory: MemoryPageStore[StoredPage], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], AbstractContextManager[None]]:
+    """While it lasts, no write of any store becomes durable: page bytes cannot be synced, or records not be written."""
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        memory.fault = StoreFault("the disk is gone")
+        with monkeypatch.context() as patch:
+            if request.param == "sync":
+                patch.setattr(os, "fdatasync", _no_sync)
+                patch.setattr(os, "fsync", _no_sync)
+                patch.setattr(TableVolumes, "append", _no_write)  # RocksDB syncs table files itself
+            else:
+                patch.setattr(RocksDatabase, "write", _no_write)
+            yield
+        memory.fault = None
+
+    return failing
