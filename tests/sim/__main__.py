@@ -1,0 +1,68 @@
+"""`python -m tests.sim --seeds 1000`: many short histories, or one of them with a trace."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.sim.clients import ClientCounts
+from tests.sim.history import Report, run_history
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 1 if a history broke a promise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", default="1000", help="how many, or FIRST-LAST")
+    parser.add_argument("--seed", type=int, help="run this one alone")
+    parser.add_argument("--trace", action="store_true", help="say everything that happens")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
+    options = parser.parse_args(argv)
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of bytes would have another order in each process
+        os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *argv], {**os.environ, "PYTHONHASHSEED": "0"})
+    first, last = (options.seed, options.seed) if options.seed is not None else _range(options.seeds)
+    started_s, failed, total = time.perf_counter(), 0, ClientCounts()
+    callbacks = virtual_s = 0.0
+    for seed in range(first, last + 1):
+        report = run_history(seed, trace=print if options.trace else None)
+        callbacks += report.callbacks
+        virtual_s += report.virtual_s
+        _add(total, report.counts)
+        if report.violations:
+            failed += 1
+            _show(report)
+            if not options.keep_going:
+                break
+    took_s = time.perf_counter() - started_s
+    count = seed - first + 1
+    print(
+        f"{count} histories, {failed} failed, {count / took_s:.0f}/s, {callbacks / count:.0f} callbacks and "
+        f"{virtual_s / count:.1f} virtual seconds each; {total.operations} operations: {total.stored} pages stored, "
+        f"{total.hits} hits, {total.misses} misses, {total.errors} errors"
+    )
+    return 1 if failed else 0
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return (int(first), int(last)) if last else (0, int(first) - 1)
+
+
+def _add(total: ClientCounts, counts: ClientCounts) -> None:
+    for name in ("stored", "hits", "misses", "errors", "operations"):
+        setattr(total, name, getattr(total, name) + getattr(counts, name))
+
+
+def _show(report: Report) -> None:
+    print(f"seed {report.seed} broke a promise:")
+    for violation in report.violations:
+        print(f"  {violation}")
+    for fault in report.faults:
+        print(f"    {fault}")
+    print(f"  replay: python -m tests.sim --seed {report.seed} --trace")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

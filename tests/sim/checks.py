@@ -1,0 +1,115 @@
+"""What must hold at any time, and what must be left once all is calm: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvpool.core.outcome import Tier
+from kvpool_index.core.entries import TIERS, decode_value
+from kvpool_pagestore.engine import PageStoreEngine
+from tests.sim.clients import ClientNode, check_bound
+from tests.sim.loop import Violation
+from tests.sim.nodes import PageStoreNode, World
+from tests.sim.pages import GRID
+
+
+def check_always(world: World, clients: list[ClientNode]) -> None:
+    """Budgets, and calls that hang."""
+    now_s = world.loop.time()
+    for client in clients:
+        if client.operation is not None and client.alive and not client.process.paused:
+            check_bound(client.name, client.operation, now_s)
+    for store in world.pagestores:
+        if store.host.segment_bytes > store.host.budget_bytes:
+            raise Violation(f"{store.name}: {store.host.segment_bytes} bytes of segments exceed the budget")
+        if store.disk.used_bytes > store.disk.budget_bytes:
+            raise Violation(f"{store.name}: {store.disk.used_bytes} bytes on disk exceed the budget")
+        if store.alive and store.engine is not None:
+            gauges = store.engine.gauges()
+            if gauges.arena_segment_bytes > gauges.arena_capacity_bytes:
+                raise Violation(f"{store.name}: the ledger counts more segment bytes than its budget")
+    if world.violations:
+        raise Violation(world.violations[0])
+
+
+def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
+    """Everything that must vanish by itself when nobody asks for anything and nothing fails."""
+    left = [f"{client.name} runs {client.operation}" for client in clients if client.alive]
+    for store in world.pagestores:
+        if not store.serving or store.engine is None:
+            left.append(f"{store.name} does not serve")
+        else:
+            left += [f"{store.name}: {what}" for what in _left_in(store.engine)]
+            if store.index is not None and store.index._link is not None and not store.index._link.incarnation:
+                left.append(f"{store.name} is not registered")
+    return left
+
+
+async def check_calm(world: World) -> None:
+    """The index knows exactly what the nodes hold; tiers never hold what fails verification."""
+    await asyncio.sleep(2.0)
+    for store in world.pagestores:
+        await _check_index(world, store)
+
+
+def _left_in(engine: PageStoreEngine) -> list[str]:
+    ledger, gauges = engine._ledger, engine.gauges()
+    left = [
+        f"{name} = {value}"
+        for name, value in (
+            ("sessions", gauges.sessions),
+            ("sessions in the table", ledger.sessions.live_count),
+            ("quarantined sessions", gauges.quarantined_sessions),
+            ("leases", gauges.leases),
+            ("arena_quarantined_bytes", gauges.arena_quarantined_bytes),
+            ("arena_dirty_bytes", gauges.arena_dirty_bytes),
+            ("writer_bytes", ledger.writer_bytes),
+            ("writing", len(ledger._writing)),
+            ("filling", len(ledger._filling)),
+            ("dirty pages", engine.dirty_page_count),
+            ("flights", len(engine.pages._flights._by_key)),
+        )
+        if value
+    ]
+    for segment in ledger.space.segments:
+        for slot in segment.slots:
+            if slot.pins or slot.readers or slot.ghosts:
+                left.append(f"slot {segment.segment_id}+{slot.offset}: {slot.pins} pins, {slot.readers} readers")
+    if engine._disk is not None:
+        left += [f"disk reads {key}" for key in engine._disk._reading]
+        if engine._disk.fault:
+            left.append(f"the disk tier is out of service: {engine._disk.fault}")
+        if engine._disk._promised_bytes:
+            left.append(f"{engine._disk._promised_bytes} promised bytes")
+    return left
+
+
+async def _check_index(world: World, store: PageStoreNode) -> None:
+    """Ask the store of the index itself: no replica's cache in between."""
+    assert store.engine is not None
+    truth: dict[tuple[bytes, Tier], int] = {}
+    for change in store.engine.snapshot():
+        truth[change.chunk_hash[:8], change.tier] = change.added_shards
+    found = _known(world, store)
+    if found != truth:
+        missing = {at: shards for at, shards in truth.items() if found.get(at) != shards}
+        surplus = {at: shards for at, shards in found.items() if truth.get(at) != shards}
+        raise Violation(f"{store.name}: the index lacks {missing} and has {surplus} instead")
+
+
+def _known(world: World, store: PageStoreNode) -> dict[tuple[bytes, Tier], int]:
+    """Locations of a node as the store of the index has them."""
+    memory = world.redis.store
+    node = memory.nodes._nodes.get(store.node_id)
+    if node is None:
+        return {}
+    found: dict[tuple[bytes, Tier], int] = {}
+    for groups in memory.locations._groups.values():
+        for group in groups.values():
+            for chunk, value in group.values.items():
+                for entry in decode_value(value):
+                    if entry.ordinal == node.ordinal:
+                        for tier, shards in zip(TIERS, entry.shards, strict=True):
+                            if shards:
+                                found[chunk, tier] = shards & GRID.all_shards
+    return found

@@ -1,0 +1,318 @@
+"""Simulated engines: the real client library, storing and loading pages of a few chains, and watching what they get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
+from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt
+from kvpool.core.page import PageKey
+from tests.sim.host import Hold
+from tests.sim.loop import Process, Violation
+from tests.sim.nodes import PageStoreNode, World
+from tests.sim.pages import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash, key_of, metadata, true_page
+
+CALL_BOUND_S = 20.0  # virtual: no operation lasts longer, pauses of its own process aside
+_POSITIONS = 4  # chunks of a chain
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What became of a client's work."""
+
+    stored: int = 0
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    operations: int = 0
+
+
+@dataclass(slots=True)
+class Operation:
+    """One that is running: for the check that nothing hangs."""
+
+    name: str
+    began_s: float
+    paused_s: float = 0.0
+
+
+class ClientNode:
+    """One engine's process beside one pagestore."""
+
+    def __init__(self, world: World, name: str, store: PageStoreNode) -> None:
+        self.world = world
+        self.name = name
+        self.store = store
+        self.process = world.loop.process(name)
+        self.process.alive = False
+        self.starts = 0
+        self.counts = ClientCounts()
+        self.leaving = False
+        self.operation: Operation | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._session: PageStoreSession | None = None
+        self._old_match: ChainMatch | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    def start(self, operations: int) -> None:
+        self.starts += 1
+        self.process = self.world.loop.process(f"{self.name}#{self.starts}")
+        self.operation = None
+        self._session = None
+        self.task = self.world.loop.spawn(self.process, self._run(operations), self.name)
+
+    def crash(self) -> None:
+        self.world.loop.kill(self.process)
+        self.store.host.process_gone(self.process)
+        self.operation = None
+
+    # Inside
+
+    async def _run(self, operations: int) -> None:
+        config = ClientConfig(
+            index_endpoints=tuple(index.endpoint for index in self.world.indexes),
+            call_timeout_s=2.0,
+            connect_timeout_s=2.0,
+            backoff_initial_s=0.02,
+            backoff_max_s=0.3,
+        )
+        self._config = config
+        self._index = IndexClient(config)
+        self._control = PageStoreControl(self.store.endpoint, config)
+        named = False
+        while operations > 0 and not self.leaving:
+            operations -= 1
+            try:
+                if not named:
+                    await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
+                    named = True
+                await self._timed("connect", self._connect())
+                await self._operate()
+            except KvPoolError:
+                self.counts.errors += 1
+                await asyncio.sleep(self.world.some_s(0.3))
+            await asyncio.sleep(self.world.some_s(0.05))
+        if self._session is not None:
+            await self._timed("close", self._session.close())
+        await self._index.close()
+        await self._control.close()
+
+    async def load_all(self, chains: int) -> None:
+        """Load every chain once: used when all is calm."""
+        await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
+        await self._timed("connect", self._connect())
+        for chain in range(chains):
+            await self._timed("load", self._load(chain, _POSITIONS))
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _timed(self, name: str, work: object) -> None:
+        self.operation = Operation(name, self.world.loop.time())
+        self.counts.operations += 1
+        try:
+            await work  # type: ignore[misc]
+        finally:
+            operation, self.operation = self.operation, None
+            if operation is not None:
+                check_bound(self.name, operation, self.world.loop.time())
+
+    async def _connect(self) -> None:
+        session = self._session
+        if session is None:
+            known = self.store.engine.incarnation if self.store.engine is not None and self.store.serving else 0
+            expected = known if self.world.rng.random() < 0.3 else 0
+            plan = SessionPlan(
+                endpoint=self.store.endpoint,
+                peer_name=self.name,
+                keyspaces=((KEYSPACE, SPEC),),
+                expected_incarnation=expected,
+            )
+            self._session = await PageStoreSession.open(plan, self._config)
+            if expected not in (0, self._session.incarnation):
+                raise Violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
+        elif session.broken.is_set():
+            # All copies of earlier operations have ended: the holds of this client are gone.
+            drained = self.world.rng.random() < 0.8
+            self._session = None  # after a failure: a new one, and the kernel tells of the old one when we leave
+            self._session = await session.reopen(drained=drained)
+
+    async def _operate(self) -> None:
+        rng = self.world.rng
+        chain = min(int(rng.random() * 3), 2)
+        count = 1 + int(rng.random() * _POSITIONS)
+        choice = rng.random()
+        if choice < 0.45:
+            await self._timed("store", self._store(chain, count))
+        elif choice < 0.90:
+            await self._timed("load", self._load(chain, count))
+        elif choice < 0.97:
+            await self._timed("flush", self._flush())
+        else:
+            await self._timed("clear", self._control.clear(timeout_s=5.0))
+
+    # Storing
+
+    async def _store(self, chain: int, count: int) -> None:
+        session, rng = self._session, self.world.rng
+        assert session is not None
+        keys = [key_of(chain, position, shard) for position in range(count) for shard in range(2)]
+        items = [
+            ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2)) for at, key in enumerate(keys)
+        ]
+        results = await session.reserve(items)
+        granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
+        holds = [self._hold(slot, writes=True) for _, slot in granted]
+        torn: set[int] = set()
+        try:
+            for key, slot in granted:
+                if await self._write(session, key, slot, whole=rng.random() < 0.95):
+                    torn.add(slot.lease_id)
+        finally:
+            for hold in holds:
+                self.store.host.let_go(hold)
+        leases = [slot.lease_id for _, slot in granted]
+        if not leases:
+            return
+        if rng.random() < 0.1:
+            await session.abort(leases)
+            return
+        errors = await session.commit(leases)
+        for (key, slot), error in zip(granted, errors, strict=True):
+            if error is None:
+                if slot.lease_id in torn:
+                    raise self._violation(f"page {key} was committed before all its bytes were there")
+                self.counts.stored += 1
+            elif isinstance(error, PageCorrupt) and slot.lease_id not in torn:
+                raise self._violation(f"page {key} was written whole, and its commit found it corrupt")
+            elif isinstance(error, LeaseLost):
+                raise self._violation(f"the lease of page {key} was lost on a live session")
+
+    async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, whole: bool) -> bool:
+        """Write a page in two halves; True if the second one is left out."""
+        page, half = true_page(key), PAGE_BYTES // 2
+        view = session.slot_view(slot)
+        view[:half] = b"\xaa" * half
+        await asyncio.sleep(self.world.some_s(0.02))
+        view[:half] = page[:half]
+        if not whole:
+            view[half:] = b"\xaa" * (PAGE_BYTES - half)
+            return True
+        view[half:] = page[half:]
+        return False
+
+    # Loading
+
+    async def _load(self, chain: int, count: int) -> None:
+        session = self._session
+        assert session is not None
+        sources = await self._sources(chain, count)
+        items = [
+            AcquireItem(key_of(chain, position, shard), sources.get(position, ()), metadata(chain, position))
+            for position in range(count)
+            for shard in range(2)
+        ]
+        async with session.acquire(items, wait_s=2.0) as results:
+            async for result in results:
+                if result.slot is None:
+                    self.counts.misses += 1
+                    continue
+                self.counts.hits += 1
+                await self._read(session, items[result.item_index].key, result.slot)
+
+    async def _read(self, session: PageStoreSession, key: PageKey, slot: Slot) -> None:
+        """Read a page in two halves and compare every byte; then give it back."""
+        page, half = true_page(key), PAGE_BYTES // 2
+        hold = self._hold(slot, writes=False)
+        try:
+            view = session.slot_view(slot)
+            first = bytes(view[:half])
+            await asyncio.sleep(self.world.some_s(0.02))
+            if first + bytes(view[half:]) != page:
+                raise self._violation(f"page {key} was read with wrong bytes")
+        finally:
+            self.store.host.let_go(hold)
+        doubtful = self.world.rng.random() < 0.02  # a reader with bad memory of its own
+        await session.release([] if doubtful else [slot.lease_id], corrupt_lease_ids=[slot.lease_id] if doubtful else [])
+
+    async def _sources(self, chain: int, count: int) -> dict[int, tuple[RemoteSource, ...]]:
+        """Where else the pages are said to be; sometimes by an old answer."""
+        rng = self.world.rng
+        if rng.random() < 0.2:
+            return {}
+        if self._old_match is None or rng.random() < 0.85:
+            hashes = b"".join(chunk_hash(chain, position) for position in range(count))
+            try:
+                self._old_match = await self._index.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes))
+            except KvPoolError:
+                self.counts.errors += 1
+                return {}
+        return _sources_of(self._old_match, self.store.node_id)
+
+    async def _flush(self) -> None:
+        """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""
+        outcome = await self._control.flush(timeout_s=10.0)
+        del outcome
+
+    def _hold(self, slot: Slot, *, writes: bool) -> Hold:
+        return self.store.host.hold(self.process, slot.segment_id, slot.offset, slot.page_bytes, writes=writes)
+
+    def _violation(self, what: str) -> Violation:
+        self.world.violations.append(f"{self.name}: {what}")
+        return Violation(self.world.violations[-1])
+
+
+def check_bound(name: str, operation: Operation, now_s: float) -> None:
+    """No call hangs: neither one that ended nor one that runs."""
+    lasted_s = now_s - operation.began_s - operation.paused_s
+    if lasted_s > CALL_BOUND_S:
+        raise Violation(f"{name}: {operation.name} lasted {lasted_s:.1f} s")
+
+
+def _sources_of(match: ChainMatch, own_node_id: bytes) -> dict[int, tuple[RemoteSource, ...]]:
+    found: dict[int, tuple[RemoteSource, ...]] = {}
+    position = 0
+    for run in match.runs:
+        sources = [
+            RemoteSource(
+                node_id=one.node_id,
+                incarnation=one.incarnation,
+                bulk_endpoint=match.nodes[one.node_id].bulk_endpoint,
+            )
+            for one in run.locations
+            if one.node_id != own_node_id and one.node_id in match.nodes
+        ]
+        for _ in range(run.chunk_count):
+            found[position] = tuple(dict.fromkeys(sources))
+            position += 1
+    return found
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of many clients."""
+
+    clients: Sequence[ClientNode] = field(default_factory=list)
+
+    def total(self) -> ClientCounts:
+        total = ClientCounts()
+        for client in self.clients:
+            total.stored += client.counts.stored
+            total.hits += client.counts.hits
+            total.misses += client.counts.misses
+            total.errors += client.counts.errors
+            total.operations += client.counts.operations
+        return total
+
+
+__all__ = ["ClientCounts", "ClientNode", "Operation", "Process", "Tally", "check_bound"]

@@ -1,0 +1,261 @@
+"""One history: a small cluster, its clients, what goes wrong, and whether every promise was kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import kvpool.client.channel
+import kvpool.client.pagestore
+import kvpool.client.retry
+import kvpool_pagestore.engine_sessions
+from kvpool.core.errors import KvPoolError
+from kvpool.core.fault_points import disarm_all
+from kvpool_index.adapters.memory import MemoryIndexStore
+from tests.sim.checks import check_always, check_calm, what_is_left
+from tests.sim.clients import ClientCounts, ClientNode, Tally
+from tests.sim.host import SimSegmentMap
+from tests.sim.loop import SimLoop, Violation, current_process
+from tests.sim.nemesis import Nemesis
+from tests.sim.network import Faults, Network
+from tests.sim.nodes import SESSION_FDS, IndexNode, PageStoreNode, PageStoreShape, SimClock, World
+from tests.sim.pages import small_shards
+from tests.sim.redis import SimRedis
+
+_LIMIT_S = 400.0  # virtual, of one history
+_SETTLE_S = 60.0  # virtual: within it everything must have come to rest
+_CHAINS = 3
+
+
+@dataclass(slots=True)
+class Report:
+    """What a history did, and what it found."""
+
+    seed: int
+    violations: list[str] = field(default_factory=list)
+    counts: ClientCounts = field(default_factory=ClientCounts)
+    faults: list[str] = field(default_factory=list)
+    callbacks: int = 0
+    virtual_s: float = 0.0
+
+
+def run_history(seed: int, trace: Callable[[str], None] | None = None) -> Report:
+    """Run the history of a seed. The report's violations are empty if all promises were kept."""
+    rng = Random(seed)
+    report = Report(seed)
+    loop = SimLoop(rng)
+    network = Network(loop, rng, _faults(rng))
+    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network))
+    if trace is not None:
+        loop.trace = lambda what: trace(f"{loop.time():9.4f} {what}")
+    history = _History(world, report)
+    with _seams(world, rng, loop.trace) as unforeseen:
+        try:
+            loop.run(history.run(), _LIMIT_S)
+        except Violation as violation:
+            report.violations.append(str(violation))
+        except KvPoolError as error:
+            report.violations.append(f"the history itself failed: {error!r}")
+        finally:
+            disarm_all()
+            report.violations += [*world.violations, *loop.failures, *network.unforeseen, *unforeseen]
+            for store in world.pagestores:
+                report.violations += [*store.host.violations, *store.disk.violations]
+            report.violations = list(dict.fromkeys(report.violations))
+            _tear_down(world)
+    report.callbacks, report.virtual_s = loop.callback_count, loop.now_s
+    return report
+
+
+def _tear_down(world: World) -> None:
+    """Code of the history's processes unwinds, unheard."""
+    logging.disable()
+    try:
+        world.loop.close()
+        for store in world.pagestores:
+            store.abandon()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class _History:
+    """The world's own task."""
+
+    def __init__(self, world: World, report: Report) -> None:
+        self._world = world
+        self._report = report
+        self._rng = world.rng
+        self._clients: list[ClientNode] = []
+
+    async def run(self) -> None:
+        world, rng = self._world, self._rng
+        self._make_cluster()
+        operations = 4 + int(rng.random() * 10)
+        nemesis = Nemesis(world, self._clients, operations=operations)
+        for index in world.indexes:
+            index.start()
+        for store in world.pagestores:
+            store.start()
+        await asyncio.sleep(0.2)
+        for client in self._clients:
+            client.start(operations)
+        nemesis_task = asyncio.create_task(nemesis.run(int(rng.random() * 6), 3.0))
+        while not (nemesis_task.done() and self._clients_done()):
+            await asyncio.sleep(0.5)
+            check_always(world, self._clients)
+        nemesis_task.result()
+        self._report.faults = nemesis.done
+        await self._come_to_rest(nemesis)
+        await self._load_everything()
+        self._report.counts = Tally(self._clients).total()
+
+    def _make_cluster(self) -> None:
+        world, rng = self._world, self._rng
+        world.indexes = [IndexNode(world, number) for number in range(1 + int(rng.random() * 2))]
+        for number in range(2 + int(rng.random() * 2)):
+            shape = PageStoreShape(
+                arena_slots=rng.choice((6, 8, 12, 16)),
+                segment_slots=rng.choice((2, 4)),
+                disk_pages=rng.choice((0, 8, 12, 64)),
+                wall_offset_s=rng.choice((0.0, 0.0, -30.0, 30.0)),
+            )
+            world.pagestores.append(PageStoreNode(world, number, shape))
+        self._clients += [
+            ClientNode(world, f"client{number}", world.pagestores[number % len(world.pagestores)])
+            for number in range(2 + int(rng.random() * 3))
+        ]
+
+    def _clients_done(self) -> bool:
+        return all(not client.alive or (client.task is not None and client.task.done()) for client in self._clients)
+
+    async def _come_to_rest(self, nemesis: Nemesis) -> None:
+        """No more faults: clients leave, and nothing is left of them within the bound."""
+        world = self._world
+        for client in self._clients:
+            client.leaving = True
+            if client.process.kill_at or not client.alive:
+                client.crash()
+        nemesis.end()
+        until_s = world.loop.time() + _SETTLE_S
+        while True:
+            await asyncio.sleep(0.5)
+            nemesis.revive()
+            check_always(world, self._clients)
+            for client in self._clients:
+                if client.alive and client.task is not None and client.task.done():
+                    self._raise_failure(client)
+                    client.crash()  # the process exits
+            left = what_is_left(world, self._clients)
+            if not left:
+                break
+            if world.loop.time() > until_s:
+                raise Violation(f"after {_SETTLE_S:g} calm seconds there is still: {'; '.join(left)}")
+
+    async def _load_everything(self) -> None:
+        """Whatever is still there is right, and the index tells where it is."""
+        world = self._world
+        await check_calm(world)
+        for number, store in enumerate(world.pagestores):
+            client = ClientNode(world, f"last{number}", store)
+            self._clients.append(client)
+            client.start(0)
+            while client.task is not None and not client.task.done():
+                await asyncio.sleep(0.1)
+            task = world.loop.spawn(client.process, _load_all(client), client.name)
+            await asyncio.wait([task], timeout=30.0)
+            if not task.done():
+                raise Violation(f"{client.name}: loading did not end, and all was calm")
+            task.result()
+            if client.counts.errors:
+                raise Violation(f"{client.name}: {client.counts.errors} calls failed, and all was calm")
+            client.crash()
+
+    def _raise_failure(self, client: ClientNode) -> None:
+        assert client.task is not None
+        if not client.task.cancelled() and (error := client.task.exception()) is not None:
+            raise error if isinstance(error, Violation) else Violation(f"{client.name} failed: {error!r}")
+
+
+async def _load_all(client: ClientNode) -> None:
+    from kvpool.client.index import IndexClient
+
+    client._index = IndexClient(client._config)
+    await client.load_all(_CHAINS)
+    await client._index.close()
+
+
+def _faults(rng: Random) -> Faults:
+    if rng.random() < 0.25:
+        return Faults()
+    return Faults(
+        lost_request=rng.random() * 0.05,
+        lost_answer=rng.random() * 0.05,
+        twice=rng.random() * 0.05,
+        broken_stream=rng.random() * 0.01,
+        slow=rng.random() * 0.03,
+        slow_s=rng.choice((0.05, 0.5, 2.0)),
+    )
+
+
+def _redis(loop: SimLoop, network: Network) -> SimRedis:
+    return SimRedis(loop, network, lambda: MemoryIndexStore(SimClock(loop), tombstone_s=60.0))
+
+
+class _Watcher(logging.Handler):
+    """Failures that the services log and survive: an error that nobody planned is a bug."""
+
+    def __init__(self, trace: Callable[[str], None] | None) -> None:
+        super().__init__(logging.ERROR if trace is None else logging.INFO)
+        self.found: list[str] = []
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._trace is not None:
+            self._trace(f"{current_process()} {record.levelname} {record.getMessage()}")
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and isinstance(error, Exception) and not isinstance(error, KvPoolError):
+            self.found.append(f"{record.getMessage()}: {error!r}")
+
+
+@contextmanager
+def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> Iterator[list[str]]:
+    """Put the simulated world beneath the client library and the engines, and make chance repeatable."""
+    watcher = _Watcher(trace)
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(watcher)
+    root.setLevel(watcher.level)
+    SimSegmentMap.network, SimSegmentMap.servers = world.network, {}
+    SESSION_FDS.clear()
+    state = random.getstate()
+    random.seed(rng.random())
+    open_channel: Any = world.network.open_channel
+    with (
+        small_shards(),
+        mock.patch.object(kvpool.client.channel, "open_channel", open_channel),
+        mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
+        mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),
+        mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
+        mock.patch.object(secrets, "token_bytes", rng.randbytes),
+        mock.patch.object(secrets, "randbits", rng.getrandbits),
+        mock.patch.object(kvpool_pagestore.engine_sessions, "os", SimpleNamespace(close=_close_fd)),
+    ):
+        try:
+            yield watcher.found
+        finally:
+            random.setstate(state)
+            root.removeHandler(watcher)
+            root.setLevel(level)
+
+
+def _close_fd(fd: int) -> None:
+    SESSION_FDS[current_process()](fd)

@@ -1,0 +1,246 @@
+"""An event loop with virtual time that runs several simulated processes, interleaved by a seeded choice.
+
+Callbacks of one process run in the order in which they became ready, as on a real loop; which process goes next is
+chosen at random. When nothing is ready, time jumps to the next timer. A process can be killed between any two of its
+callbacks, and paused, as by SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SimKilled(BaseException):
+    """Unwinds code of a process that is no more."""
+
+
+class Violation(AssertionError):
+    """The simulated system broke a promise."""
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One simulated process: what it is named, whether it runs, and what it would run next."""
+
+    name: str
+    alive: bool = True
+    paused: bool = False
+    ready: deque[asyncio.Handle] = field(default_factory=deque)
+    callback_count: int = 0
+    kill_at: int = 0  # the callback before which the process dies; 0: none
+    on_kill: list[Callable[[], None]] = field(default_factory=list)  # what the rest of the world sees of its death
+    context: Context = field(default_factory=Context)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_PROCESS: ContextVar[Process] = ContextVar("process")
+
+
+def current_process() -> Process:
+    """The process whose code is running."""
+    return _PROCESS.get()
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """See the module. Only what the engines and the client library use is there."""
+
+    def __init__(self, rng: Random, *, callbacks_max: int = 400_000) -> None:
+        self.rng = rng
+        self.now_s = 0.0
+        self.callback_count = 0
+        self.failures: list[str] = []  # of callbacks and tasks
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.trace: Callable[[str], None] | None = None
+        self._callbacks_max = callbacks_max
+        self._timers: list[tuple[float, int, Process, asyncio.TimerHandle]] = []
+        self._timer_count = 0
+        self._runnable: list[Process] = []
+        self._closed = False
+        self.world = self.process("world")
+
+    def process(self, name: str) -> Process:
+        """A new process."""
+        made = Process(name)
+        made.context.run(_PROCESS.set, made)
+        return made
+
+    # What happens to processes
+
+    def kill(self, process: Process) -> None:
+        """End a process at once: nothing of it runs any more."""
+        if not process.alive:
+            return
+        if self.trace is not None:
+            self.trace(f"KILL {process} at its callback {process.callback_count}")
+        process.alive = False
+        process.ready.clear()
+        self._not_runnable(process)
+        for told in process.on_kill:
+            told()
+
+    def pause(self, process: Process) -> None:
+        process.paused = True
+        self._not_runnable(process)
+
+    def resume(self, process: Process) -> None:
+        process.paused = False
+        if process.ready and process.alive and process not in self._runnable:
+            self._runnable.append(process)
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """A task of a process."""
+        task = asyncio.Task(work, loop=self, name=name or process.name, context=process.context.copy())
+        self.tasks.append(task)
+        return task
+
+    def run(self, main: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Run until `main`, a task of the world, has ended. Raises Violation if it has not by then."""
+        asyncio._set_running_loop(self)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=lambda generator: None)  # a dead process does not unwind
+        try:
+            task = self.spawn(self.world, main)
+            while not task.done():
+                self._step()
+                if self.now_s > limit_s:
+                    raise Violation(f"the history did not end within {limit_s:g} virtual seconds")
+            return task.result()
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+            asyncio._set_running_loop(None)
+
+    def close(self) -> None:
+        """Throw away what is left, so that none of it runs when it is collected."""
+        self._closed = True
+        self._timers.clear()
+        self._runnable.clear()
+        asyncio._set_running_loop(self)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=lambda generator: None)
+        try:
+            while self.tasks:
+                task = self.tasks.pop()
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    _discard(task)
+                elif not task.cancelled():
+                    task.exception()  # it was looked at, or it is a dead process's
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+            asyncio._set_running_loop(None)
+
+    def _step(self) -> None:
+        if not self._runnable:
+            self._advance()
+            return
+        runnable = self._runnable
+        process = runnable[int(self.rng.random() * len(runnable))]
+        if process.kill_at and process.callback_count >= process.kill_at:
+            process.kill_at = 0
+            self.kill(process)
+            return
+        handle = process.ready.popleft()
+        if not process.ready:
+            runnable.remove(process)
+        if handle._cancelled:  # type: ignore[attr-defined]
+            return
+        process.callback_count += 1
+        self.callback_count += 1
+        if self.callback_count > self._callbacks_max:
+            raise Violation(f"more than {self._callbacks_max} callbacks: something runs in circles ({handle!r})")
+        handle._run()  # type: ignore[attr-defined]
+
+    def _advance(self) -> None:
+        if not self._timers:
+            raise Violation("nothing can happen any more, and the history has not ended")
+        at_s, _, process, handle = heapq.heappop(self._timers)
+        self.now_s = max(self.now_s, at_s)
+        if not handle._cancelled:  # type: ignore[attr-defined]
+            self._make_ready(process, handle)
+
+    def _make_ready(self, process: Process, handle: asyncio.Handle) -> None:
+        if not process.alive or self._closed:
+            return
+        if not process.ready and not process.paused:
+            self._runnable.append(process)
+        process.ready.append(handle)
+
+    def _not_runnable(self, process: Process) -> None:
+        if process in self._runnable:
+            self._runnable.remove(process)
+
+    # asyncio.AbstractEventLoop
+
+    def time(self) -> float:
+        return self.now_s
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return not self._closed
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+        where = context if context is not None else copy_context()
+        handle = asyncio.Handle(callback, args, self, where)
+        self._make_ready(where.get(_PROCESS, self.world), handle)
+        return handle
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        where = context if context is not None else copy_context()
+        handle = asyncio.TimerHandle(when, callback, args, self, where)
+        process = where.get(_PROCESS, self.world)
+        if process.alive and not self._closed:
+            self._timer_count += 1
+            heapq.heappush(self._timers, (when, self._timer_count, process, handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self.tasks.append(task)
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self._closed or isinstance(error, SimKilled):
+            return
+        self.failures.append(f"{context.get('message')}: {error!r}")
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.call_exception_handler(context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays in the heap until its time has come."""
+
+
+def _discard(task: asyncio.Task[Any]) -> None:
+    try:
+        coroutine = task.get_coro()
+        if coroutine is not None:
+            coroutine.close()
+    except BaseException as error:  # code of a process that is gone may say what it likes
+        del error

@@ -1,0 +1,216 @@
+"""What goes wrong in a history: crashes, pauses, partitions, lost power, a wiped store, a failing disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvpool.core.fault_points import POINTS, arm, disarm_all
+from tests.sim.clients import ClientNode
+from tests.sim.loop import Process, SimKilled, current_process
+from tests.sim.nodes import IndexNode, PageStoreNode, World
+
+_KILL_WITHIN_CALLBACKS = 400
+
+
+class Nemesis:
+    """Plants faults at seeded times and, at the end, takes all of them back."""
+
+    def __init__(self, world: World, clients: list[ClientNode], *, operations: int) -> None:
+        self._world = world
+        self._clients = clients
+        self._operations = operations
+        self.done: list[str] = []
+
+    async def run(self, count: int, within_s: float) -> None:
+        """Plant `count` faults one after the other."""
+        world = self._world
+        for _ in range(count):
+            await asyncio.sleep(world.some_s(2 * within_s / count))
+            fault = self._choose()
+            self._say(fault.__name__)
+            await fault()
+
+    def end(self) -> None:
+        """No more faults: everything runs again, and what was sent arrives."""
+        world = self._world
+        disarm_all()
+        world.network.faults.none()
+        world.network.partitions.clear()
+        world.redis.down_until_s = world.redis.loss = 0.0
+        for store in world.pagestores:
+            store.disk.fault_share = 0.0
+            store.process.kill_at = 0
+            world.loop.resume(store.process)
+        for client in self._clients:
+            client.process.kill_at = 0
+            self._wake(client)
+        for index in world.indexes:
+            world.loop.resume(index.process)
+
+    def revive(self) -> None:
+        """Start what is down."""
+        for index in self._world.indexes:
+            if not index.process.alive:
+                index.start()
+        for store in self._world.pagestores:
+            if not store.alive:
+                store.crash()  # also one that a planned kill ended: the rest of the world is told
+                store.start()
+
+    # Faults
+
+    def _choose(self) -> Callable[[], object]:
+        rng = self._world.rng
+        faults: list[tuple[int, Callable[[], object]]] = [
+            (6, self._crash_store),
+            (2, self._lose_power),
+            (3, self._pause_store),
+            (3, self._crash_client),
+            (2, self._pause_client),
+            (2, self._partition),
+            (2, self._crash_index),
+            (1, self._pause_index),
+            (1, self._redis_down),
+            (1, self._wipe_redis),
+            (2, self._disk_fails),
+            (2, self._damage_disk),
+            (3, self._kill_at_point),
+        ]
+        return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]  # type: ignore[return-value]
+
+    async def _crash_store(self) -> None:
+        store = self._a_store()
+        self._kill_soon(store.process)
+        await self._restart(store)
+
+    async def _lose_power(self) -> None:
+        store = self._a_store()
+        for client in self._clients:
+            if client.store is store and client.alive:
+                client.crash()
+        store.crash()
+        store.disk.lose_power()
+        store.host.segments.clear()
+        store.host.session_files.clear()
+        await self._restart(store)
+        self._revive_clients()
+
+    async def _pause_store(self) -> None:
+        process = self._a_store().process
+        self._world.loop.pause(process)
+        await asyncio.sleep(self._world.some_s(2.5 * self._world.lease_ttl_ms / 1e3))
+        self._world.loop.resume(process)
+
+    async def _crash_client(self) -> None:
+        client = self._a_client()
+        self._kill_soon(client.process)
+        await asyncio.sleep(self._world.some_s(1.0))
+        if client.alive and client.process.kill_at:
+            self._world.loop.kill(client.process)
+        self._revive_clients()
+
+    async def _pause_client(self) -> None:
+        client = self._a_client()
+        process = client.process
+        self._world.loop.pause(process)
+        began_s = self._world.loop.time()
+        await asyncio.sleep(self._world.some_s(4.0))
+        if client.process is process:
+            if client.operation is not None:
+                client.operation.paused_s += self._world.loop.time() - began_s
+            self._wake(client)
+
+    async def _partition(self) -> None:
+        world, rng = self._world, self._world.rng
+        names = [one.name for one in (*world.pagestores, *world.indexes, *self._clients)]
+        one, other = rng.sample(names, 2)
+        duration_s = world.some_s(4.0)
+        world.network.partition(one, other, duration_s)
+        await asyncio.sleep(duration_s / 2)
+
+    async def _crash_index(self) -> None:
+        index = self._an_index()
+        index.crash()
+        await asyncio.sleep(self._world.some_s(1.0))
+        if not index.process.alive:
+            index.start()
+
+    async def _pause_index(self) -> None:
+        process = self._an_index().process
+        self._world.loop.pause(process)
+        await asyncio.sleep(self._world.some_s(3.0))
+        self._world.loop.resume(process)
+
+    async def _redis_down(self) -> None:
+        redis = self._world.redis
+        redis.down_until_s = self._world.loop.time() + self._world.some_s(3.0)
+        redis.loss = 0.05
+
+    async def _wipe_redis(self) -> None:
+        self._world.redis.wipe()
+
+    async def _disk_fails(self) -> None:
+        disk = self._a_store().disk
+        disk.fault_share = 0.3 + self._world.some_s(0.7)
+        await asyncio.sleep(self._world.some_s(1.0))
+        disk.fault_share = 0.0
+
+    async def _damage_disk(self) -> None:
+        disk = self._a_store().disk
+        if disk.written:
+            disk.damage(self._world.rng.choice(sorted(disk.written)), self._world.rng)
+
+    async def _kill_at_point(self) -> None:
+        """The next process that takes a named step dies there."""
+        world = self._world
+        name = world.rng.choice([one for one in POINTS if not one.startswith("gpuagent")])
+        victims: list[Process] = []
+
+        def kill() -> None:
+            process = current_process()
+            if not victims and process.alive:
+                victims.append(process)
+                world.loop.kill(process)
+                raise SimKilled
+
+        arm(name, kill)
+        self._say(name)
+        await asyncio.sleep(world.some_s(2.0))
+        disarm_all()
+        self.revive()
+
+    # Inside
+
+    async def _restart(self, store: PageStoreNode) -> None:
+        await asyncio.sleep(self._world.some_s(1.5))
+        if not store.alive or store.process.kill_at:
+            store.crash()
+            store.start()
+
+    def _revive_clients(self) -> None:
+        for client in self._clients:
+            if not client.alive and not client.leaving:
+                client.crash()
+                client.start(self._operations // 2)
+
+    def _kill_soon(self, process: Process) -> None:
+        """Between any two callbacks: the process may just be in the middle of anything."""
+        process.kill_at = process.callback_count + 1 + int(self._world.rng.random() * _KILL_WITHIN_CALLBACKS)
+
+    def _wake(self, client: ClientNode) -> None:
+        self._world.loop.resume(client.process)
+
+    def _a_store(self) -> PageStoreNode:
+        return self._world.rng.choice(self._world.pagestores)
+
+    def _a_client(self) -> ClientNode:
+        return self._world.rng.choice(self._clients)
+
+    def _an_index(self) -> IndexNode:
+        return self._world.rng.choice(self._world.indexes)
+
+    def _say(self, what: str) -> None:
+        self.done.append(f"{self._world.loop.time():8.3f} {what}")
+        if self._world.loop.trace is not None:
+            self._world.loop.trace(f"NEMESIS {what}")

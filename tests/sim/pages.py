@@ -1,0 +1,56 @@
+"""The deterministic content of every page of the simulation: what a reader gets can be checked without asking anybody."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from unittest import mock
+
+from kvpool.core import grid
+from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, PageMetadata
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
+from kvpool.core.page import PageKey, page_bytes, seal
+from kvpool.core.payload import payload_bytes
+
+
+
+def small_shards() -> AbstractContextManager[object]:
+    """Shards of 1 KiB. True ones have 64 KiB at least, and simulated bytes cost real time."""
+    return mock.patch.object(grid, "SMALLEST_COLUMN_BYTES", 1 << 10)
+
+
+TENANT = "tenant"
+SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(1, 2, 8),), dtype=Dtype.FP32, chunk_tokens=16)
+KEYSPACE = keyspace_id(encode_keyspace(TENANT, SPEC))
+with small_shards():
+    GRID = ShardGrid.of(SPEC)
+    PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
+PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
+SLOT_BYTES = -(-PAGE_BYTES // 4096) * 4096
+CHAINS = 8
+
+
+def chunk_hash(chain: int, position: int) -> bytes:
+    return bytes([chain + 1, position + 1]) * 8
+
+
+def metadata(chain: int, position: int) -> PageMetadata:
+    """The chunk's place in its chain."""
+    parent = chunk_hash(chain, position - 1) if position else bytes(16)
+    head = chunk_hash(chain, position - position % CHAIN_GROUP_CHUNKS)
+    return PageMetadata(parent_hash=parent, chunk_index=position, group_head_hash=head)
+
+
+def key_of(chain: int, position: int, shard: int) -> PageKey:
+    return PageKey(KEYSPACE, chunk_hash(chain, position), shard)
+
+
+@lru_cache(maxsize=4096)
+def true_page(key: PageKey) -> bytes:
+    """The sealed page of a key."""
+    page = bytearray(PAGE_BYTES)
+    word = key.chunk_hash[:6] + key.shard.to_bytes(2, "little")
+    page[64 : 64 + PAYLOAD_BYTES] = word * (PAYLOAD_BYTES // 8)
+    seal(page, key, SPEC.codec, PAYLOAD_BYTES)
+    return bytes(page)
