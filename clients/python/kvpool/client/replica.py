@@ -1,0 +1,171 @@
+"""Matches without a call: a bounded replica of the index's locations, kept current by a watch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvpool.client.index import IndexClient
+from kvpool.client.retry import Backoff
+from kvpool.core.clock import Clock, SystemClock
+from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainMatch, ChainQuery, MatchRun, ResyncEvent
+from kvpool.core.errors import KvPoolError
+from kvpool.core.replica import ReplicaTable
+
+_log = logging.getLogger(__name__)
+
+_HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """Bounds of a replica."""
+
+    capacity_bytes: int = 64 << 20  # of the table; about 200,000 chunks
+    max_lag_s: float = 3.0  # nothing in it is used when the index has not confirmed it for so long
+
+    def __post_init__(self) -> None:
+        for name in ("capacity_bytes", "max_lag_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """What a replica did so far."""
+
+    hits: int = 0  # matches that needed no call
+    partial: int = 0  # matches whose beginning was known, with a call for the rest
+    misses: int = 0  # matches that the index answered alone
+    resyncs: int = 0  # fresh starts, the first one included
+
+
+class LocationReplica:
+    """Answers matches of opened keyspaces from memory as far as they are known, and asks the index for the rest.
+
+    Belongs to one event loop. What it says was so no longer than max_lag_s ago; it never says that a chunk is absent.
+    """
+
+    def __init__(
+        self,
+        index: IndexClient,
+        config: ReplicaConfig,
+        *,
+        clock: Clock | None = None,
+        on_change: Callable[[LocationReplica], None] = lambda replica: None,
+    ) -> None:
+        """on_change: called after each match and each event, for metrics; must not block."""
+        self._index = index
+        self._clock = clock or SystemClock()
+        self._on_change = on_change
+        self._table = ReplicaTable(capacity_bytes=config.capacity_bytes, max_lag_s=config.max_lag_s)
+        self._following: asyncio.Task[None] | None = None
+        self.counts = ReplicaCounts()
+
+    @property
+    def used_bytes(self) -> int:
+        """What the table takes."""
+        return self._table.used_bytes
+
+    @property
+    def group_count(self) -> int:
+        """Chain groups of 16 chunks that are known in part or whole."""
+        return self._table.group_count
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what is known may be used now."""
+        return self._table.is_current(self._clock.monotonic_s())
+
+    def open_keyspace(self, keyspace: bytes, all_shards: int) -> None:
+        """Keep locations of this keyspace from now on, whose grid has these shards; begins to watch."""
+        self._table.open_keyspace(keyspace, all_shards)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow(), name="location replica")
+
+    async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
+        """The longest covered prefix. Raises as MatchStream.match, though not where a beginning is known."""
+        known = self._table.match(query, self._clock.monotonic_s())
+        if known.matched_chunks == query.chunk_count:
+            self.counts.hits += 1
+            self._on_change(self)
+            return known
+        if known.matched_chunks:
+            self.counts.partial += 1
+        else:
+            self.counts.misses += 1
+        rest = _rest(query, known.matched_chunks)
+        asked = self._table.begin()
+        try:
+            found = await self._index.match_stream.match(rest, timeout_s=timeout_s)
+            self._table.learn(asked, rest, found)
+        except KvPoolError as error:
+            if not known.matched_chunks:
+                raise
+            _log.debug("the rest of a chain could not be asked for: %s", error)
+            return known
+        finally:
+            self._table.end(asked)
+            self._on_change(self)
+        return _joined(known, found)
+
+    def forget(self, query: ChainQuery) -> None:
+        """What was said about these chunks proved wrong: the next match of them is the index's."""
+        self._table.forget(query)
+
+    async def close(self) -> None:
+        """Watch no more. Idempotent."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        config = self._index.endpoints.config
+        backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
+        while True:
+            try:
+                async with aclosing(self._index.watch(for_replica=True)) as events:
+                    async for event in events:
+                        self._table.apply(event, self._clock.monotonic_s())
+                        self.counts.resyncs += isinstance(event.event, ResyncEvent)
+                        self._on_change(self)
+                        backoff.reset()
+            except KvPoolError as error:  # what reconnecting does not cure; until then the index answers all
+                pause_s = backoff.next_s()
+                _log.warning("the replica of the index is not kept, next try in %.2f s: %s", pause_s, error)
+            await asyncio.sleep(pause_s)
+
+
+def _rest(query: ChainQuery, known: int) -> ChainQuery:
+    """The question about the chunks after the first `known` ones."""
+    if not known:
+        return query
+    first = query.first_chunk_index + known
+    head = first - first % CHAIN_GROUP_CHUNKS - query.first_chunk_index  # within the query; below 0: before it
+    return replace(
+        query,
+        chunk_hashes=query.chunk_hashes[known * _HASH_BYTES :],
+        first_chunk_index=first,
+        group_head_hash=query.chunk_hashes[head * _HASH_BYTES : (head + 1) * _HASH_BYTES]
+        if head >= 0
+        else query.group_head_hash,
+    )
+
+
+def _joined(known: ChainMatch, found: ChainMatch) -> ChainMatch:
+    if not known.runs or not found.runs:
+        return known if known.runs else found
+    runs = [*known.runs, *found.runs]
+    last, first = known.runs[-1], found.runs[0]
+    if last.locations == first.locations:
+        both = MatchRun(chunk_count=last.chunk_count + first.chunk_count, locations=last.locations)
+        runs = [*known.runs[:-1], both, *found.runs[1:]]
+    return ChainMatch(
+        matched_chunks=known.matched_chunks + found.matched_chunks,
+        runs=tuple(runs),
+        nodes={**known.nodes, **found.nodes},
+    )
