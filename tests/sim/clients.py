@@ -58,7 +58,7 @@ class ClientNode:
         self.operation: Operation | None = None
         self.task: asyncio.Task[None] | None = None
         self._session: PageStoreSession | None = None
-        self._old_match: ChainMatch | None = None
+        self._old_matches: dict[int, ChainMatch] = {}  # by chain
 
     @property
     def alive(self) -> bool:
@@ -250,14 +250,16 @@ class ClientNode:
         rng = self.world.rng
         if rng.random() < 0.2:
             return {}
-        if self._old_match is None or rng.random() < 0.85:
+        old = self._old_matches.get(chain)
+        if old is None or rng.random() < 0.85:
             hashes = b"".join(chunk_hash(chain, position) for position in range(count))
             try:
-                self._old_match = await self._index.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes))
+                old = await self._index.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes))
             except KvPoolError:
                 self.counts.errors += 1
                 return {}
-        return _sources_of(self._old_match, self.store.node_id)
+        self._old_matches[chain] = old
+        return _sources_of(old, self.store.node_id)
 
     async def _flush(self) -> None:
         """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import text_format
 
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.wire.status import error_to_status
@@ -381,7 +382,15 @@ class _Call:
             data = self._to_server.popleft()
             if data is _END:
                 return
-            yield method.request_deserializer(data)
+            message = method.request_deserializer(data)
+            self._trace(message)
+            yield message
+
+    def _trace(self, message: Any) -> None:
+        trace = self._network.loop.trace
+        if trace is not None:
+            text = text_format.MessageToString(message, as_one_line=True)
+            trace(f"{self._server} from {self._client} {self._path.rpartition('/')[2]} {text[:400]}")
 
     async def _serve(self, method: Any) -> None:
         """Run the servicer's method and tell the client how it ended."""

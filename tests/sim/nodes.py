@@ -75,6 +75,7 @@ class World:
     pagestores: list[PageStoreNode] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     lease_ttl_ms: int = 3000
+    heal_s: float = 10.0  # within it the index must agree with the nodes, once nothing goes wrong any more
 
     def some_s(self, most_s: float) -> float:
         return self.rng.random() * most_s
@@ -453,6 +454,8 @@ async def _serve_pull(
 
             engine.pages.acquire(peer, [WantedPage(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
             one = await settled
+            if world.loop.trace is not None:
+                world.loop.trace(f"{current_process()} serves {key}: {one.error or bool(one.grant)}")
             if one.grant is None:
                 send(index, one.error, None, True)
                 continue
