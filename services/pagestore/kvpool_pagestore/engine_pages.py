@@ -103,7 +103,7 @@ class PageCalls:
 
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
         """Give slots back unwritten; unknown leases are ignored."""
-        for lease_id in lease_ids:
+        for lease_id in lease_ids if peer.live else ():  # else these words were in the pipe: the peer may be writing
             self._ledger.abort(peer.session, lease_id)
 
     def acquire(
@@ -139,6 +139,8 @@ class PageCalls:
 
     def release(self, peer: PeerSession, lease_ids: Sequence[int], corrupt_ids: Sequence[int] = ()) -> None:
         """End read leases; pages that a reader found corrupt are dropped, from disk too if they fail there."""
+        if not peer.live:
+            return  # these words were in the pipe: what the session held is quarantined as a whole
         for lease_id in corrupt_ids:
             slot = peer.session.reads.get(lease_id)
             if slot is not None and not slot.doomed:

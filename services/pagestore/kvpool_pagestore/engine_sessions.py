@@ -65,6 +65,11 @@ class PeerSession:
         """One that the session has named, or None."""
         return self.keyspaces.get(keyspace)
 
+    @property
+    def live(self) -> bool:
+        """Whether the session has not ended."""
+        return self.session.state is SessionState.LIVE
+
     def check_live(self) -> None:
         """Raises SessionUnknown once the session has ended."""
         if self.session.state is not SessionState.LIVE:
