@@ -5,6 +5,7 @@ own, which is what costs too much, and cannot be given our connections.
 """
 
 import asyncio
+import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
@@ -16,8 +17,8 @@ from kvpool_index.adapters.redis_slots import SlotMap
 from kvpool_index.adapters.redis_url import Server
 from kvpool_index.adapters.redis_wire import Reply, is_error, pack
 
-_MAX_ROUNDS: Final = 8  # of redirections; one is what a call usually needs
-_TRY_AGAIN_S: Final = 0.02
+_QUICK_ROUNDS: Final = 3  # of redirections without a pause; one is what a call usually needs
+_PAUSE_S: Final = 0.02
 _ASKING: Final = pack(b"ASKING")
 
 
@@ -40,6 +41,7 @@ class ClusterLane(RedisLane):
         scripts: Sequence[Script] = (),
         wait_s: float = 0.0,
     ) -> list[Reply]:
+        ends_at_s = asyncio.get_running_loop().time() + self._options.timeout_s + wait_s
         await self._slots.load()
         parts: dict[Server, list[int]] = {}
         for at, key in enumerate(keys):
@@ -48,7 +50,7 @@ class ClusterLane(RedisLane):
         sends = [self._send(owner, commands, part, replies, scripts, wait_s) for owner, part in parts.items()]
         await _all(sends)
         if any(map(is_error, replies)):
-            await self._redirect(commands, keys, replies, scripts, wait_s)
+            await self._redirect(commands, keys, replies, scripts, wait_s, ends_at_s)
         return replies
 
     async def masters(self) -> list[RedisLink]:
@@ -87,16 +89,17 @@ class ClusterLane(RedisLane):
         replies: list[Reply],
         scripts: Sequence[Script],
         wait_s: float,
+        ends_at_s: float,
     ) -> None:
         """Send again what was not run because its slot has moved, is on the move or was split by a move."""
         try:
-            async with asyncio.timeout(self._options.timeout_s + wait_s):
-                for _ in range(_MAX_ROUNDS):
+            async with asyncio.timeout_at(ends_at_s):
+                for round_number in itertools.count():
                     moves = self._moves(keys, replies)
                     if not moves:
                         return
-                    if any(pause for _, _, pause in moves.values()):
-                        await asyncio.sleep(_TRY_AGAIN_S)
+                    if round_number >= _QUICK_ROUNDS or any(pause for _, _, pause in moves.values()):
+                        await asyncio.sleep(_PAUSE_S)
                     parts: dict[tuple[Server, bool], list[int]] = {}
                     for at, (server, asking, _) in moves.items():
                         parts.setdefault((server, asking), []).append(at)

@@ -13,9 +13,11 @@ from kvpool.core.errors import StoreUnavailable
 from kvpool_index.adapters.redis_lanes import OneMasterLane, RedisLane, new_lane
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait
 from kvpool_index.adapters.redis_url import Server
+from kvpool_index.adapters.redis_wire import checked, pack
 
 _log = logging.getLogger(__name__)
 
+_BELIEVED_S: Final = 30.0  # the latest failover that a Sentinel told of, while others tell of earlier ones only
 _SHARE_OF_TIMEOUT: Final = 0.5  # what asking the Sentinels may take of the time for one connection
 
 
@@ -23,9 +25,9 @@ class SentinelMaster:
     """RedisDeployment of the master of one service.
 
     Before each connection all Sentinels are asked at once, and of the answers of a majority (or of those that came in
-    time) the one of the latest failover counts; the server must then call itself a master. A replica that was master
-    is left when a look finds another one named, when it refuses a write, or when Sentinel closes its connections,
-    which it does on demoting it.
+    time) the one of the latest failover counts; the server must then call itself a master. A server that was master
+    is left when a look finds another one named by any of them, when it refuses a write, or when Sentinel closes its
+    connections, which it does on demoting it.
     """
 
     kind = "sentinel"
@@ -33,11 +35,17 @@ class SentinelMaster:
     def __init__(self, sentinels: Sequence[RedisLink], service: str, options: LinkOptions) -> None:
         """options: of the links to the master; must be masters_only."""
         self._sentinels = sentinels
-        self._service = service.encode()
+        name = service.encode()
+        self._questions = [
+            pack(b"SENTINEL", b"MASTER", name),
+            pack(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name),
+        ]
         self._options = options
         self._lanes: list[OneMasterLane] = []
         self._asking: asyncio.Task[Server] | None = None
         self._master: Server | None = None
+        self._epoch = 0  # of the failover that made it
+        self._named_at_s = 0.0
         options.stats.masters = 1
 
     def lane(self, replicas: ReplicaWait | None = None) -> RedisLane:
@@ -45,7 +53,7 @@ class SentinelMaster:
 
     async def look(self) -> None:
         try:
-            await self._find()
+            self._take(await self._ask_all(len(self._sentinels)))
         except OSError as error:
             _log.debug("no Sentinel names the master: %s", error)
 
@@ -61,15 +69,17 @@ class SentinelMaster:
     async def _find(self) -> Server:
         """The master now. Lanes that connect at the same time ask once. Raises ConnectionError if nobody tells."""
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_all(), name="ask-sentinels")
+            self._asking = asyncio.create_task(self._ask_all(len(self._sentinels) // 2 + 1), name="ask-sentinels")
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)
 
     def _asked(self, asking: "asyncio.Task[Server]") -> None:
         self._asking = None
-        if asking.cancelled() or asking.exception() is not None:
-            return
-        found, before = asking.result(), self._master
+        if not asking.cancelled() and asking.exception() is None:
+            self._take(asking.result())
+
+    def _take(self, found: Server) -> None:
+        before = self._master
         self._master = found
         if before is not None and before != found:
             self._options.stats.failovers += 1
@@ -77,7 +87,8 @@ class SentinelMaster:
         for lane in self._lanes:
             lane.follow(found)
 
-    async def _ask_all(self) -> Server:
+    async def _ask_all(self, enough: int) -> Server:
+        """The master by the answers that came first, or by those that came in time if they are fewer."""
         asked = [asyncio.create_task(self._ask(link)) for link in self._sentinels]
         answers: list[tuple[int, Server]] = []
         causes: list[str] = []
@@ -88,7 +99,7 @@ class SentinelMaster:
                         answers.append(await each)
                     except StoreUnavailable as error:
                         causes.append(str(error))
-                    if len(answers) > len(asked) // 2:
+                    if len(answers) == enough:
                         break
         except TimeoutError:
             causes.append("not all answered in time")
@@ -98,10 +109,21 @@ class SentinelMaster:
             await asyncio.gather(*asked, return_exceptions=True)
         if not answers:
             raise ConnectionError(f"no Sentinel names a master: {'; '.join(causes)}")
-        return max(answers, key=lambda answer: answer[0])[1]
+        return self._latest(*max(answers, key=lambda answer: answer[0]))
+
+    def _latest(self, epoch: int, server: Server) -> Server:
+        """What was named, unless somebody who has heard of a later failover named another one not long ago."""
+        now_s = asyncio.get_running_loop().time()
+        if epoch < self._epoch and self._master is not None and now_s < self._named_at_s + _BELIEVED_S:
+            return self._master
+        self._epoch, self._named_at_s = epoch, now_s
+        return server
 
     async def _ask(self, link: RedisLink) -> tuple[int, Server]:
         """Number of the failover that made the master, and the master. Raises StoreUnavailable."""
-        flat = await link.call(b"SENTINEL", b"MASTER", self._service)
-        facts = dict(zip(flat[::2], flat[1::2], strict=True))
-        return int(facts[b"config-epoch"]), Server(facts[b"ip"].decode(), int(facts[b"port"]))
+        facts, address = map(checked, await link.exchange(self._questions))
+        # Of the two only the address is right while a failover is on its way; they are answered as of one moment.
+        if address is None:
+            raise StoreUnavailable("a Sentinel has no address of the master")
+        epoch = dict(zip(facts[::2], facts[1::2], strict=True))[b"config-epoch"]
+        return int(epoch), Server(address[0].decode(), int(address[1]))
