@@ -23,6 +23,7 @@ from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
 from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
+from kvpool_index.engine_reconcile import ReconcileService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.engine_streams import OpenStreams
 from kvpool_index.engine_watch import WatchService
@@ -62,6 +63,9 @@ class IndexEngine:
 
     @property
     def watch_reader(self) -> LogReader:
+        self._reconciliation = ReconcileService(
+            store.locations, self._announcements, self._nodes, self._keyspaces, metrics, clock
+        )
         """Who reads the log of events for watchers."""
         return self._watches.reader
 
@@ -107,7 +111,13 @@ class IndexEngine:
 
     async def open_announce(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
         """Raises StaleIncarnation, LeaseLost."""
-        return await self._announcements.open(node_id, incarnation, announce_epoch)
+        return await self._announcements.open(node_id, incarnation, announce_epoch, self._reconciliation.replace)
+
+    async def reconcile_digests(
+        self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
+    ) -> tuple[list[int], int]:
+        """Digests and the announce sequence they cover. Raises InvalidRequest, LeaseLost, StaleIncarnation."""
+        return await self._reconciliation.digests(node_id, incarnation, first_range, range_count, encodings)
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
         """Raises InvalidRequest, KeyspaceUnknown."""

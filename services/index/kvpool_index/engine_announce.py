@@ -1,7 +1,7 @@
 """Changes of locations: announce streams, stale reports, drops of keyspaces."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from kvpool.core.cluster import LocationChange, StaleLocation
@@ -10,6 +10,7 @@ from kvpool.core.fault_points import reach
 from kvpool_index.core.entries import Operation
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
+from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
@@ -18,11 +19,16 @@ from kvpool_index.ports import EventLog, LocationStore, NodeDirectory, StreamFen
 _CHUNKS_PER_ENTRY: Final = 64  # of the event log
 
 
+Replace = Callable[[StreamFence, BucketSpan, Sequence[LocationChange]], Awaitable[None]]
+"""ReconcileService.replace."""
+
+
 class AnnounceStream:
     """One announce stream of a node, open on this replica."""
 
-    def __init__(self, service: "AnnounceService", fence: StreamFence) -> None:
+    def __init__(self, service: "AnnounceService", replace: Replace, fence: StreamFence) -> None:
         self._service = service
+        self._replace = replace
         self._fence = fence
         self._sequence = 0
 
@@ -32,10 +38,23 @@ class AnnounceStream:
         Raises InvalidRequest for a sequence that does not grow; StaleIncarnation and LeaseLost when the node must
         register again. After any error the stream is over: what was not acknowledged is to be sent on a new one.
         """
+        self._check(sequence)
+        await self._service.apply(self._fence, changes)
+        return self._applied(sequence)
+
+    async def replace(self, sequence: int, span: BucketSpan, changes: Sequence[LocationChange]) -> int:
+        """The same for all that the node holds in some buckets. Raises also InvalidRequest for what lies elsewhere."""
+        self._check(sequence)
+        await self._replace(self._fence, span, changes)
+        return self._applied(sequence)
+
+    def _check(self, sequence: int) -> None:
         if sequence <= self._sequence:
             raise InvalidRequest(f"sequence must grow, got {sequence} after {self._sequence}")
-        await self._service.apply(self._fence, changes)
+
+    def _applied(self, sequence: int) -> int:
         self._sequence = sequence
+        self._service.note_applied(self._fence.node_id, sequence)
         return sequence
 
 
@@ -57,15 +76,32 @@ class AnnounceService:
         self._nodes = nodes
         self._keyspaces = keyspaces
         self._metrics = metrics
+        self._sequences: dict[bytes, int] = {}  # by node, what its latest stream here had applied
 
-    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
+    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int, replace: Replace) -> AnnounceStream:
         """Start a stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
-        return AnnounceStream(self, await self._directory.open_stream(node_id, incarnation, announce_epoch))
+        fence = await self._directory.open_stream(node_id, incarnation, announce_epoch)
+        self._sequences.pop(node_id, None)
+        return AnnounceStream(self, replace, fence)
+
+    def note_applied(self, node_id: bytes, sequence: int) -> None:
+        """A batch of a stream is in the store."""
+        self._sequences[node_id] = sequence
+
+    def applied_sequence(self, node_id: bytes) -> int:
+        """Of the node's latest stream here; 0 if it has none."""
+        return self._sequences.get(node_id, 0)
 
     async def apply(self, fence: StreamFence, changes: Sequence[LocationChange]) -> None:
         """Apply changes of a stream and log them: both are in the store when this returns."""
-        grids = {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
+        grids = await self.grids(changes)
         operations = operations_of(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
+        await self.apply_operations(fence, operations)
+        self._metrics.announce_batches.inc()
+        self._metrics.announce_changes.inc(len(changes))
+
+    async def apply_operations(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> None:
+        """Apply operations of a stream and log them."""
         started_at_s = time.perf_counter()
         reach("index.announce.begin")
         states = await self._store.apply(fence, operations)
@@ -74,8 +110,10 @@ class AnnounceService:
         await self._log(states)
         reach("index.announce.logged")
         self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
-        self._metrics.announce_batches.inc()
-        self._metrics.announce_changes.inc(len(changes))
+
+    async def grids(self, changes: Sequence[LocationChange]) -> dict[bytes, int]:
+        """The grids' bitmaps of the keyspaces named; 0 for one that the store does not know."""
+        return {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
 
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
         """Remove locations that did not hold what they promised; per item, whether it was there.

@@ -1,7 +1,7 @@
 """Keyspaces as the engine serves them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,11 +89,32 @@ class KeyspaceService:
             known = self._remember(bound) if bound is not None else None
         return known
 
+    async def restore(self, encodings: Sequence[bytes]) -> None:
+        """Store again those that the store has lost, with their names as far as this replica knows them.
+
+        Raises InvalidRequest for a malformed encoding.
+        """
+        for encoding in encodings:
+            decode_keyspace(encoding)
+            at = keyspace_id(encoding)
+            if await self._registry.by_id(at) is None:
+                await self._restore(at, encoding)
+
+    async def _restore(self, at: bytes, encoding: bytes) -> None:
+        tenant, _ = decode_keyspace(encoding)
+        known = self._known.get(at)
+        bound = BoundKeyspace(tenant=tenant, name=known.name if known else "", keyspace_id=at, encoding=encoding)
+        if bound.name:
+            await self._registry.bind(bound)  # unless the name has been bound to another encoding since
+        await self._registry.restore(bound)
+
     def _remember(self, bound: BoundKeyspace) -> KnownKeyspace:
         if len(self._known) >= _CACHE_MAX:
             self._known.clear()
-        known = _decoded(bound)
-        return self._known.setdefault(bound.keyspace_id, known)
+        known = self._known.get(bound.keyspace_id)
+        if known is None or not known.name:
+            known = self._known[bound.keyspace_id] = _decoded(bound)
+        return known
 
 
 def _decoded(bound: BoundKeyspace) -> KnownKeyspace:

@@ -174,6 +174,10 @@ class NodeService:
 
     def _count_nodes(self) -> None:
         alive = self.table.live_nodes(self._clock.monotonic_s())
+        ages_ms = [node.load.reconcile_age_ms for node in alive if node.load.reconcile_age_ms]
+        # A node's figure is as old as its last renewal, at most.
+        bound_ms = max(ages_ms) + self._config.renew_interval_ms if ages_ms else 0
+        self._metrics.staleness_bound.set(bound_ms / 1e3)
         for kind in NodeKind:
             count = sum(node.info.kind == kind for node in alive)
             self._metrics.live_nodes.labels(kind.name.lower()).set(count)

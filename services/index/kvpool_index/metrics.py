@@ -76,6 +76,22 @@ class IndexMetrics:
         self.dead_removed = Counter(
             "kvpool_index_dead_locations_removed", "Chunks cleaned of nodes that are gone for good.", registry=registry
         )
+        self.replaced_ranges = Counter(
+            "kvpool_index_replaced_ranges", "Bucket ranges that nodes told as a whole.", registry=registry
+        )
+        self.surplus_removed = Counter(
+            "kvpool_index_surplus_locations_removed",
+            "Chunks that were removed because their node did not name them with their range.",
+            registry=registry,
+        )
+        self.corrected_digests = Counter(
+            "kvpool_index_corrected_digests", "Digests that did not agree with their chunks.", registry=registry
+        )
+        self.staleness_bound = Gauge(
+            "kvpool_index_staleness_bound_seconds",
+            "What the store lost of any live node longer ago than this has been restored.",
+            registry=registry,
+        )
         for event in ("registered", "ended", "died"):
             self.node_events.labels(event)
         for result in ("removed", "absent"):

@@ -4,13 +4,13 @@ Every method raises StoreUnavailable, soon, when the store is out of reach; noth
 use one store at once, so that each method is atomic as far as its comment says.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.core.cluster import NodeInfo, NodeLoad
 from kvpool_index.core.events import ChunkState, LogEntry
-from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
 from kvpool_index.core.nodes import NodeRecord
 from kvpool_index.core.redis_stats import RedisStats
 
@@ -72,6 +72,21 @@ class LocationStore(Protocol):
         ...
 
 
+    async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
+        """One node's digest of each range; see kvpool.core.location_digest. Whatever changes a chunk changes them.
+
+        A store that loses or rolls back chunks of a range does so with their digests.
+        """
+        ...
+
+    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
+        """Correct digests (by range) that do not agree with the entries they stand for."""
+        ...
+
+    def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
+        """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice."""
+        ...
+
 class NodeDirectory(Protocol):
     """Nodes, their leases by the store's clock, and their incarnations."""
 
@@ -116,6 +131,10 @@ class KeyspaceRegistry(Protocol):
         ...
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
+    async def restore(self, keyspace: BoundKeyspace) -> None:
+        """Have `by_id` know a keyspace that was lost, under no name (it is left empty) until one is bound again."""
+        ...
+
         """A keyspace by its id, under the name that it first got."""
         ...
 
@@ -146,6 +165,8 @@ class EventLog(Protocol):
 
     async def is_kept(self, stream: int, entry_id: str) -> bool:
         """Whether every entry after this one is still there."""
+    @property
+
         ...
 
 

@@ -10,6 +10,7 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
+from kvpool_index.core.replacement import BucketSpan
 from kvpool.wire import convert, convert_cluster, convert_keyspace
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -111,10 +112,16 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                         )
                         applied = await stream.apply(request.batch.sequence, changes)
                         yield pb.AnnounceResponse(acknowledged_sequence=applied)
-                    case "replace_range":
-                        raise NotServed("replace_range is not served by this version; send batches")
+                    case "replace_range" if stream is not None:
+                        part = request.replace_range
+                        held = convert.convert_items(
+                            part.locations, convert_cluster.location_change_from_proto, "location", most=self._max_items
+                        )
+                        span = BucketSpan(part.first_bucket, part.last_bucket)
+                        applied = await stream.replace(part.sequence, span, held)
+                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
                     case _:
-                        raise InvalidRequest("an Announce stream is one open, and then batches")
+                        raise InvalidRequest("an Announce stream is one open, and then batches and ranges")
 
     async def Match(
         self, request: pb.MatchRequest, context: Context[pb.MatchRequest, pb.MatchResponse]
@@ -196,7 +203,16 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.ReconcileDigestsRequest,
         context: Context[pb.ReconcileDigestsRequest, pb.ReconcileDigestsResponse],
     ) -> pb.ReconcileDigestsResponse:
-        raise NotServed("ReconcileDigests is not served by this version; announce what the node has")
+        encodings = request.keyspace_encodings
+        convert.check_count(len(encodings), "number of keyspace_encodings", most=self._max_items)
+        digests, applied = await self._engine.reconcile_digests(
+            convert.check_id(request.node_id, "node_id"),
+            request.incarnation,
+            request.first_range,
+            request.range_count,
+            encodings,
+        )
+        return pb.ReconcileDigestsResponse(digests=digests, applied_sequence=applied)
 
     async def GetIndexInfo(
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha1
 
 from kvpool.core.cluster import ALL_SHARDS
@@ -62,3 +63,24 @@ def fingerprint(keyspace: bytes, group_head: bytes, field: bytes, held: bytes) -
     if not held:
         return 0
     return int.from_bytes(sha1(keyspace + group_head + field + held, usedforsecurity=False).digest()[:8], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldChunk:
+    """What one node holds of one chunk now.
+
+    shards: bitmaps of gpu, staging and disk. full_shards: the keyspace's whole grid.
+    """
+
+    group_head: bytes  # 16 bytes
+    shards: tuple[int, int, int]
+    full_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """A chunk and where its group is found."""
+
+    keyspace: bytes  # 16 bytes
+    chunk_hash: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes

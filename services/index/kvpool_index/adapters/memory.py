@@ -1,19 +1,21 @@
 """A store in this process's memory, lost with it: for one replica, for tests, and where no Redis can be had."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import LeaseLost
+from kvpool.core.location_digest import FIELD_BYTES, bucket_of, fingerprint, range_of
 from kvpool_index.adapters.memory_events import MemoryEventLog
+from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
 from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import FIELD_BYTES, ChunkOperation, GroupRead
+from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
 from kvpool_index.ports import StreamFence
 
-_DROP_STEP_GROUPS: Final = 256
+_STEP_GROUPS: Final = 256  # of a walk over all groups
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class MemoryLocationStore:
         self._tombstone_s = tombstone_s
         self._groups: dict[bytes, dict[bytes, _Group]] = {}
         self._empty: dict[tuple[bytes, bytes], float] = {}  # in the order in which they became empty
+        self._digests: dict[tuple[int, int], int] = {}  # by ordinal and range
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         known = self._groups.get(keyspace, {})
@@ -67,11 +70,37 @@ class MemoryLocationStore:
 
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
         heads = list(self._groups.get(keyspace, {}))
-        for start in range(0, len(heads), _DROP_STEP_GROUPS):
+        for start in range(0, len(heads), _STEP_GROUPS):
             changed: list[ChunkState] = []
-            for head in heads[start : start + _DROP_STEP_GROUPS]:
+            for head in heads[start : start + _STEP_GROUPS]:
                 changed += self._drop_group(keyspace, head, ordinal)
             yield changed
+
+    async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
+        return [self._digests.get((ordinal, number), 0) for number in ranges]
+
+    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
+        for number, digest in digests.items():
+            self._fold(ordinal, number, self._digests.get((ordinal, number), 0) ^ digest)
+
+    async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
+        places = [
+            (keyspace, head)
+            for keyspace, groups in self._groups.items()
+            for head in groups
+            if first_bucket <= bucket_of(head) <= last_bucket
+        ]
+        for start in range(0, len(places), _STEP_GROUPS):
+            yield [
+                NodeEntry(keyspace, head, chunk)
+                for keyspace, head in places[start : start + _STEP_GROUPS]
+                for chunk, value in self._values(keyspace, head).items()
+                if held_by(value, ordinal)
+            ]
+
+    def _values(self, keyspace: bytes, head: bytes) -> dict[bytes, bytes]:
+        group = self._groups.get(keyspace, {}).get(head)
+        return group.values if group is not None else {}
 
     def _drop_group(self, keyspace: bytes, head: bytes, ordinal: int | None) -> list[ChunkState]:
         group = self._groups.get(keyspace, {}).get(head)
@@ -100,6 +129,7 @@ class MemoryLocationStore:
         before = group.values.get(chunk, b"")
         after = apply_operation(before, each.operation)
         if after != before:
+            self._fold_change(each, before, after)
             group.version = max(group.version + 1, self._clock.wall_us())
             if after:
                 group.values[chunk] = after
@@ -116,6 +146,18 @@ class MemoryLocationStore:
             version=group.version,
         )
         return state, after != before
+
+    def _fold_change(self, each: ChunkOperation, before: bytes, after: bytes) -> None:
+        ordinal, field = each.operation.ordinal, each.chunk_hash[:FIELD_BYTES]
+        held = [held_by(value, ordinal) for value in (before, after)]
+        if held[0] != held[1]:
+            prints = [fingerprint(each.keyspace, each.group_head, field, one) for one in held]
+            self._fold(ordinal, range_of(each.group_head), prints[0] ^ prints[1])
+
+    def _fold(self, ordinal: int, number: int, difference: int) -> None:
+        digest = self._digests.pop((ordinal, number), 0) ^ difference
+        if digest:
+            self._digests[ordinal, number] = digest
 
     def _note_empty(self, keyspace: bytes, head: bytes) -> None:
         self._empty.pop((keyspace, head), None)

@@ -137,6 +137,9 @@ class MemoryKeyspaceRegistry:
         self._by_id.setdefault(bound.keyspace_id, bound)
         return bound, bound is keyspace
 
+    async def restore(self, keyspace: BoundKeyspace) -> None:
+        self._by_id.setdefault(keyspace.keyspace_id, keyspace)
+
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         return self._by_id.get(keyspace_id)
 

@@ -1,17 +1,22 @@
-"""Chunk values in Redis: one hash for each chain group, changed by one script."""
+"""Chunk values in Redis: one hash for each chain group, changed by one script that keeps the digests up to date.
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+A group's key carries its digest range as a hash tag, so that groups and digests of a range lie in one slot: the script
+changes both at once, and a failover that loses writes takes both back alike.
+"""
+
+import struct
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvpool.core.errors import LeaseLost
+from kvpool.core.location_digest import BUCKETS_PER_RANGE, FIELD_BYTES, RANGE_COUNT, bucket_of, range_of
 from kvpool_index.adapters.redis_lanes import RedisLane
-from kvpool_index.adapters.redis_link import RedisLink
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_wire import checked, pack, pack_script
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import FIELD_BYTES, ChunkOperation, GroupRead
+from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, NodeEntry
 from kvpool_index.ports import StreamFence
 
 _APPLY: Final = load_script("apply_change")
@@ -21,6 +26,9 @@ _META: Final = b""  # the field of a group that is no chunk
 _PART_OPERATIONS: Final = 512
 _SCAN_COUNT: Final = b"512"
 _GLOB: Final = frozenset(b"*?[]\\^-")
+_ANY_TAG: Final = b"{???}"
+_DIGEST_BYTES: Final = 8
+_ORDINAL: Final = struct.Struct("<I")
 
 
 class RedisLocationStore:
@@ -39,19 +47,21 @@ class RedisLocationStore:
         self._changes = changes
         self._nodes = nodes
         self._prefix = key_prefix + b":c:"
+        self._prefixes = [self._prefix + range_tag(number) for number in range(RANGE_COUNT)]
+        self._digest_keys = [key_prefix + b":d:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
-        head = self._prefix + keyspace
-        key_bytes = len(head) + FIELD_BYTES * 2
+        prefixes = self._prefixes
+        keys = [prefixes[range_of(group.head)] + keyspace + group.head for group in groups]
         # Every field has eight bytes, so that a command is a few joins.
         commands = [
-            b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b%b\r\n$8\r\n%b\r\n"
-            % (len(group.fields) + 2, key_bytes, head, group.head, b"\r\n$8\r\n".join(group.fields))
-            for group in groups
+            b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n$8\r\n%b\r\n"
+            % (len(group.fields) + 2, len(key), key, b"\r\n$8\r\n".join(group.fields))
+            for key, group in zip(keys, groups, strict=True)
         ]
         values: list[bytes | None] = []
-        for reply in await self._reads.exchange(commands, [head + group.head for group in groups]):
+        for reply in await self._reads.exchange(commands, keys):
             values += checked(reply)
         return values
 
@@ -79,33 +89,66 @@ class RedisLocationStore:
         return states
 
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
+        pattern = _escaped(self._prefix) + _ANY_TAG + _escaped(keyspace) + b"*"
+        async for keys in self._scan(pattern):
+            yield await self._drop_groups(keyspace, keys, ordinal)
+
+    async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
+        keys = [self._digest_keys[number] for number in ranges]
+        field = _ORDINAL.pack(ordinal)
+        replies = await self._reads.exchange([pack(b"HGET", key, field) for key in keys], keys)
+        return [int.from_bytes(checked(reply) or b"", "big") for reply in replies]
+
+    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
+        keys = [self._digest_keys[number] for number in digests]
+        field = _ORDINAL.pack(ordinal)
+        commands = [
+            pack(b"HSET", key, field, digest.to_bytes(_DIGEST_BYTES, "big")) if digest else pack(b"HDEL", key, field)
+            for key, digest in zip(keys, digests.values(), strict=True)
+        ]
+        for reply in await self._changes.exchange(commands, keys):
+            checked(reply)
+
+    async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
+        first, last = first_bucket // BUCKETS_PER_RANGE, last_bucket // BUCKETS_PER_RANGE
+        tag = range_tag(first) if first == last else _ANY_TAG
+        async for keys in self._scan(_escaped(self._prefix) + tag + b"*"):
+            inside = [key for key in keys if first_bucket <= bucket_of(key) <= last_bucket]
+            yield [
+                NodeEntry(key[-2 * HASH_BYTES : -HASH_BYTES], key[-HASH_BYTES:], field)
+                for key, field, named in await self._named(inside)
+                if ordinal in named
+            ]
+
+    async def _scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
+        """The keys that match, of all masters, some at a time."""
         for master in await self._changes.masters():
-            async for keys in self._scan(master, keyspace):
-                yield await self._drop_groups(keyspace, keys, ordinal)
+            cursor = b"0"
+            while True:
+                cursor, keys = await master.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+                if keys:
+                    yield keys
+                if cursor == b"0":
+                    break
 
-    async def _scan(self, master: RedisLink, keyspace: bytes) -> AsyncIterator[list[bytes]]:
-        """The keys of a keyspace's groups at one master, some at a time."""
-        pattern = _escaped(self._prefix + keyspace) + b"*"
-        cursor = b"0"
-        while True:
-            cursor, keys = await master.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
-            if keys:
-                yield keys
-            if cursor == b"0":
-                return
-
-    async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:
-        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys], keys)
-        removals: list[ChunkOperation] = []
+    async def _named(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, list[int]]]:
+        """Of groups, the key and field of each chunk and the ordinals that its value names."""
+        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys], keys) if keys else []
+        found: list[tuple[bytes, bytes, list[int]]] = []
         for key, content in zip(keys, contents, strict=True):
             pairs = checked(content)
             for field, value in zip(pairs[::2], pairs[1::2], strict=True):
-                named = [entry.ordinal for entry in decode_value(value)] if field != _META else []
-                removals += [
-                    _removal(keyspace, key[-FIELD_BYTES * 2 :], field, each)
-                    for each in named
-                    if ordinal is None or each == ordinal
-                ]
+                if field != _META:
+                    found.append((key, field, [entry.ordinal for entry in decode_value(value)]))
+        return found
+
+    async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:
+        removals = [
+            _removal(keyspace, key[-HASH_BYTES:], field, each)
+            for key, field, named in await self._named(keys)
+            for each in named
+            if ordinal is None or each == ordinal
+        ]
         last = {
             (state.group_head, state.chunk_hash): state
             for state in (await self.remove(removals) if removals else [])
@@ -115,10 +158,16 @@ class RedisLocationStore:
 
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
         field = each.chunk_hash[:FIELD_BYTES]
-        return pack_script(_APPLY, [self._key(each)], field, each.operation.pack(fence), self._tombstone_ms)
+        keys = [self._key(each), self._digest_keys[range_of(each.group_head)]]
+        return pack_script(_APPLY, keys, field, each.operation.pack(fence), self._tombstone_ms)
 
     def _key(self, each: ChunkOperation) -> bytes:
-        return self._prefix + each.keyspace + each.group_head
+        return self._prefixes[range_of(each.group_head)] + each.keyspace + each.group_head
+
+
+def range_tag(number: int) -> bytes:
+    """The hash tag of a digest range."""
+    return b"{%03x}" % number
 
 
 def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:

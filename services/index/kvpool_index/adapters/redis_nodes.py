@@ -126,6 +126,10 @@ class RedisKeyspaceRegistry:
         created, bound = await self._lane.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
         return _bound(keyspace.tenant, name, bound), bool(created)
 
+    async def restore(self, keyspace: BoundKeyspace) -> None:
+        by_id = b"\0".join((keyspace.tenant.encode(), keyspace.name.encode(), keyspace.encoding))
+        await self._lane.call(self._ids, b"HSETNX", self._ids, keyspace.keyspace_id, by_id)
+
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         entry = await self._lane.call(self._ids, b"HGET", self._ids, keyspace_id)
         if entry is None:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.cluster import ALL_SHARDS
+from kvpool.core.location_digest import holding
 from kvpool.core.outcome import Tier
 
 TIERS: Final = (Tier.GPU, Tier.STAGING, Tier.DISK)
 MAX_ENTRIES: Final = 64  # nodes that one value names at most; a further one is not recorded
 
 _HEAD: Final = struct.Struct("<IB")
+_ORDINAL: Final = struct.Struct("<I")
 _BITMAP: Final = struct.Struct("<Q")
 _OPERATION: Final = struct.Struct("<IIQ6Q")
 
@@ -77,15 +79,16 @@ def decode_value(value: bytes | None) -> tuple[Entry, ...]:
 
 def encode_entry(entry: Entry, full_shards: int) -> bytes:
     """The bytes of one entry; b"" when it has no shard."""
-    flags, bitmaps = 0, b""
-    for tier, shards in enumerate(entry.shards):
-        if not shards:
-            continue
-        flags |= 1 << tier
-        if shards not in (full_shards, ALL_SHARDS):
-            flags |= 1 << (tier + 4)
-            bitmaps += _BITMAP.pack(shards)
-    return _HEAD.pack(entry.ordinal, flags) + bitmaps if flags else b""
+    held = holding(entry.shards, full_shards)
+    return _ORDINAL.pack(entry.ordinal) + held if held else b""
+
+
+def held_by(value: bytes | None, ordinal: int) -> bytes:
+    """The bytes of one node's entry after its ordinal, of which digests are made; b"" if there is none."""
+    for entry, entry_bytes in _split(value):
+        if entry.ordinal == ordinal:
+            return entry_bytes[_ORDINAL.size :]
+    return b""
 
 
 def apply_operation(value: bytes | None, operation: Operation) -> bytes:

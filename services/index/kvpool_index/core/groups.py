@@ -7,10 +7,10 @@ from typing import Final
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainQuery, LocationChange
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.location_digest import FIELD_BYTES
 from kvpool_index.core.entries import TIERS, Operation, TierMasks
 
 HASH_BYTES: Final = 16
-FIELD_BYTES: Final = 8  # of a chunk hash; enough to tell 16 chunks apart
 # Takes the fields out of n hashes, several times as fast as slices would.
 _FIELDS: Final = [
     struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count) for count in range(CHAIN_GROUP_CHUNKS + 1)
@@ -23,6 +23,15 @@ class GroupRead:
 
     head: bytes
     fields: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """A chunk of which some node holds something; the field is the first 8 bytes of its hash."""
+
+    keyspace: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes
+    field: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

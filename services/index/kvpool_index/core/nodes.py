@@ -11,8 +11,6 @@ from kvpool.core.errors import InvalidRequest
 
 MAX_INCARNATION: Final = (1 << 53) - 1  # the store's scripts count in doubles; microseconds reach this in the year 2255
 
-_LOAD: Final = struct.Struct("<5q")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
@@ -158,25 +156,23 @@ _INFO_FIELDS: Final = (
 
 
 def pack_load(load: NodeLoad) -> bytes:
-    """What the store keeps of a load report."""
-    return _LOAD.pack(
-        load.arena_capacity_bytes,
-        load.arena_used_bytes,
-        load.disk_capacity_bytes,
-        load.disk_used_bytes,
-        load.page_count,
-    )
+    """What the store keeps of a load report: its figures in order, eight bytes each."""
+    return struct.pack(f"<{len(_LOAD_FIELDS)}q", *(getattr(load, name) for name in _LOAD_FIELDS))
 
 
 def unpack_load(data: bytes | None) -> NodeLoad:
-    """The inverse of pack_load; zeros for a node that has not reported."""
-    if not data:
-        return NodeLoad()
-    arena_capacity, arena_used, disk_capacity, disk_used, page_count = _LOAD.unpack(data)
-    return NodeLoad(
-        arena_capacity_bytes=arena_capacity,
-        arena_used_bytes=arena_used,
-        disk_capacity_bytes=disk_capacity,
-        disk_used_bytes=disk_used,
-        page_count=page_count,
-    )
+    """The inverse of pack_load; zeros for what was not reported, or not yet known to the version that wrote it."""
+    figures = struct.unpack(f"<{len(data) // 8}q", data) if data else ()
+    return NodeLoad(**dict(zip(_LOAD_FIELDS, figures, strict=False)))
+
+
+# Only ever added to, at the end: older versions read what they know.
+_LOAD_FIELDS: Final = (
+    "arena_capacity_bytes",
+    "arena_used_bytes",
+    "disk_capacity_bytes",
+    "disk_used_bytes",
+    "page_count",
+    "disk_free_bytes",
+    "reconcile_age_ms",
+)

@@ -1,6 +1,8 @@
 -- Changes one node's entry of one chunk: `apply_operation` of core/entries.py, where the format is described.
 --
--- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs
+-- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs.
+--          The key ends with the keyspace id and the hash of the group's head
+-- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
 -- ARGV[1]  field of the chunk
 -- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 bitmap of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
@@ -44,7 +46,7 @@ if fence > 0 then
   end
 end
 
-local before, after, count, found = "", "", 0, false
+local before, after, mine_before, count, found = "", "", "", 0, false
 local low, high = {0, 0, 0}, {0, 0, 0}
 local i = 1
 while i <= #value do
@@ -66,7 +68,7 @@ while i <= #value do
     end
   end
   if mine then
-    found = true
+    found, mine_before = true, sub(value, start + 4, i - 1)
   elseif other < ordinal then
     before = before .. sub(value, start, i - 1)
   else
@@ -91,7 +93,8 @@ if found or count < MAX_ENTRIES then
     end
   end
 end
-local result = before .. (flags ~= 0 and pack("<I4B", ordinal, flags) .. bitmaps or "") .. after
+local mine_after = flags ~= 0 and pack("B", flags) .. bitmaps or ""
+local result = before .. (flags ~= 0 and pack("<I4", ordinal) .. mine_after or "") .. after
 
 if result == value then
   if fences ~= old_fences then
@@ -101,6 +104,28 @@ if result == value then
     end
   end
   return {0, version, value}
+end
+
+if mine_before ~= mine_after then
+  -- Both parts of the digest are folded as 32 bits: numbers here are doubles.
+  local digest_field, chunk = pack("<I4", ordinal), sub(key, -32) .. field
+  local high, low = 0, 0
+  local digest = redis.call("HGET", KEYS[2], digest_field)
+  if digest then
+    high, low = unpack(">I4I4", digest)
+  end
+  for _, held in ipairs({mine_before, mine_after}) do
+    if held ~= "" then
+      local hex = redis.sha1hex(chunk .. held)
+      high = bit.bxor(high, tonumber(sub(hex, 1, 8), 16))
+      low = bit.bxor(low, tonumber(sub(hex, 9, 16), 16))
+    end
+  end
+  if tobit(high) == 0 and tobit(low) == 0 then
+    redis.call("HDEL", KEYS[2], digest_field)
+  else
+    redis.call("HSET", KEYS[2], digest_field, pack(">I4I4", high, low))
+  end
 end
 
 local now = redis.call("TIME")

@@ -1,0 +1,89 @@
+"""What a node says it holds in a range of buckets, as operations that make the store say the same."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.cluster import ALL_SHARDS, LocationChange
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.location_digest import (
+    BUCKET_COUNT,
+    BUCKETS_PER_RANGE,
+    FIELD_BYTES,
+    bucket_of,
+    fingerprint,
+    holding,
+    range_of,
+)
+from kvpool_index.core.entries import EVERY_SHARD, Operation
+from kvpool_index.core.groups import ChunkOperation, NodeEntry, one_tier
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpan:
+    """Consecutive buckets, both inclusive."""
+
+    first: int
+    last: int
+
+    def check(self, changes: Sequence[LocationChange]) -> None:
+        """Raises InvalidRequest for buckets that are none, and naming the item that lies in none of them."""
+        if not 0 <= self.first <= self.last < BUCKET_COUNT:
+            raise InvalidRequest(
+                f"buckets must be ordered and from 0 to {BUCKET_COUNT - 1}, got {self.first, self.last}"
+            )
+        for index, change in enumerate(changes):
+            if not self.first <= bucket_of(change.group_head_hash) <= self.last:
+                raise InvalidRequest(f"location {index} is of no bucket of the range", item_index=index)
+
+    @property
+    def whole_ranges(self) -> list[int] | None:
+        """The digest ranges that these buckets are, or None if they are only part of one."""
+        if self.first % BUCKETS_PER_RANGE or (self.last + 1) % BUCKETS_PER_RANGE:
+            return None
+        return list(range(self.first // BUCKETS_PER_RANGE, (self.last + 1) // BUCKETS_PER_RANGE))
+
+
+class Replacement:
+    """A node's whole truth for some buckets. Chunks of a group that share a field are one, as in the store."""
+
+    def __init__(self, changes: Iterable[LocationChange], *, ordinal: int, full_shards: Callable[[bytes], int]) -> None:
+        """full_shards: the grid's bitmap of a keyspace, 0 if it is not known."""
+        self._ordinal = ordinal
+        self._held: dict[NodeEntry, tuple[bytes, list[int]]] = {}
+        self._full_shards = full_shards
+        for change in changes:
+            at = NodeEntry(change.keyspace, change.group_head_hash, change.chunk_hash[:FIELD_BYTES])
+            _, shards = self._held.setdefault(at, (change.chunk_hash, [0, 0, 0]))
+            for tier, added in enumerate(one_tier(change.tier, change.added_shards)):
+                shards[tier] |= added
+
+    def operations(self) -> list[ChunkOperation]:
+        """What makes the store's entries of the chunks named say just what is held."""
+        found: list[ChunkOperation] = []
+        for at, (chunk_hash, shards) in self._held.items():
+            gpu, staging, disk = shards
+            operation = Operation(
+                ordinal=self._ordinal,
+                full_shards=self._full_shards(at.keyspace),
+                added=(gpu, staging, disk),
+                removed=(ALL_SHARDS & ~gpu, ALL_SHARDS & ~staging, ALL_SHARDS & ~disk),
+            )
+            found.append(_operation(at, chunk_hash, operation))
+        return found
+
+    def digests(self, ranges: Sequence[int]) -> dict[int, int]:
+        """The digests of these ranges when the store holds this and nothing else of the node."""
+        found = dict.fromkeys(ranges, 0)
+        for at, (_, shards) in self._held.items():
+            held = holding(shards, self._full_shards(at.keyspace))
+            found[range_of(at.group_head)] ^= fingerprint(at.keyspace, at.group_head, at.field, held)
+        return found
+
+    def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
+        """What removes those of the node's entries that are not named."""
+        operation = Operation(ordinal=self._ordinal, full_shards=0, removed=EVERY_SHARD)
+        return [_operation(at, at.field, operation) for at in entries if at not in self._held]
+
+
+def _operation(at: NodeEntry, chunk_hash: bytes, operation: Operation) -> ChunkOperation:
+    return ChunkOperation(keyspace=at.keyspace, chunk_hash=chunk_hash, group_head=at.group_head, operation=operation)

@@ -1,0 +1,94 @@
+"""Owner-driven reconciliation: telling a node the digests of what is known of it, and taking its word for a range."""
+
+import logging
+from collections.abc import Sequence
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import LocationChange
+from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
+from kvpool.core.location_digest import RANGE_COUNT
+from kvpool_index.core.replacement import BucketSpan, Replacement
+from kvpool_index.engine_announce import AnnounceService
+from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine_nodes import NodeService
+from kvpool_index.metrics import IndexMetrics
+from kvpool_index.ports import LocationStore, StreamFence
+
+_log = logging.getLogger(__name__)
+
+
+class ReconcileService:
+    """Compares and repairs what the store has of one node."""
+
+    def __init__(
+        self,
+        store: LocationStore,
+        announcements: AnnounceService,
+        nodes: NodeService,
+        keyspaces: KeyspaceService,
+        metrics: IndexMetrics,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._announcements = announcements
+        self._nodes = nodes
+        self._keyspaces = keyspaces
+        self._metrics = metrics
+        self._clock = clock
+
+    async def digests(
+        self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
+    ) -> tuple[list[int], int]:
+        """The digests of ranges, and the announce sequence that was applied here before they were read.
+
+        encodings: of keyspaces that the store is to know again. Raises InvalidRequest, LeaseLost, StaleIncarnation.
+        """
+        count = range_count or RANGE_COUNT - first_range
+        if not (first_range >= 0 and count > 0 and first_range + count <= RANGE_COUNT):
+            raise InvalidRequest(f"first_range and range_count must lie in 0 to {RANGE_COUNT}")
+        await self._keyspaces.restore(encodings)
+        ordinal = await self._ordinal(node_id, incarnation)
+        applied = self._announcements.applied_sequence(node_id)
+        return await self._store.digests(ordinal, range(first_range, first_range + count)), applied
+
+    async def replace(self, fence: StreamFence, span: BucketSpan, changes: Sequence[LocationChange]) -> None:
+        """Make the store say of these buckets just what the node says. Raises as AnnounceService.apply.
+
+        What the node does not name is looked for only if the digests say that there is something, because that takes
+        a walk over all keys of the store.
+        """
+        span.check(changes)
+        grids = await self._announcements.grids(changes)
+        truth = Replacement(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
+        await self._announcements.apply_operations(fence, truth.operations())
+        self._metrics.replaced_ranges.inc()
+        ranges = span.whole_ranges
+        if ranges is not None and not await self._differing(fence.ordinal, truth, ranges):
+            return
+        async for entries in self._store.entries(fence.ordinal, span.first, span.last):
+            removals = truth.removals(entries)
+            await self._announcements.apply_operations(fence, removals)
+            self._metrics.surplus_removed.inc(len(removals))
+        wrong = await self._differing(fence.ordinal, truth, ranges or [])
+        if wrong:
+            # The store lost chunks without their digests (it evicts keys, say), or reports of readers came in between.
+            _log.warning("the digests of %d ranges did not agree with their chunks and are corrected", len(wrong))
+            await self._store.set_digests(fence.ordinal, wrong)
+            self._metrics.corrected_digests.inc(len(wrong))
+
+    async def _differing(self, ordinal: int, truth: Replacement, ranges: Sequence[int]) -> dict[int, int]:
+        """Ranges whose digests are not what they should be, with what they should be."""
+        found = await self._store.digests(ordinal, ranges)
+        wanted = truth.digests(ranges)
+        return {
+            number: wanted[number] for number, digest in zip(ranges, found, strict=True) if digest != wanted[number]
+        }
+
+    async def _ordinal(self, node_id: bytes, incarnation: int) -> int:
+        await self._nodes.refresh()  # a node that registered again elsewhere may have another ordinal now
+        record = self._nodes.table.live_record(node_id, self._clock.monotonic_s())
+        if record is not None and record.info.incarnation > incarnation:
+            raise StaleIncarnation(f"incarnation {record.info.incarnation} of this node is registered")
+        if record is None or record.info.incarnation != incarnation:
+            raise LeaseLost("the node's lease has ended; register again with the same incarnation")
+        return record.ordinal
