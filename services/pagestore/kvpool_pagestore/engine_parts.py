@@ -12,7 +12,8 @@ from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_pulls import PullLimits, Pulls
+from kvpool_pagestore.engine_pull_values import PullLimits
+from kvpool_pagestore.engine_pulls import Pulls
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks

@@ -10,18 +10,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.hedging import HedgeDelay
-from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
-from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.engine_pull_values import Pulled, PulledPeer, PullLimits, PullStream
 from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, PeerPages, PullItem, RemoteSource, Workers
@@ -30,51 +28,6 @@ _log = logging.getLogger(__name__)
 
 _PULL_PAGES = 32  # of one stream: what it may hold of the arena
 _HEDGED_MAX = 256  # pages asked of two sources at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullLimits:
-    """Bounds of pulls."""
-
-    timeout_s: float  # of one stream
-    stall_s: float  # a stream that brings nothing for so long is given up
-    hedge_s: float  # least time without a page after which the next source is asked too; 0: never
-    streams_per_peer: int
-
-
-@dataclass(slots=True, eq=False)
-class Pulled:
-    """One page that is wanted from peers. `on_settled` is called once, on the loop."""
-
-    record: PageRecord
-    keyspace: Keyspace
-    sources: list[RemoteSource]  # not asked yet, best first
-    on_settled: Callable[[Pulled, Slot | None, KvPoolError | None, bool], None]
-    tried: set[RemoteSource] = field(default_factory=set)
-    attempts: int = 0  # under way, or waiting for a stream
-    hedged: bool = False
-    settled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One call to one peer. pages: by their position in the call, those that it has not settled."""
-
-    source: RemoteSource
-    pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
-    stop: StopSignal = field(default_factory=StopSignal)
-    moved_s: float = 0.0
-    hedged: bool = False
-    stalled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """What is asked of one peer."""
-
-    waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
-    streams: set[_Stream] = field(default_factory=set)
-    moved_s: float = 0.0
 
 
 class Pulls:
@@ -101,7 +54,7 @@ class Pulls:
         self._tasks = tasks
         self._metrics = metrics
         self._clock = clock
-        self._peers: dict[str, _Peer] = {}  # by endpoint; only those that are asked for something
+        self._peers: dict[str, PulledPeer] = {}  # by endpoint; only those that are asked for something
         self._delay = HedgeDelay(limits.hedge_s, limits.stall_s)
         self._hedged_count = 0
         self._pumping = False
@@ -118,7 +71,7 @@ class Pulls:
         page.attempts += 1
         peer = self._peers.get(source.bulk_endpoint)
         if peer is None:
-            peer = self._peers[source.bulk_endpoint] = _Peer(moved_s=self._clock.monotonic_s())
+            peer = self._peers[source.bulk_endpoint] = PulledPeer(moved_s=self._clock.monotonic_s())
         peer.waiting.append((page, source))
         if not self._pumping:
             self._pumping = True
@@ -128,7 +81,7 @@ class Pulls:
         self._pumping = False
         for endpoint, peer in list(self._peers.items()):
             while peer.waiting and len(peer.streams) < self._limits.streams_per_peer:
-                stream = _Stream(peer.waiting[0][1], moved_s=self._clock.monotonic_s())
+                stream = PullStream(peer.waiting[0][1], moved_s=self._clock.monotonic_s())
                 pages = self._take(peer, stream.source)
                 if pages:
                     peer.streams.add(stream)
@@ -138,12 +91,12 @@ class Pulls:
         if self._peers and self._watch is None:
             self._watch_later()
 
-    def _take(self, peer: _Peer, source: RemoteSource) -> list[Pulled]:
+    def _take(self, peer: PulledPeer, source: RemoteSource) -> list[Pulled]:
         """Pages of one keyspace and source for one stream. They do not have to be next to each other in the queue."""
         taken: list[Pulled] = []
         left: deque[tuple[Pulled, RemoteSource]] = deque()
         for page, wanted in peer.waiting:
-            if page.settled or (page.hedged and page.attempts > 1):  # it is under way from elsewhere
+            if page.settled or page.hedge not in (None, wanted):  # it is under way from elsewhere
                 page.attempts -= 1
                 page.tried.discard(wanted)
             elif wanted == source and len(taken) < _PULL_PAGES and _same_keyspace(page, taken):
@@ -153,7 +106,7 @@ class Pulls:
         peer.waiting = left
         return taken
 
-    async def _run(self, peer: _Peer, stream: _Stream, pages: list[Pulled]) -> None:
+    async def _run(self, peer: PulledPeer, stream: PullStream, pages: list[Pulled]) -> None:
         failure: KvPoolError = KvPoolError(f"the pull from {stream.source.bulk_endpoint} ended early")
         loop = asyncio.get_running_loop()
         going: list[tuple[Pulled, Slot]] = []
@@ -171,7 +124,7 @@ class Pulls:
                 if isinstance(slot, Slot):
                     stream.pages[len(going)] = (page, slot)
                     going.append((page, slot))
-                elif page.hedged and page.attempts > 1 and not page.settled:
+                elif page.hedge == stream.source and page.attempts > 1 and not page.settled:
                     self._unhedge(page, stream.source)
                 else:
                     self._settle(page, None, slot, False)
@@ -190,7 +143,7 @@ class Pulls:
 
     def _pull_blocking(
         self,
-        stream: _Stream,
+        stream: PullStream,
         going: list[tuple[Pulled, Slot]],
         on_page: Callable[[int, KvPoolError | None, bool], None],
     ) -> None:
@@ -206,7 +159,9 @@ class Pulls:
             lambda: None if page.settled else self._ledger.begin_fill(page.keyspace.tenant, page.record),
         )
 
-    def _arrived(self, peer: _Peer, stream: _Stream, position: int, error: KvPoolError | None, hit: bool) -> None:
+    def _arrived(
+        self, peer: PulledPeer, stream: PullStream, position: int, error: KvPoolError | None, hit: bool
+    ) -> None:
         going = stream.pages.pop(position, None)
         if going is None:
             return
@@ -235,7 +190,7 @@ class Pulls:
         good = hit and error is None
         if not page.settled and (good or not page.attempts):
             page.settled = True
-            if page.hedged:
+            if page.hedge is not None:
                 self._hedged_count -= 1
             page.on_settled(page, slot, error, hit)
             if page.attempts:
@@ -281,16 +236,16 @@ class Pulls:
             self._watch_later()
 
     def _hedge(self, page: Pulled) -> None:
-        if page.settled or page.hedged or not page.sources or self._hedged_count >= _HEDGED_MAX:
+        if page.settled or page.hedge is not None or not page.sources or self._hedged_count >= _HEDGED_MAX:
             return
-        page.hedged = True
+        page.hedge = page.sources.pop(0)
         self._hedged_count += 1
         self._metrics.hedged_pages.inc()
-        self._ask(page, page.sources.pop(0))
+        self._ask(page, page.hedge)
 
     def _unhedge(self, page: Pulled, source: RemoteSource) -> None:
         """There is no room for a second copy: it can be asked for again."""
-        page.hedged = False
+        page.hedge = None
         self._hedged_count -= 1
         page.attempts -= 1
         page.tried.discard(source)
