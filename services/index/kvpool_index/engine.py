@@ -23,8 +23,8 @@ from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
 from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
-from kvpool_index.engine_reconcile import ReconcileService
 from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine_reconcile import ReconcileService
 from kvpool_index.engine_streams import OpenStreams
 from kvpool_index.engine_watch import WatchService
 from kvpool_index.metrics import IndexMetrics
@@ -59,13 +59,13 @@ class IndexEngine:
         self._announcements = AnnounceService(
             store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
         )
+        self._reconciliation = ReconcileService(
+            store.locations, self._announcements, self._nodes, self._keyspaces, metrics, clock
+        )
         self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
 
     @property
     def watch_reader(self) -> LogReader:
-        self._reconciliation = ReconcileService(
-            store.locations, self._announcements, self._nodes, self._keyspaces, metrics, clock
-        )
         """Who reads the log of events for watchers."""
         return self._watches.reader
 

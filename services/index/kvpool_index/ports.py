@@ -71,7 +71,6 @@ class LocationStore(Protocol):
         """Remove one node's entries, or all, of a keyspace, step by step; yields the chunks each step changed."""
         ...
 
-
     async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
         """One node's digest of each range; see kvpool.core.location_digest. Whatever changes a chunk changes them.
 
@@ -86,6 +85,7 @@ class LocationStore(Protocol):
     def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice."""
         ...
+
 
 class NodeDirectory(Protocol):
     """Nodes, their leases by the store's clock, and their incarnations."""
@@ -130,11 +130,11 @@ class KeyspaceRegistry(Protocol):
         """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic."""
         ...
 
-    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
     async def restore(self, keyspace: BoundKeyspace) -> None:
         """Have `by_id` know a keyspace that was lost, under no name (it is left empty) until one is bound again."""
         ...
 
+    async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         """A keyspace by its id, under the name that it first got."""
         ...
 
@@ -165,8 +165,6 @@ class EventLog(Protocol):
 
     async def is_kept(self, stream: int, entry_id: str) -> bool:
         """Whether every entry after this one is still there."""
-    @property
-
         ...
 
 
@@ -186,6 +184,8 @@ class IndexStore(Protocol):
 
     @property
     def keyspaces(self) -> KeyspaceRegistry: ...
+
+    @property
 
     @property
     def events(self) -> EventLog: ...

@@ -11,7 +11,6 @@ from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
 from kvpool_index.core.replacement import BucketSpan
-from kvpool.wire import convert, convert_cluster, convert_keyspace
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import WatchMessages
@@ -51,6 +50,9 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             keyspaces=[
                 pb.Keyspace(
                     name=each.name, keyspace_id=each.keyspace_id, spec=convert_keyspace.spec_to_proto(each.spec)
+                    name=each.name,
+                    keyspace_id=each.keyspace_id,
+                    spec=convert_keyspace.spec_to_proto(each.spec),
                 )
                 for each in known
             ]

@@ -8,9 +8,8 @@ from kvpool.core.clock import Clock
 from kvpool.core.errors import LeaseLost
 from kvpool.core.location_digest import FIELD_BYTES, bucket_of, fingerprint, range_of
 from kvpool_index.adapters.memory_events import MemoryEventLog
-from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
-from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
 from kvpool_index.ports import StreamFence
