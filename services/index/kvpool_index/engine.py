@@ -9,6 +9,7 @@ from kvpool.core.cluster import (
     ChainQuery,
     IndexEvent,
     IndexInfo,
+    LeaseRenewal,
     LiveNode,
     NodeInfo,
     NodeKind,
@@ -18,12 +19,14 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.errors import InvalidRequest, KvPoolError, StoreUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
 from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
 from kvpool_index.engine_nodes import NodeService
+from kvpool_index.engine_policies import PolicyService
 from kvpool_index.engine_reconcile import ReconcileService
 from kvpool_index.engine_streams import OpenStreams
 from kvpool_index.engine_watch import WatchService
@@ -54,6 +57,7 @@ class IndexEngine:
         if store.redis is not None:
             metrics.tell_of_redis(store.redis)
         self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
+        self._policies = PolicyService(store.keyspaces, store.policies)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
         self._announcements = AnnounceService(
@@ -97,9 +101,24 @@ class IndexEngine:
         """Raises InvalidRequest, StaleIncarnation."""
         return await self._nodes.register(info, last_incarnation)
 
-    async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> int:
-        """Milliseconds until the lease ends. Raises LeaseLost, StaleIncarnation."""
-        return await self._nodes.renew(node_id, incarnation, load)
+    async def set_policy(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
+        """Raises KeyspaceUnknown, InvalidRequest."""
+        return await self._policies.set(tenant, name, policy)
+
+    async def policies_of(self, keyspaces: Sequence[bytes]) -> dict[bytes, VersionedPolicy]:
+        """By keyspace, those that have one."""
+        return await self._policies.of(keyspaces)
+
+    async def exchange_policies(
+        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
+    ) -> tuple[list[VersionedPolicy], int]:
+        """Policies of keyspaces and the version of all; what a node knows and the store lost is back by then."""
+        return await self._policies.exchange(keyspaces, known)
+
+    async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> LeaseRenewal:
+        """Raises LeaseLost, StaleIncarnation."""
+        ttl_ms = await self._nodes.renew(node_id, incarnation, load)
+        return LeaseRenewal(lease_ttl_ms=ttl_ms, policy_version=await self._policies.version())
 
     async def end_lease(self, node_id: bytes, incarnation: int) -> None:
         """Idempotent."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
 from kvpool_index.core.nodes import NodeRecord
@@ -143,6 +144,26 @@ class KeyspaceRegistry(Protocol):
         ...
 
 
+class PolicyRegistry(Protocol):
+    """Policies by keyspace id. Each has a version; the version of all is the highest that any ever got."""
+
+    async def set(self, keyspace: bytes, policy: KeyspacePolicy) -> int:
+        """Replace a policy; its version is max(version of all, store time in microseconds) + 1. Atomic."""
+        ...
+
+    async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
+        """Put policies back that the store has lost; one that it has in this version or a newer one stays."""
+        ...
+
+    async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:
+        """Of those keyspaces that have one, in order."""
+        ...
+
+    async def version(self) -> int:
+        """Of all policies; 0 if there is none, or the store has lost them."""
+        ...
+
+
 class EventLog(Protocol):
     """Bounded logs of events: `stream_count - 1` streams of chunk states, and last the stream of node states."""
 
@@ -186,6 +207,7 @@ class IndexStore(Protocol):
     def keyspaces(self) -> KeyspaceRegistry: ...
 
     @property
+    def policies(self) -> PolicyRegistry: ...
 
     @property
     def events(self) -> EventLog: ...

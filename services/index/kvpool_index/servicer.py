@@ -10,6 +10,7 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
+from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -46,16 +47,41 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.ListKeyspacesRequest, context: Context[pb.ListKeyspacesRequest, pb.ListKeyspacesResponse]
     ) -> pb.ListKeyspacesResponse:
         known = await self._engine.list_keyspaces(self._tenant())
+        policies = await self._engine.policies_of([each.keyspace_id for each in known])
         return pb.ListKeyspacesResponse(
             keyspaces=[
                 pb.Keyspace(
-                    name=each.name, keyspace_id=each.keyspace_id, spec=convert_keyspace.spec_to_proto(each.spec)
                     name=each.name,
                     keyspace_id=each.keyspace_id,
                     spec=convert_keyspace.spec_to_proto(each.spec),
+                    policy=convert_policy.optional_policy_to_proto(policies.get(each.keyspace_id)),
                 )
                 for each in known
             ]
+        )
+
+    async def SetKeyspacePolicy(
+        self,
+        request: pb.SetKeyspacePolicyRequest,
+        context: Context[pb.SetKeyspacePolicyRequest, pb.SetKeyspacePolicyResponse],
+    ) -> pb.SetKeyspacePolicyResponse:
+        policy = convert_policy.policy_from_proto(request.policy)
+        told = await self._engine.set_policy(self._tenant(), request.name, policy)
+        return pb.SetKeyspacePolicyResponse(keyspace_id=told.keyspace, version=told.version)
+
+    async def GetKeyspacePolicies(
+        self,
+        request: pb.GetKeyspacePoliciesRequest,
+        context: Context[pb.GetKeyspacePoliciesRequest, pb.GetKeyspacePoliciesResponse],
+    ) -> pb.GetKeyspacePoliciesResponse:
+        policies, version = await self._engine.exchange_policies(
+            convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items),
+            convert.convert_items(
+                request.known, convert_policy.versioned_policy_from_proto, "known", most=self._max_items
+            ),
+        )
+        return pb.GetKeyspacePoliciesResponse(
+            policies=[convert_policy.versioned_policy_to_proto(one) for one in policies], policy_version=version
         )
 
     async def RegisterNode(
@@ -75,7 +101,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     ) -> pb.RenewLeaseResponse:
         node_id = convert.check_id(request.node_id, "node_id")
         load = convert_cluster.node_load_from_proto(request.load)
-        return pb.RenewLeaseResponse(lease_ttl_ms=await self._engine.renew_lease(node_id, request.incarnation, load))
+        renewal = await self._engine.renew_lease(node_id, request.incarnation, load)
+        return pb.RenewLeaseResponse(lease_ttl_ms=renewal.lease_ttl_ms, policy_version=renewal.policy_version)
 
     async def EndLease(
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]

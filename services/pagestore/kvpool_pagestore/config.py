@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
+
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
@@ -35,6 +38,12 @@ class PageStoreConfig:
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
     batch_pages: Annotated[int, "pages written to disk together, at most"] = 64
     batch_bytes: Annotated[int, "bytes written to disk together, about; a small disk tier takes less"] = 64 << 20
+    write_policy: Annotated[str, "write-back, write-through, selective or staging-only; a keyspace's own counts"] = (
+        "write-back"
+    )
+    staging: Annotated[str, "cache, or transit: memory only passes bytes through; a keyspace's own counts"] = "cache"
+    selective_min_uses: Annotated[int, "write policy selective: a page goes to disk at this use"] = 2
+    selective_min_tokens: Annotated[int, "write policy selective: pages of a prompt this long go at once"] = 2048
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
@@ -78,8 +87,20 @@ class PageStoreConfig:
             raise ValueError(f"segment_bytes ({self.segment_bytes}) must be <= arena_bytes ({self.arena_bytes})")
         if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
             raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
+        self._check_policy()
         if not self.tenant:
             raise ValueError("tenant must not be empty")
+
+    def _check_policy(self) -> None:
+        try:
+            write_policy, staging = option_of(WritePolicy, self.write_policy), option_of(StagingMode, self.staging)
+            check_combination(write_policy, staging)
+        except InvalidRequest as error:
+            raise ValueError(f"write_policy and staging: {error}") from error
+        if not write_policy or not staging:
+            raise ValueError("write_policy and staging: a node cannot leave them to a default")
+        if not self.disk_bytes and (write_policy is WritePolicy.WRITE_THROUGH or staging is StagingMode.TRANSIT):
+            raise ValueError(f"{self.write_policy} with staging {self.staging} needs a disk tier, disk_bytes is 0")
 
     @property
     def writer_bytes(self) -> int:
@@ -92,6 +113,8 @@ _POSITIVE = (
     "segment_bytes",
     "batch_pages",
     "batch_bytes",
+    "selective_min_uses",
+    "selective_min_tokens",
     "write_retry_ms",
     "write_retry_max_ms",
     "write_threads",

@@ -6,13 +6,22 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from kvpool.core.cluster import LocationChange, NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
-from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_policies import Policies
+from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
+
+from kvpool.core.cluster import LocationChange, NodeLoad
+from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine_locations import Announcer, snapshot
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
@@ -20,15 +29,10 @@ from kvpool_pagestore.engine_parts import (
     disk_tier,
     ledger_limits,
     make_flights,
+    node_policy,
     session_times,
     write_back_limits,
 )
-from kvpool_pagestore.engine_quarantine import Quarantine
-from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
-from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
-from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class PageStoreEngine:
         self._clock = parts.clock
         self._tasks = EngineTasks()
         self._keyspaces = KeyspaceBook()
+        policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
         self._draining = False
         self._clearing = asyncio.Lock()
@@ -60,20 +65,24 @@ class PageStoreEngine:
         if parts.store is not None:
             self._disk = disk_tier(parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
             self._write_back = WriteBack(
-                write_back_limits(config), self._ledger, self._space, self._disk, tasks, metrics, clock
+                write_back_limits(config), self._ledger, self._space, self._disk, policies, tasks, metrics, clock
             )
+        self.policies = Policies(
+            policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
+        )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
         )
-        flights = make_flights(config, parts, self._ledger, self._space, self._disk, tasks, metrics)
+        flights = make_flights(config, parts, self._ledger, self._space, self._disk, policies, tasks, metrics)
         self.pages = PageCalls(
             self._ledger,
             self._space,
             self._disk,
             self._write_back,
             flights,
+            policies,
             self._keyspaces,
             workers.verify,
             tasks,
@@ -87,6 +96,7 @@ class PageStoreEngine:
         self._quarantine.adopt_old(old_sessions, old_bytes)
         if self._disk is None:
             return 0
+        await self.policies.load()
         await self._disk.load()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0
@@ -134,6 +144,7 @@ class PageStoreEngine:
     async def open_session(self, request: SessionRequest, expected_incarnation: int) -> PeerSession:
         """Raises StaleIncarnation, Draining, TenantDenied, InvalidRequest, Overloaded."""
         self.check_incarnation(expected_incarnation)
+        await self.policies.learn([keyspace for keyspace, _ in request.keyspaces])
         return await self.sessions.open(request)
 
     async def flush(self, tenant: str, keyspace: bytes) -> tuple[int, int]:

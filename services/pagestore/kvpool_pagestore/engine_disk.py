@@ -16,7 +16,7 @@ from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
 from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import PageStore, PageWrite, StoredPage, Workers
+from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -147,6 +147,14 @@ class DiskTier:
             if results[page.key] is None and self.map.add(page.key, page.metadata):
                 self._announcer.disk(page.key, page.metadata.group_head_hash, True)
         return results
+
+    async def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        """Other retention for pages that are here, durably: synced when this returns. Raises StoreFault."""
+        here = [(key, metadata) for key, metadata in changes if key in self.map]
+        for key, metadata in here:
+            self.map.set_metadata(key.keyspace, key.chunk_hash, metadata)
+        if here:
+            await self._writers.run(self._store.set_metadata, here)
 
     def set_fault(self, error: KvPoolError) -> None:
         """Take the tier out of service until a probe succeeds."""

@@ -11,6 +11,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_pull_values import Pulled
@@ -50,8 +51,10 @@ class Flights:
         space: ArenaSpace,
         disk: DiskTier | None,
         pulls: Pulls,
+        policies: PolicyBook,
         tasks: EngineTasks,
     ) -> None:
+        self._policies = policies
         self._ledger = ledger
         self._space = space
         self._disk = disk
@@ -121,6 +124,8 @@ class Flights:
         ready: Slot | None = None
         if slot is not None:
             ready = self._ledger.finish_fill(slot, verified=hit and error is None)
+        if ready is not None and ready is slot and not self._policies.plan(flight.record.key.keyspace).stays_in_staging:
+            self._ledger.make_fleeting(ready)
         flight.landed = ready is not None
         for on_landed in flight.on_landed:
             on_landed(flight)

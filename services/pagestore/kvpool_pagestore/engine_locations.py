@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 
-from kvpool.core.cluster import LocationChange
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
@@ -14,6 +13,8 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.ports import IndexLink
+
+from kvpool.core.cluster import LocationChange
 
 
 class Announcer:
@@ -59,7 +60,7 @@ class Announcer:
 
 def snapshot(ledger: Ledger, disk_map: DiskMap | None, keyspaces: KeyspaceBook) -> Iterator[LocationChange]:
     """Everything this node holds, chunk by chunk, each as it is when it is taken: the node may change in between."""
-    chunks = {(record.key.keyspace, record.key.chunk_hash): None for record in ledger.ready_pages()}
+    chunks = {(record.key.keyspace, record.key.chunk_hash): None for record in ledger.told_pages()}
     if disk_map is not None:
         chunks.update(((chunk.keyspace, chunk.chunk_hash), None) for chunk in disk_map.chunks())
     for keyspace_id, chunk_hash in chunks:
@@ -74,7 +75,7 @@ def chunk_locations(
     assert keyspace is not None
     staged, staged_head = 0, b""
     for shard in range(keyspace.grid.shard_count):
-        slot = ledger.find(PageKey(keyspace_id, chunk_hash, shard))
+        slot = ledger.told(PageKey(keyspace_id, chunk_hash, shard))
         if slot is not None:
             staged |= 1 << shard
             staged_head = slot.page.metadata.group_head_hash

@@ -8,14 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt
+from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageFaultKind, PageKey, verify
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.core.ledger import Grant, Ledger
+from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
+from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
@@ -25,6 +26,8 @@ from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
+
+from kvpool.core.cluster import PageMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class PageCalls:
         disk: DiskTier | None,
         write_back: WriteBack | None,
         flights: Flights,
+        policies: PolicyBook,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
         tasks: EngineTasks,
@@ -73,6 +77,7 @@ class PageCalls:
         self._disk = disk
         self._write_back = write_back
         self._flights = flights
+        self._policies = policies
         self._keyspaces = keyspaces
         self._verifiers = verifiers
         self._tasks = tasks
@@ -92,13 +97,21 @@ class PageCalls:
         reach("pagestore.reserve.granted")
         return answers
 
-    async def commit(self, peer: PeerSession, lease_ids: Sequence[int]) -> list[KvPoolError | None]:
-        """Verify written pages and make them visible; per lease None or why not. It ends even if the caller leaves."""
+    async def commit(
+        self, peer: PeerSession, lease_ids: Sequence[int], *, durable: bool = False
+    ) -> list[KvPoolError | None]:
+        """Verify written pages and make them visible; per lease None or why not. It ends even if the caller leaves.
+
+        durable: answer only when the pages are on disk, as for keyspaces under write-through. The error of a page that
+        could not be made durable is its answer; the page is visible in staging all the same, and tried again as long as
+        it is not evicted.
+        """
         peer.check_live()
         begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
         with self._metrics.request_duration.labels("commit").time():
-            faults = iter(await self._tasks.finish(self._finish_commits(slots), "commit") if slots else ())
+            committed = await self._tasks.finish(self._finish_commits(slots, durable), "commit") if slots else []
+            faults = iter(await self._durable(committed))
         return [next(faults) if isinstance(one, Slot) else one for one in begun]
 
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
@@ -169,25 +182,39 @@ class PageCalls:
 
         return await self._space.find(keyspace.tenant, item.page_bytes, attempt)
 
-    async def _finish_commits(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+    async def _durable(self, committed: Sequence[KvPoolError | DirtyPage | None]) -> list[KvPoolError | None]:
+        """The answers of a commit, once the pages among them are durable or could not be made so."""
+        waiting = [one for one in committed if isinstance(one, DirtyPage)]
+        verdicts = iter(await self._write_back.settled(waiting) if self._write_back is not None and waiting else ())
+        return [next(verdicts) if isinstance(one, DirtyPage) else one for one in committed]
+
+    async def _finish_commits(self, slots: Sequence[Slot], durable: bool) -> list[KvPoolError | DirtyPage | None]:
+        """Per slot None, why it is not visible or never durable, or the page whose disk write its answer waits for."""
         # A window of one engine is one commit: all threads have a share of it.
         share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
         parts = [slots[start : start + share] for start in range(0, len(slots), share)]
         errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
         reach("pagestore.commit.verified")
+        answers: list[KvPoolError | DirtyPage | None] = []
         for slot, error in zip(slots, errors, strict=True):
             record = slot.page
             if isinstance(error, PageCorrupt):
                 self._metrics.verification_failures.labels("commit").inc()
                 _log.error("page %s fails verification at its commit and is not stored", record.key)
-            dirty = self._write_back is not None
+            answers.append(error)
+            plan = self._policies.plan(record.key.keyspace)
+            waits = durable or plan.commit_waits
+            dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
             if self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
                 self._metrics.committed_pages.inc()
                 self._metrics.committed_bytes.inc(record.page_bytes)
-                if self._write_back is not None:
-                    self._write_back.add(slot)
+                if dirty and self._write_back is not None:
+                    page = self._write_back.add(slot)
+                    answers[-1] = page if waits else None
+                elif waits:
+                    answers[-1] = StoreFault(f"page {record.key} is staged, but this node has no disk tier for it")
         reach("pagestore.commit.visible")
-        return errors
+        return answers
 
     async def _verify_part(self, slots: Sequence[Slot]) -> Sequence[KvPoolError | None]:
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
-from kvpool_pagestore.config import PageStoreConfig
+from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
+from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
 from kvpool_pagestore.engine_sessions import SessionTimes
@@ -19,6 +19,9 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
+
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.engine_locations import Announcer
 
 SILENT_HEARTBEATS = 4  # after so many intervals without a word a session is over
 
@@ -69,6 +72,16 @@ def write_back_limits(config: PageStoreConfig) -> WriteBackLimits:
     )
 
 
+def node_policy(config: PageStoreConfig, *, has_disk: bool) -> NodePolicy:
+    return NodePolicy(
+        write_policy=option_of(WritePolicy, config.write_policy),
+        staging=option_of(StagingMode, config.staging),
+        selective_min_uses=config.selective_min_uses,
+        selective_min_tokens=config.selective_min_tokens,
+        has_disk=has_disk,
+    )
+
+
 def session_times(config: PageStoreConfig) -> SessionTimes:
     return SessionTimes(
         max_sessions=config.max_sessions,
@@ -95,6 +108,7 @@ def make_flights(
     ledger: Ledger,
     space: ArenaSpace,
     disk: DiskTier | None,
+    policies: PolicyBook,
     tasks: EngineTasks,
     metrics: PageStoreMetrics,
 ) -> Flights:
@@ -106,4 +120,4 @@ def make_flights(
     )
     pullers, clock = parts.workers.pull, parts.clock
     pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock)
-    return Flights(ledger, space, disk, pulls, tasks)
+    return Flights(ledger, space, disk, pulls, policies, tasks)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvpool.core.clock import Clock
-from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
 from kvpool_pagestore.engine_disk import DiskTier
@@ -30,10 +32,12 @@ class WriteBack:
         ledger: Ledger,
         space: ArenaSpace,
         disk: DiskTier,
+        policies: PolicyBook,
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         clock: Clock,
     ) -> None:
+        self._policies = policies
         self._queue = WriteQueue(limits)
         self._ledger = ledger
         self._space = space
@@ -56,10 +60,22 @@ class WriteBack:
         """Pages that are to become durable."""
         return sum(1 for page in self._queue.pending if page.wanted)
 
-    def add(self, slot: Slot) -> None:
-        """A page was committed."""
-        self._queue.add(slot, self._clock.monotonic_s())
+    def add(self, slot: Slot) -> DirtyPage:
+        """A dirty page is to become durable."""
+        page = self._queue.add(slot, self._clock.monotonic_s())
         self._pump()
+        return page
+
+    async def settled(self, pages: Sequence[DirtyPage]) -> list[KvPoolError | None]:
+        """Wait until each page is durable (None) or could not be made so at the first try, without lingering.
+
+        A page that failed stays visible in staging and is tried again as long as it is not evicted.
+        """
+        self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+        while not self._stopped and any(_undecided(page, 0) for page in pages):
+            await self._next_progress()
+        return [_verdict(page) for page in pages]
 
     async def flush(self, keyspaces: set[bytes]) -> tuple[int, int]:
         """Wait until the pages of these keyspaces that are dirty now are durable: how many are, how many failed.
@@ -117,34 +133,39 @@ class WriteBack:
 
     async def _write(self, batch: list[DirtyPage]) -> None:
         writes = [
-            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.record.metadata)
+            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata)
             for page in batch
         ]
+        written = {write.key: write.metadata for write in writes}
         results: Mapping[PageKey, KvPoolError | None] = {}
         try:
             results = await self._disk.write(writes)
         finally:  # whatever went wrong, slots come back and waiters go on
             unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
             for page in batch:
-                self._settle(page, results.get(page.record.key, unforeseen))
+                self._settle(page, written[page.record.key], results.get(page.record.key, unforeseen))
             self._queue.batch_ended()
             self._pump()
 
-    def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
-        now_s = self._clock.monotonic_s()
-        dropped = page.slot.doomed
+    def _settle(self, page: DirtyPage, written: PageMetadata, error: KvPoolError | None) -> None:
+        now_s, key = self._clock.monotonic_s(), page.record.key
+        dropped, metadata = page.slot.doomed, page.metadata
         # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
         self._ledger.make_clean(page.slot)
+        if error is None and not dropped and not self._policies.plan(key.keyspace).stays_in_staging:
+            self._ledger.make_fleeting(page.slot)
         self._ledger.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
-            _log.warning("page %s is not durable yet: %s", page.record.key, error)
-            self._queue.failed(page, now_s)
+            _log.warning("page %s is not durable yet: %s", key, error)
+            self._queue.failed(page, error, now_s)
             return
         self._queue.written(page)
         self._metrics.write_back_lag.observe(now_s - page.committed_s)
         if dropped:  # cleared or found corrupt while it was written
-            self._disk.discard([page.record.key])
+            self._disk.discard([key])
+        elif metadata != written:  # its retention changed while it was written
+            self._tasks.start(self._disk.set_metadata([(key, metadata)]), "set-metadata")
 
     def _disk_changed(self) -> None:
         if not self._disk.fault:
@@ -160,6 +181,16 @@ class WriteBack:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.set_result(None)
+
+
+def _verdict(page: DirtyPage) -> KvPoolError | None:
+    if page.durable:
+        return None
+    if page.error is not None:
+        return page.error
+    if not page.wanted:
+        return PageMissing(f"page {page.record.key} was dropped before it was durable")
+    return Draining("the pagestore is shutting down")
 
 
 def _undecided(page: DirtyPage, failures_before: int) -> bool:

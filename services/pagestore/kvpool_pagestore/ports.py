@@ -14,6 +14,7 @@ from kvpool.core.cluster import RemoteSource as RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
+from kvpool.core.policy import VersionedPolicy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -263,6 +264,15 @@ class IndexLink(Protocol):
 
     def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         """Queue a report that `source` did not hold a page that it was said to hold. Never blocks."""
+        ...
+
+    async def fetch_policies(
+        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
+    ) -> Sequence[VersionedPolicy]:
+        """Policies of these keyspaces, as far as they have any. known: what a store that lost it gets back.
+
+        Raises StoreUnavailable, ServiceUnavailable, DeadlineExceeded.
+        """
         ...
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpool.core.errors import StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.slots import PageRecord, Segment, Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
@@ -63,7 +64,7 @@ def test_a_failed_page_is_tried_again_later_and_later() -> None:
     now_s, gaps = 1.0, []
     for _ in range(4):
         (page,) = waiting.next_batch(now_s)
-        waiting.failed(page, now_s)
+        waiting.failed(page, StoreFault("no"), now_s)
         waiting.batch_ended()
         due_s = waiting.next_due_s(now_s)
         assert due_s is not None
@@ -98,7 +99,7 @@ def test_everything_is_pending_until_it_is_durable() -> None:
     waiting = queue(slot(1), slot(2))
     (one, two) = waiting.next_batch(1.0)
     waiting.written(one)
-    waiting.failed(two, 1.0)
+    waiting.failed(two, StoreFault("no"), 1.0)
     waiting.batch_ended()
     assert waiting.pending == [two] and waiting.oldest_s(5.0) == 5.0
     assert (one.durable, two.durable) == (True, False)

@@ -7,25 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
-
 from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
 from kvpool.client.match_stream import MatchStream
 from kvpool.client.watch import watch_events
-from kvpool.core.cluster import (
-    ChainMatch,
-    ChainQuery,
-    IndexEvent,
-    IndexInfo,
-    LiveNode,
-    NodeInfo,
-    NodeKind,
-    NodeLease,
-    NodeLoad,
-    StaleLocation,
-)
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.v1 import index_pb2
 from kvpool.v1.index_pb2_grpc import IndexServiceStub
 from kvpool.wire.convert import check_id, check_length
@@ -40,6 +28,21 @@ from kvpool.wire.convert_cluster import (
     stale_location_to_proto,
 )
 from kvpool.wire.convert_keyspace import grid_from_proto, spec_from_proto, spec_to_proto
+from kvpool.wire.convert_policy import policy_to_proto, versioned_policy_from_proto, versioned_policy_to_proto
+
+from kvpool.core.cluster import (
+    ChainMatch,
+    ChainQuery,
+    IndexEvent,
+    IndexInfo,
+    LeaseRenewal,
+    LiveNode,
+    NodeInfo,
+    NodeKind,
+    NodeLease,
+    NodeLoad,
+    StaleLocation,
+)
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
@@ -68,6 +71,7 @@ class NamedKeyspace:
     name: str
     keyspace: bytes  # 16 bytes
     spec: KeyspaceSpec
+    policy: VersionedPolicy | None = None  # None: none was ever set
 
 
 class IndexClient:
@@ -101,7 +105,12 @@ class IndexClient:
         """The tenant's keyspaces, ordered by name."""
         answer = await self._endpoints.call(lambda stub: stub.ListKeyspaces, index_pb2.ListKeyspacesRequest())
         return [
-            NamedKeyspace(name=item.name, keyspace=item.keyspace_id, spec=spec_from_proto(item.spec))
+            NamedKeyspace(
+                name=item.name,
+                keyspace=item.keyspace_id,
+                spec=spec_from_proto(item.spec),
+                policy=versioned_policy_from_proto(item.policy) if item.HasField("policy") else None,
+            )
             for item in answer.keyspaces
         ]
 
@@ -120,11 +129,29 @@ class IndexClient:
 
     async def renew_lease(
         self, node_id: bytes, incarnation: int, load: NodeLoad, *, timeout_s: float | None = None
-    ) -> int:
-        """Milliseconds until the lease ends. raises: LeaseLost, StaleIncarnation."""
+    ) -> LeaseRenewal:
+        """What is left of the lease, and the version of policies. raises: LeaseLost, StaleIncarnation."""
         request = index_pb2.RenewLeaseRequest(node_id=node_id, incarnation=incarnation, load=node_load_to_proto(load))
         answer = await self._endpoints.call(lambda stub: stub.RenewLease, request, timeout_s=timeout_s)
-        return answer.lease_ttl_ms
+        return LeaseRenewal(lease_ttl_ms=answer.lease_ttl_ms, policy_version=answer.policy_version)
+
+    async def set_keyspace_policy(
+        self, name: str, policy: KeyspacePolicy, *, timeout_s: float | None = None
+    ) -> VersionedPolicy:
+        """Replace what every pagestore does with a keyspace. raises: KeyspaceUnknown, InvalidRequest."""
+        request = index_pb2.SetKeyspacePolicyRequest(name=name, policy=policy_to_proto(policy))
+        answer = await self._endpoints.call(lambda stub: stub.SetKeyspacePolicy, request, timeout_s=timeout_s)
+        return VersionedPolicy(keyspace=answer.keyspace_id, policy=policy, version=answer.version)
+
+    async def get_keyspace_policies(
+        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy] = (), *, timeout_s: float | None = None
+    ) -> list[VersionedPolicy]:
+        """Policies of those keyspaces that have one. known: what the caller kept, for a store that has lost it."""
+        request = index_pb2.GetKeyspacePoliciesRequest(
+            keyspace_ids=keyspaces, known=[versioned_policy_to_proto(one) for one in known]
+        )
+        answer = await self._endpoints.call(lambda stub: stub.GetKeyspacePolicies, request, timeout_s=timeout_s)
+        return [versioned_policy_from_proto(one) for one in answer.policies]
 
     async def end_lease(self, node_id: bytes, incarnation: int, *, timeout_s: float | None = None) -> None:
         """End a lease at once. Idempotent."""

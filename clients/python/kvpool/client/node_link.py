@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
-from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.stale_reports import StaleReports
-from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
@@ -26,6 +24,9 @@ from kvpool.core.errors import (
 )
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
+
+from kvpool.client.index import IndexClient
+from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
 
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
@@ -52,6 +53,7 @@ class NodeLink:
     load:          figures for each renewal.
     snapshot:      called after a lease was lost, or announcements were; yields the node's whole truth, lazily, each
                    item as it is when it is yielded, while the node goes on changing. Runs on the loop, a batch a step.
+    on_policy_version: told with each renewal the version of all keyspace policies; never blocks.
     on_superseded: called once when a newer process of this node is registered: stop serving. The link has ended then.
     """
 
@@ -64,6 +66,7 @@ class NodeLink:
         load: Callable[[], NodeLoad],
         snapshot: Callable[[], Iterator[LocationChange]],
         on_superseded: Callable[[StaleIncarnation], None],
+        on_policy_version: Callable[[int], None] = lambda version: None,
         config: NodeLinkConfig | None = None,
     ) -> None:
         self._index = index
@@ -71,6 +74,7 @@ class NodeLink:
         self._last_incarnation = last_incarnation
         self._load = load
         self._on_superseded = on_superseded
+        self._on_policy_version = on_policy_version
         self._config = config or NodeLinkConfig()
         bounds = self._config
         self._queue = AnnounceQueue(
@@ -232,9 +236,10 @@ class NodeLink:
 
     async def _renew(self, lease: NodeLease) -> None:
         try:
-            await self._index.renew_lease(
+            renewal = await self._index.renew_lease(
                 self._node.node_id, lease.incarnation, self._load(), timeout_s=lease.lease_ttl_ms / 3e3
             )
+            self._on_policy_version(renewal.policy_version)
         except _LOST:
             await self._register_again(lease)
 

@@ -69,6 +69,14 @@ class NodeLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewal:
+    """What a renewal of a lease answers."""
+
+    lease_ttl_ms: int
+    policy_version: int = 0  # of all keyspace policies; another one than before: fetch them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """One place that holds some shards of a chunk."""
 

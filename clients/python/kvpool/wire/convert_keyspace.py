@@ -111,6 +111,11 @@ def grid_from_proto(message: common_pb2.ShardGrid, spec: KeyspaceSpec) -> ShardG
     return grid
 
 
+def keyspace_id_from_proto(value: bytes) -> bytes:
+    """A 16-byte keyspace id of a list. Raises InvalidRequest."""
+    return check_id(value, "keyspace_id")
+
+
 def session_keyspaces_to_proto(
     keyspaces: Sequence[tuple[bytes, KeyspaceSpec]],
 ) -> list[pagestore_pb2.SessionKeyspace]:

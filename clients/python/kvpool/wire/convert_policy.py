@@ -87,6 +87,11 @@ def versioned_policy_to_proto(versioned: VersionedPolicy) -> common_pb2.Versione
     )
 
 
+def optional_policy_to_proto(versioned: VersionedPolicy | None) -> common_pb2.VersionedPolicy | None:
+    """Unset for a keyspace that has none."""
+    return None if versioned is None else versioned_policy_to_proto(versioned)
+
+
 def versioned_policy_from_proto(message: common_pb2.VersionedPolicy) -> VersionedPolicy:
     """Raises InvalidRequest."""
     if not message.HasField("policy"):

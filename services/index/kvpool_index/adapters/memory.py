@@ -9,6 +9,7 @@ from kvpool.core.errors import LeaseLost
 from kvpool.core.location_digest import FIELD_BYTES, bucket_of, fingerprint, range_of
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
+from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
 from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
@@ -189,6 +190,7 @@ class MemoryIndexStore:
         self.events = MemoryEventLog(stream_count=chunk_stream_count + 1, max_entries=stream_entries)
         self.nodes = MemoryNodeDirectory(clock, self.events)
         self.keyspaces = MemoryKeyspaceRegistry()
+        self.policies = MemoryPolicyRegistry(clock)
         self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
 
     async def ping(self) -> float:

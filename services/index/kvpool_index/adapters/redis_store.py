@@ -16,6 +16,7 @@ from kvpool_index.adapters.redis_lanes import OneMaster, RedisDeployment
 from kvpool_index.adapters.redis_link import LinkOptions, ReplicaWait, link_to
 from kvpool_index.adapters.redis_locations import RedisLocationStore
 from kvpool_index.adapters.redis_nodes import RedisKeyspaceRegistry, RedisNodeDirectory
+from kvpool_index.adapters.redis_policies import RedisPolicyRegistry
 from kvpool_index.adapters.redis_sentinel import SentinelMaster
 from kvpool_index.adapters.redis_url import parse_redis_url
 from kvpool_index.core.redis_stats import RedisStats
@@ -68,6 +69,7 @@ class RedisIndexStore:
             self._control, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
         )
         self.keyspaces = RedisKeyspaceRegistry(self._control, key_prefix=prefix)
+        self.policies = RedisPolicyRegistry(self._control, key_prefix=prefix)
         self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
 
     async def ping(self) -> float:

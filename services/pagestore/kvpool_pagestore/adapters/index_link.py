@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.client.config import ClientConfig
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
+from kvpool.core.page import PageKey
+from kvpool.core.policy import VersionedPolicy
+
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
-from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ class Registrant:
     load: Callable[[], NodeLoad]
     snapshot: Callable[[], Iterator[LocationChange]]
     on_superseded: Callable[[BaseException], None]
+    on_policy_version: Callable[[int], None]
     on_late: Callable[[int], Awaitable[None]]  # gets the incarnation when it is granted after `register` gave up
 
 
@@ -50,6 +53,7 @@ class NodeIndexLink:
             load=registrant.load,
             snapshot=registrant.snapshot,
             on_superseded=registrant.on_superseded,
+            on_policy_version=registrant.on_policy_version,
         )
         try:
             return (await link.start(wait_s)).incarnation
@@ -75,6 +79,11 @@ class NodeIndexLink:
     def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         if self._link is not None:
             self._link.report_stale(key, group_head_hash, source)
+
+    async def fetch_policies(
+        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
+    ) -> Sequence[VersionedPolicy]:
+        return await self._client.get_keyspace_policies(keyspaces, known, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         """End the lease: the node's locations leave every match."""
@@ -111,6 +120,11 @@ class NoIndex:
 
     def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         pass
+
+    async def fetch_policies(
+        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
+    ) -> Sequence[VersionedPolicy]:
+        return ()
 
     async def close(self) -> None:
         pass

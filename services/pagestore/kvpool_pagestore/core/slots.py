@@ -68,6 +68,10 @@ class Slot:
     dirty: bool = False
     # READY, but no longer to be found by its key: dropped while in use, free after the last use.
     doomed: bool = False
+    # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
+    fleeting: bool = False
+    uses: int = 0  # of the page since it came here: leases, and stores that found it
+    stay: int = 0  # counts the pages that have been here: tells one page's stay from the next one's
 
     @property
     def offset(self) -> int:

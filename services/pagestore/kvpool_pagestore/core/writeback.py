@@ -6,6 +6,8 @@ import heapq
 from dataclasses import dataclass
 from enum import Enum
 
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.slots import PageRecord, Slot
 
@@ -35,18 +37,25 @@ class DirtyPage:
     """One page that is to become durable."""
 
     slot: Slot
-    record: PageRecord
+    record: PageRecord  # as it was committed; retention may change meanwhile, see `metadata`
+    stay: int  # of the page in the slot
     number: int  # order of commits
     due_s: float  # when it is written at the latest
     committed_s: float
     failures: int = 0
+    error: KvPoolError | None = None  # of the last try
     durable: bool = False
     state: WriteState = WriteState.WAITING
 
     @property
     def wanted(self) -> bool:
         """Its slot still holds this page, visible."""
-        return self.slot.record is self.record and not self.slot.doomed
+        return self.slot.record is not None and self.slot.stay == self.stay and not self.slot.doomed
+
+    @property
+    def metadata(self) -> PageMetadata:
+        """What is kept beside the page by now."""
+        return self.slot.page.metadata if self.wanted else self.record.metadata
 
 
 class WriteQueue:
@@ -74,13 +83,14 @@ class WriteQueue:
         """How long ago the page was committed that waits for longest; 0 if none does."""
         return max((now_s - page.committed_s for page in self.pending if page.wanted), default=0.0)
 
-    def add(self, slot: Slot, now_s: float) -> None:
-        """A page was committed."""
+    def add(self, slot: Slot, now_s: float) -> DirtyPage:
+        """A page was committed, or is to go to disk after all."""
         self._last_number += 1
-        page = DirtyPage(slot, slot.page, self._last_number, now_s + self._limits.linger_s, now_s)
+        page = DirtyPage(slot, slot.page, slot.stay, self._last_number, now_s + self._limits.linger_s, now_s)
         self._fresh[page.number] = page
         self._fresh_bytes += page.record.page_bytes
         self._groups.setdefault(_group(page), {})[page.number] = page
+        return page
 
     def hurry(self, now_s: float) -> None:
         """Write all waiting pages now, failed ones too: somebody waits for them."""
@@ -126,10 +136,11 @@ class WriteQueue:
         del self._writing[page.number]
         page.state, page.durable = WriteState.DONE, True
 
-    def failed(self, page: DirtyPage, now_s: float) -> None:
+    def failed(self, page: DirtyPage, error: KvPoolError, now_s: float) -> None:
         """It could not be written: tried again later, with growing distance."""
         del self._writing[page.number]
         page.failures += 1
+        page.error = error
         # The exponent is bounded: a disk that is gone for a week must not make this overflow.
         delay_s = self._limits.retry_first_s * 2.0 ** min(page.failures - 1, 32)
         page.due_s = now_s + min(delay_s, self._limits.retry_last_s)

@@ -1,0 +1,232 @@
+"""Pages in the arena and their slots, whoever holds them: coming from disk or peers, becoming durable, going.
+
+Every method is one atomic change. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.segments import SegmentTable
+from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
+
+OnStaging = Callable[[PageRecord, bool], None]
+"""Told of every page that becomes visible in staging (True) or leaves it (False)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLimits:
+    """Budgets and times of the ledger."""
+
+    arena_bytes: int
+    segment_bytes: int
+    first_segment_id: int
+    # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading.
+    writer_bytes: int
+    silence_limit_s: float
+    grace_s: float
+
+
+class StagedPages:
+    """The part of the ledger that knows no sessions. Use from one thread only."""
+
+    def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
+        """on_staging hears only of pages whose keyspace `tells`."""
+        self._limits = limits
+        self._on_staging = on_staging
+        self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
+        # Whether staging is a tier of its own for a keyspace, so that others may know what is there.
+        self.tells: Callable[[bytes], bool] = lambda keyspace: True
+        # A visible page was leased, or asked to be stored again.
+        self.on_used: Callable[[Slot], None] = lambda slot: None
+        # Slot bytes were taken for a page, or (< 0) came back.
+        self.on_held: Callable[[PageRecord, int], None] = lambda record, size_bytes: None
+        self.space = SegmentTable(
+            capacity_bytes=limits.arena_bytes,
+            segment_bytes=limits.segment_bytes,
+            first_segment_id=limits.first_segment_id,
+            on_evict=self._evicted,
+        )
+        self.dirty_bytes = 0
+        self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
+        self._ready: dict[PageKey, Slot] = {}
+        self._writing: dict[PageKey, Slot] = {}
+        self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
+
+    @property
+    def ready_count(self) -> int:
+        return len(self._ready)
+
+    def find(self, key: PageKey) -> Slot | None:
+        """The slot of a visible page."""
+        return self._ready.get(key)
+
+    def ready_pages(self) -> list[PageRecord]:
+        """All visible pages."""
+        return [slot.page for slot in self._ready.values()]
+
+    def told(self, key: PageKey) -> Slot | None:
+        """The slot of a visible page that others may know of."""
+        slot = self._ready.get(key)
+        return slot if slot is not None and self.tells(key.keyspace) else None
+
+    def told_pages(self) -> list[PageRecord]:
+        """All visible pages that others may know of."""
+        return [slot.page for slot in self._ready.values() if self.tells(slot.page.key.keyspace)]
+
+    def ready_slots(self, keyspace: bytes) -> list[Slot]:
+        """Visible pages of a keyspace."""
+        return [slot for key, slot in self._ready.items() if key.keyspace == keyspace]
+
+    # Promotion and pulls
+
+    def begin_fill(self, tenant: str, record: PageRecord) -> Slot | SpaceNeed:
+        """A slot that the owner fills from disk or a peer. Several of one page may be filled; the first one counts."""
+        slot = self.space.allocate(tenant, slot_bytes_for(record.page_bytes))
+        if isinstance(slot, SpaceNeed):
+            return slot
+        self._take(slot, SlotState.FILLING, record)
+        self._filling.setdefault(record.key, []).append(slot)
+        return slot
+
+    def finish_fill(self, slot: Slot, *, verified: bool) -> Slot | None:
+        """Make the page visible and clean; the slot to read from (another one if a writer was faster), or None.
+
+        The answer is pinned: lease it, then `unpin`, so that it cannot be evicted before its first reader.
+        """
+        assert slot.state is SlotState.FILLING
+        filling = self._filling[slot.page.key]
+        filling.remove(slot)
+        if not filling:
+            del self._filling[slot.page.key]
+        present = self._ready.get(slot.page.key)
+        if verified and not slot.doomed and present is None:
+            slot.pins = 1
+            self._publish(slot)
+            return slot
+        self._free(slot)
+        if present is not None:
+            self.pin(present)
+        return present
+
+    # Pins
+
+    def pin(self, slot: Slot) -> None:
+        """Hold a READY slot for the owner's own use."""
+        assert slot.state is SlotState.READY
+        slot.pins += 1
+        self.space.settle(slot)
+
+    def unpin(self, slot: Slot) -> None:
+        """End one of the owner's uses. The slot may be FREE afterwards."""
+        slot.pins -= 1
+        self._free_or_settle(slot)
+
+    # Write-back and dropping
+
+    def make_clean(self, slot: Slot) -> None:
+        """The page is durable, or writing it was given up for now: it no longer stands in the way of eviction."""
+        if slot.dirty:
+            slot.dirty = False
+            self.dirty_bytes -= slot.size_bytes
+            self.writer_bytes -= slot.size_bytes
+        self.space.settle(slot)
+
+    def make_dirty(self, slot: Slot) -> bool:
+        """A clean page is to go to disk after all. False if too much is on its way already: ask at its next use."""
+        assert slot.state is SlotState.READY and not slot.dirty
+        if self.writer_bytes + slot.size_bytes > self._limits.writer_bytes:
+            return False
+        self._soil(slot)
+        self.space.settle(slot)
+        return True
+
+    def make_fleeting(self, slot: Slot) -> None:
+        """The page is safe elsewhere and not to be kept: its slot comes back after its last use, at once if unused."""
+        slot.fleeting = True
+        self._free_or_settle(slot)
+
+    def set_metadata(self, slot: Slot, metadata: PageMetadata) -> None:
+        """Other retention for a visible page."""
+        slot.record = replace(slot.page, metadata=metadata)
+        self.space.settle(slot)
+
+    def tell_anew(self, slot: Slot, present: bool) -> None:
+        """Staging has become a tier of the page's keyspace, or is none any more."""
+        self._on_staging(slot.page, present)
+
+    def give_up(self, slot: Slot) -> None:
+        """Throw a page out that nobody uses and that is not dirty."""
+        assert slot.evictable
+        self._evicted(slot)
+        self.space.free(slot)
+
+    def drop(self, key: PageKey) -> bool:
+        """Make a page invisible at once; its slot comes back after its last use. False if it is not in staging."""
+        for filling in self._filling.get(key, ()):
+            filling.doomed = True  # what is on its way here is not wanted any more
+        slot = self._ready.get(key)
+        if slot is None:
+            return False
+        del self._ready[key]
+        self._tell(slot.page, False)
+        slot.doomed = True
+        self.make_clean(slot)
+        self._free_or_settle(slot)
+        return True
+
+    def keys_of(self, keyspace: bytes) -> list[PageKey]:
+        """Visible pages of a keyspace, and those on their way from disk or a peer."""
+        return [key for pages in (self._ready, self._filling) for key in pages if key.keyspace == keyspace]
+
+    # Inside
+
+    def _take(self, slot: Slot, state: SlotState, record: PageRecord) -> None:
+        self.space.occupy(slot, state)
+        slot.record, slot.uses, slot.fleeting = record, 0, False
+        slot.stay += 1
+        self.on_held(record, slot.size_bytes)
+
+    def _free(self, slot: Slot) -> None:
+        self.on_held(slot.page, -slot.size_bytes)
+        self.space.free(slot)
+
+    def _soil(self, slot: Slot) -> None:
+        slot.dirty = True
+        self.dirty_bytes += slot.size_bytes
+        self.writer_bytes += slot.size_bytes
+
+    def _use(self, slot: Slot) -> None:
+        slot.uses += 1
+        self.space.touch(slot)
+        self.on_used(slot)
+
+    def _publish(self, slot: Slot) -> None:
+        slot.state = SlotState.READY
+        self._ready[slot.page.key] = slot
+        self.space.settle(slot)
+        self.space.touch(slot)
+        self._tell(slot.page, True)
+
+    def _evicted(self, slot: Slot) -> None:
+        self.on_evicted()
+        self.on_held(slot.page, -slot.size_bytes)
+        del self._ready[slot.page.key]
+        self._tell(slot.page, False)
+
+    def _tell(self, record: PageRecord, present: bool) -> None:
+        if self.tells(record.key.keyspace):
+            self._on_staging(record, present)
+
+    def _free_or_settle(self, slot: Slot) -> None:
+        if slot.unused and slot.fleeting and slot.evictable:
+            del self._ready[slot.page.key]
+            self._tell(slot.page, False)
+            self._free(slot)
+        elif slot.doomed and slot.unused:
+            self._free(slot)
+        else:
+            self.space.settle(slot)

@@ -1,0 +1,168 @@
+"""Keyspace policies on this node: learnt from the index, kept on disk, applied to pages that are here already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Iterable
+
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.ports import IndexLink
+
+_log = logging.getLogger(__name__)
+
+_NAME = "keyspace-policies"
+_ENTRY = struct.Struct("<16sQH")  # keyspace id, version, bytes of the policy that follows
+_FETCHED_AT_ONCE = 256  # keyspaces
+
+
+class Policies:
+    """Keeps the PolicyBook up to date. The index is asked once for each keyspace that is new here, and for all of them
+    whenever it says that policies have changed; without the index, what was learnt last holds, also after a restart."""
+
+    def __init__(
+        self,
+        book: PolicyBook,
+        keyspaces: KeyspaceBook,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        index: IndexLink,
+        tasks: EngineTasks,
+    ) -> None:
+        self._book = book
+        self._keyspaces = keyspaces
+        self._ledger = ledger
+        self._disk = disk
+        self._write_back = write_back
+        self._index = index
+        self._tasks = tasks
+        self._asked: set[bytes] = set()  # keyspaces of which the index was asked once
+        self._version_seen = 0
+        self._version_learnt = 0
+        self._learning = False
+        self._saving = asyncio.Lock()
+        self.on_change: Callable[[bytes, KeyspacePolicy], None] = lambda keyspace, policy: None
+        ledger.tells = lambda keyspace: book.plan(keyspace).staging_is_tier
+        ledger.on_used = self._used
+
+    async def load(self) -> None:
+        """What was learnt before the last restart. Raises StoreFault."""
+        kept = await self._disk.load_value(_NAME) if self._disk is not None else None
+        try:
+            for told in _unpacked(kept or b""):
+                self._book.tell(told)
+                self.on_change(told.keyspace, told.policy)
+        except (InvalidRequest, struct.error) as error:  # the index tells again
+            _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
+
+    async def learn(self, keyspaces: Iterable[bytes]) -> None:
+        """Ask the index for the policies of keyspaces that it was never asked of; nothing if it cannot say now."""
+        new = [keyspace for keyspace in keyspaces if keyspace not in self._asked]
+        if new:
+            try:
+                await self._fetch(new)
+            except KvPoolError as error:
+                _log.warning("policies of %d keyspaces are not known yet: %s", len(new), error)
+
+    def version_seen(self, version: int) -> None:
+        """The index has named the version of all policies, with a lease renewal."""
+        self._version_seen = version
+        if version != self._version_learnt and not self._learning:
+            self._learning = True
+            self._tasks.start(self._learn_all(), "learn-policies")
+
+    # Inside
+
+    def _used(self, slot: Slot) -> None:
+        if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
+            self._write(slot)
+
+    def _reconsider(self, slot: Slot) -> None:
+        """Do what a changed plan says of a visible page: to disk with it, or out of staging."""
+        plan = self._book.plan(slot.page.key.keyspace)
+        if not self._is_safe(slot):
+            if plan.goes_to_disk(slot.uses, slot.page.metadata.prompt_tokens):
+                self._write(slot)
+        elif not slot.dirty and not plan.stays_in_staging:
+            self._ledger.make_fleeting(slot)
+
+    def _is_safe(self, slot: Slot) -> bool:
+        """The page is on disk or on its way there."""
+        return slot.dirty or (self._disk is not None and slot.page.key in self._disk)
+
+    def _write(self, slot: Slot) -> None:
+        if self._write_back is not None and self._ledger.make_dirty(slot):
+            self._write_back.add(slot)
+
+    async def _learn_all(self) -> None:
+        try:
+            while (version := self._version_seen) != self._version_learnt:
+                known = {one.keyspace for one in self._book.known()}
+                await self._fetch(sorted(known | {one.keyspace for one in self._keyspaces.all()}))
+                self._version_learnt = version
+        except KvPoolError as error:
+            _log.warning("changed policies could not be fetched; the next renewal tries again: %s", error)
+        finally:
+            self._learning = False
+
+    async def _fetch(self, keyspaces: list[bytes]) -> None:
+        """Raises StoreUnavailable and the like."""
+        known = {one.keyspace: one for one in self._book.known()}
+        for start in range(0, len(keyspaces), _FETCHED_AT_ONCE):
+            part = keyspaces[start : start + _FETCHED_AT_ONCE]
+            told = await self._index.fetch_policies(part, [known[one] for one in part if one in known])
+            self._asked.update(part)
+            if sum([self._apply(one) for one in told]):
+                await self._save()
+
+    def _apply(self, told: VersionedPolicy) -> bool:
+        slots = self._ledger.ready_slots(told.keyspace)
+        was_tier = self._book.plan(told.keyspace).staging_is_tier
+        if not self._book.tell(told):
+            return False
+        _log.info("keyspace %s has policy %s of version %d now", told.keyspace.hex(), told.policy, told.version)
+        if was_tier != self._book.plan(told.keyspace).staging_is_tier:
+            for slot in slots:
+                self._ledger.tell_anew(slot, not was_tier)
+        for slot in slots:
+            self._reconsider(slot)
+        self.on_change(told.keyspace, told.policy)
+        return True
+
+    async def _save(self) -> None:
+        if self._disk is None:
+            return
+        async with self._saving:  # one after another, the last with everything
+            try:
+                await self._disk.save_value(_NAME, _packed(self._book.known()))
+            except KvPoolError as error:
+                _log.error("policies are not kept over a restart: %s", error)
+
+
+def _packed(known: Iterable[VersionedPolicy]) -> bytes:
+    parts = []
+    for one in known:
+        encoded = one.policy.encode()
+        parts.append(_ENTRY.pack(one.keyspace, one.version, len(encoded)) + encoded)
+    return b"".join(parts)
+
+
+def _unpacked(kept: bytes) -> list[VersionedPolicy]:
+    """Raises InvalidRequest, struct.error."""
+    found, at = [], 0
+    while at < len(kept):
+        keyspace, version, size_bytes = _ENTRY.unpack_from(kept, at)
+        at += _ENTRY.size + size_bytes
+        policy = KeyspacePolicy.decode(kept[at - size_bytes : at])
+        found.append(VersionedPolicy(keyspace=keyspace, policy=policy, version=version))
+    return found

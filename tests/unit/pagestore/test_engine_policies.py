@@ -1,0 +1,220 @@
+"""What becomes of pages under each write policy and staging mode, in a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.errors import StoreFault
+from kvpool.core.outcome import Tier
+from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
+from kvpool.testing.waiting import eventually
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.slots import SlotState
+from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.engine_pages import ReserveItem
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    TENANT,
+    Running,
+    World,
+    fill_page,
+    metadata,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+LONG_LINGER = {"linger_ms": 60_000}
+
+
+def told(version: int = 1, **fields: object) -> VersionedPolicy:
+    return VersionedPolicy(keyspace=KEYSPACE, policy=replace(KeyspacePolicy(), **fields), version=version)  # type: ignore[arg-type]
+
+
+def stored(world: World) -> set[int]:
+    return {int.from_bytes(page.key.chunk_hash, "big") for page in world.memory.scan()}
+
+
+def used_slots(running: Running) -> int:
+    return int(running.engine.gauges().arena_used_bytes)
+
+
+async def test_write_through_answers_when_the_page_is_on_disk() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="write-through", **LONG_LINGER) as running:
+            peer = await open_session(running)
+            gate = world.memory.gate = threading.Event()
+            commit = asyncio.ensure_future(store(running, peer, range(3)))
+            await eventually(lambda: running.engine.gauges().staging_pages == 3)
+            await asyncio.sleep(0)
+            assert not commit.done()
+            gate.set()
+            assert await commit == [None] * 3
+            assert stored(world) == {0, 1, 2}
+
+
+async def test_a_write_through_that_fails_says_so_and_the_page_is_served_and_tried_again() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="write-through") as running:
+            peer = await open_session(running)
+            world.memory.fault = StoreFault("the disk is gone")
+            assert [type(error) for error in await store(running, peer, range(2))] == [StoreFault] * 2
+            found = await acquire_one(running, peer, wanted(1))
+            assert (found.source, found.error) == (Source.STAGING, None)
+            world.memory.fault = None
+            await eventually(lambda: stored(world) == {0, 1})
+
+
+async def test_a_commit_that_asks_for_durability_waits_whatever_the_policy() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="staging-only", **LONG_LINGER) as running:
+            peer = await open_session(running)
+            (answer,) = await running.engine.pages.reserve(
+                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
+            )
+            assert isinstance(answer, Grant)
+            fill_page(running.engine.pages.view(answer), page_key(1))
+            assert await running.engine.pages.commit(peer, [answer.lease_id], durable=True) == [None]
+            assert stored(world) == {1}
+
+
+async def test_a_node_without_disk_cannot_keep_the_word_of_a_write_through_keyspace() -> None:
+    with new_world(disk=False) as world:
+        world.index.policies[KEYSPACE] = told(write_policy=WritePolicy.WRITE_THROUGH)
+        async with running_engine(world, disk_bytes=0) as running:
+            peer = await open_session(running)
+            (error,) = await store(running, peer, [1])
+            assert isinstance(error, StoreFault)
+            assert (await acquire_one(running, peer, wanted(1))).source is Source.STAGING
+
+
+async def test_staging_only_leaves_nothing_on_disk_and_serves_what_is_there() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), [7])
+            await running.engine.flush(TENANT, b"")
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running)
+            assert await store(running, peer, range(3)) == [None] * 3
+            assert running.engine.dirty_page_count == 0
+            assert (await acquire_one(running, peer, wanted(7))).source is Source.DISK
+            assert running.metric("committed_pages_total") == 3
+        assert stored(world) == {7}
+
+
+async def test_selective_writes_a_page_at_its_nth_use() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective", selective_min_uses=2) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1, 2])
+            await acquire_one(running, peer, wanted(1))
+            assert running.engine.dirty_page_count == 0
+            await acquire_one(running, peer, wanted(1))
+            await running.engine.flush(TENANT, b"")
+            assert stored(world) == {1}
+            await acquire_one(running, peer, wanted(1))
+            assert running.engine.dirty_page_count == 0, "a durable page is not written again"
+
+
+async def test_selective_counts_stores_that_found_the_page() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective", selective_min_uses=1) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.pages.reserve(
+                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=metadata(1))]
+            )
+            await running.engine.flush(TENANT, b"")
+            assert stored(world) == {1}
+
+
+async def test_selective_writes_pages_of_long_prompts_at_once() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective", selective_min_tokens=1000) as running:
+            peer = await open_session(running)
+            for number, tokens in ((1, 999), (2, 1000)):
+                kept = replace(metadata(number), prompt_tokens=tokens)
+                (answer,) = await running.engine.pages.reserve(
+                    peer, [ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept)]
+                )
+                assert isinstance(answer, Grant)
+                fill_page(running.engine.pages.view(answer), page_key(number))
+                await running.engine.pages.commit(peer, [answer.lease_id])
+            await running.engine.flush(TENANT, b"")
+            assert stored(world) == {2}
+
+
+async def test_a_selective_page_may_leave_staging_without_ever_being_durable() -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy="selective") as running:
+            peer = await open_session(running)
+            await store(running, peer, [0])
+            for start in range(100, 164, 16):
+                await store(running, peer, range(start, start + 16))
+            assert (await acquire_one(running, peer, wanted(0))).grant is None
+            assert stored(world) == set()
+
+
+@pytest.mark.parametrize("write_policy", ["write-back", "write-through"])
+async def test_transit_staging_is_never_announced_and_its_slots_come_back_with_the_disk_write(write_policy: str) -> None:
+    with new_world() as world:
+        async with running_engine(world, write_policy=write_policy, staging="transit") as running:
+            peer = await open_session(running)
+            announced: list[Tier] = []
+            original = world.index.announce
+            world.index.announce = lambda changes: (announced.extend(one.tier for one in changes), original(changes))[1]  # type: ignore[method-assign]
+            await store(running, peer, range(8))
+            await running.engine.flush(TENANT, b"")
+            assert stored(world) == set(range(8))
+            assert set(announced) == {Tier.DISK}
+            assert used_slots(running) == 0
+
+
+async def test_a_transit_slot_waits_for_its_readers_only() -> None:
+    with new_world() as world:
+        async with running_engine(world, staging="transit") as running:
+            peer = await open_session(running)
+            gate = world.memory.gate = threading.Event()
+            await store(running, peer, [1])
+            first = await acquire_one(running, peer, wanted(1))
+            assert first.source is Source.STAGING and first.grant is not None
+            gate.set()
+            await running.engine.flush(TENANT, b"")
+            assert first.grant.slot.state is SlotState.READY, "a reader holds it"
+            running.engine.pages.release(peer, [first.grant.lease_id])
+            assert used_slots(running) == 0
+
+
+async def test_a_page_read_from_disk_in_transit_is_gone_after_its_last_reader() -> None:
+    with new_world() as world:
+        async with running_engine(world, staging="transit") as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            both = [await acquire_one(running, peer, wanted(1)) for _ in range(2)]
+            assert [one.source for one in both] == [Source.DISK, Source.STAGING]
+            assert world.index.shards(1, Tier.STAGING) == 0
+            for one in both:
+                assert one.grant is not None and used_slots(running) > 0
+                running.engine.pages.release(peer, [one.grant.lease_id])
+            assert used_slots(running) == 0
+            assert (await acquire_one(running, peer, wanted(1))).source is Source.DISK
+
+
+async def test_a_transit_page_whose_write_failed_is_kept_until_it_is_durable() -> None:
+    with new_world() as world:
+        async with running_engine(world, staging="transit") as running:
+            peer = await open_session(running)
+            world.memory.fault = StoreFault("the disk is gone")
+            await store(running, peer, [1])
+            await eventually(lambda: running.metric("written_pages_total", outcome="failed") > 0)
+            assert (await acquire_one(running, peer, wanted(1))).source is Source.STAGING
+            assert used_slots(running) > 0
+            world.memory.fault = None
+            await eventually(lambda: stored(world) == {1})
