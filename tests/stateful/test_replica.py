@@ -35,6 +35,9 @@ CHUNKS = range(15, 17)  # of one chain: the end of a group and the beginning of 
 HASHES = [bytes([number + 1]) * 16 for number in range(CHUNKS.stop)]
 CAPACITY_BYTES = 1 << 20  # eviction is `forget` here: it must not come at other times, or nothing converges
 NODES = [b"a" * 16, b"b" * 16]
+CHANGES = st.tuples(
+    st.sampled_from(CHUNKS), st.sampled_from(NODES), st.sampled_from([0, 0b01, 0b11, 0b11]), st.booleans()
+)
 Place = tuple[bytes, int, int]  # node, incarnation, shards
 
 
@@ -70,8 +73,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.questions: list[Question] = []
         self.table.open_keyspace(KEYSPACE, GRID)
         self.begin_anew()
-        self.announce(list(CHUNKS), NODES[0], GRID, False)
-        self.deliver_chunks(len(CHUNKS), False)
+        self.announce([(number, NODES[0], GRID, False) for number in CHUNKS], True)
 
     def feed(self, event: Any) -> None:
         self.table.apply(IndexEvent(position="", event=event), 0.0)
@@ -80,15 +82,13 @@ class ReplicaMachine(RuleBasedStateMachine):
         return place[0] in self.alive and self.incarnations[place[0]] == place[1]
 
     # What happens at the index.
-    @rule(
-        numbers=st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=2, unique=True),
-        node=st.sampled_from(NODES),
-        shards=st.sampled_from([0, 0b01, 0b10, 0b11, 0b11]),
-        swap=st.booleans(),
-    )
-    def announce(self, numbers: list[int], node: bytes, shards: int, swap: bool) -> None:
-        for number in numbers if node in self.alive else ():
-            self.change(number, node, shards, swap)
+    @rule(changes=st.lists(CHANGES, min_size=1, max_size=4), deliver=st.booleans())
+    def announce(self, changes: list[tuple[int, bytes, int, bool]], deliver: bool) -> None:
+        for number, node, shards, swap in changes:
+            if node in self.alive:
+                self.change(number, node, shards, swap)
+        if deliver:
+            self.deliver_chunks(len(self.chunk_log), False)
 
     def change(self, number: int, node: bytes, shards: int, swap: bool) -> None:
         state = self.now[number] = dict(self.now[number])

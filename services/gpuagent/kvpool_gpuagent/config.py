@@ -51,6 +51,9 @@ class GpuAgentConfig:
     max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
     max_request_chunks: Annotated[int, "chunks of one match, load or store"] = 8192
     max_remembered_chunks: Annotated[int, "chunks whose locations a session remembers from matches"] = 16384
+    replica_bytes: Annotated[
+        int, "memory for a replica of the index's locations, which answers matches without a call; 0: none"
+    ] = 64 << 20
     heartbeat_interval_ms: Annotated[int, "engines are silent for 4 of these before their session is ended"] = 2000
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 1000
     kept_timeout_ms: Annotated[
@@ -72,6 +75,8 @@ class GpuAgentConfig:
             raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
         if self.sum_processes is not None and self.sum_processes < 0:
             raise ValueError(f"sum_processes must be >= 0, got {self.sum_processes}")
+        if self.replica_bytes < 0:
+            raise ValueError(f"replica_bytes must be >= 0, got {self.replica_bytes}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

@@ -48,12 +48,13 @@ class ChainLocations:
                     self._metrics.index_failures.inc()
         return [self._sources.get(chunk_hash, ()) for chunk_hash in hashes]
 
-    def forget(self) -> None:
-        """A remembered location misled: the next load asks the index again."""
+    def forget(self, span: ChunkSpan) -> None:
+        """A remembered location misled the load of this span: the next one asks the index again."""
         self._sources.clear()
+        self._index.forget(self._query(span.hashes, span.first_index, span.group_head(0)))
 
-    async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
-        query = ChainQuery(
+    def _query(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> ChainQuery:
+        return ChainQuery(
             keyspace=self._rank.keyspace,
             chunk_hashes=b"".join(hashes),
             first_chunk_index=first_index,
@@ -61,6 +62,9 @@ class ChainLocations:
             shards=self._rank.shards,
             host_id=self._host_id,
         )
+
+    async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
+        query = self._query(hashes, first_index, group_head)
         runs = list(source_runs(await self._index.match(query), self._rank.shards, self._pool.local_node_id))
         remaining = iter(hashes)
         for run in runs:

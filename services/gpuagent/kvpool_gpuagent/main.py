@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 import kvpool
+from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
@@ -27,6 +28,7 @@ from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.identity import DataDirectory, host_identity
+from kvpool_gpuagent.main_replica import location_replica
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device
 from kvpool_gpuagent.registering import Registrar
@@ -99,7 +101,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         stack.callback(descriptors.close)
         node = dataclasses.replace(node, metrics_url=_start_metrics(config, registry, stack))
         # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
-        link = NodeLink(client, node, load=NodeLoad, snapshot=lambda: iter(()), on_superseded=stop.fail)
+        link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
         await server.start()
         await server.set_serving(True)
@@ -155,9 +157,12 @@ def _engine(
         on_map=device.register_segment,
     )
     stack.push_async_callback(asyncio.to_thread, pools.close)
-    index = GrpcIndex(client, config.index_timeout_ms / 1e3)
+    metrics = AgentMetrics(registry)
+    replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
+    index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
+    stack.push_async_callback(index.close)
     agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id))
-    return GpuAgentEngine(config, device, index, pools, AgentMetrics(registry), agents)
+    return GpuAgentEngine(config, device, index, pools, metrics, agents)
 
 
 def build_server(servicer: GpuAgentServicer, config: GpuAgentConfig, registry: CollectorRegistry) -> ControlServer:

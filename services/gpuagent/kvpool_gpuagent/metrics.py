@@ -15,6 +15,7 @@ class AgentMetrics:
         self._registry = registry
         self._sessions()
         self._matches()
+        self._replica()
         self._loads()
         self._stores()
         self._peer_pulls()
@@ -37,6 +38,16 @@ class AgentMetrics:
         self.index_failures = self._counter(
             "index_failures_total", "Loads that went on without fresh locations because the index did not answer."
         )
+
+    def _replica(self) -> None:
+        self.replica_matches = self._counter(
+            "replica_matches_total", "Matches, by who answered: replica, index, or both.", "answered_by"
+        )
+        self.replica_resyncs = self._counter(
+            "replica_resyncs_total", "Fresh starts of the replica of the index, the first one included."
+        )
+        self.replica_bytes = self._gauge("replica_bytes", "Memory that the replica of the index takes.")
+        self.replica_groups = self._gauge("replica_groups", "Chain groups of 16 chunks in the replica of the index.")
 
     def _loads(self) -> None:
         self.load_duration = self._seconds("load_duration_seconds", "Wall time of one load.")

@@ -283,6 +283,10 @@ class IndexPort(Protocol):
         """The longest covered prefix."""
         ...
 
+    def forget(self, query: ChainQuery) -> None:
+        """What was answered about these chunks misled: the next answer must not be a remembered one."""
+        ...
+
 
 class PoolFactory(Protocol):
     """Makes the page pool of one engine session."""

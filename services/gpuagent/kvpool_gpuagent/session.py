@@ -180,6 +180,8 @@ class EngineSession:
             )
             outcome = await run.run(report, running.stop, started_s + wait_s, passed)
         self._count_load(run.loaded_bytes, loop.time() - started_s, outcome)
+        if outcome.error is not None:
+            self._locations.forget(span)
         return outcome
 
     def cancel(self, request_id: int) -> None:
@@ -278,7 +280,6 @@ class EngineSession:
             metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
         if outcome.error is not None:
             metrics.failed_chunks.labels(outcome.error.reason).inc(len(outcome.failed_chunks))
-            self._locations.forget()
 
 
 async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import Backoff
@@ -33,14 +34,12 @@ class ReplicaConfig:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
-@dataclass(slots=True)
-class ReplicaCounts:
-    """What a replica did so far."""
+class MatchedBy(Enum):
+    """Who answered a match."""
 
-    hits: int = 0  # matches that needed no call
-    partial: int = 0  # matches whose beginning was known, with a call for the rest
-    misses: int = 0  # matches that the index answered alone
-    resyncs: int = 0  # fresh starts, the first one included
+    REPLICA = "replica"  # without a call
+    BOTH = "both"  # its beginning was known; a call for the rest
+    INDEX = "index"
 
 
 class LocationReplica:
@@ -55,15 +54,16 @@ class LocationReplica:
         config: ReplicaConfig,
         *,
         clock: Clock | None = None,
-        on_change: Callable[[LocationReplica], None] = lambda replica: None,
+        on_match: Callable[[MatchedBy], None] = lambda matched_by: None,
+        on_event: Callable[[LocationReplica], None] = lambda replica: None,
     ) -> None:
-        """on_change: called after each match and each event, for metrics; must not block."""
+        """on_match and on_event: called after each match and each event, for metrics; must not block."""
         self._index = index
         self._clock = clock or SystemClock()
-        self._on_change = on_change
+        self._on_match, self._on_event = on_match, on_event
         self._table = ReplicaTable(capacity_bytes=config.capacity_bytes, max_lag_s=config.max_lag_s)
         self._following: asyncio.Task[None] | None = None
-        self.counts = ReplicaCounts()
+        self.resync_count = 0  # fresh starts, the first one included
 
     @property
     def used_bytes(self) -> int:
@@ -90,13 +90,9 @@ class LocationReplica:
         """The longest covered prefix. Raises as MatchStream.match, though not where a beginning is known."""
         known = self._table.match(query, self._clock.monotonic_s())
         if known.matched_chunks == query.chunk_count:
-            self.counts.hits += 1
-            self._on_change(self)
+            self._on_match(MatchedBy.REPLICA)
             return known
-        if known.matched_chunks:
-            self.counts.partial += 1
-        else:
-            self.counts.misses += 1
+        self._on_match(MatchedBy.BOTH if known.matched_chunks else MatchedBy.INDEX)
         rest = _rest(query, known.matched_chunks)
         asked = self._table.begin()
         try:
@@ -109,7 +105,6 @@ class LocationReplica:
             return known
         finally:
             self._table.end(asked)
-            self._on_change(self)
         return _joined(known, found)
 
     def forget(self, query: ChainQuery) -> None:
@@ -131,8 +126,8 @@ class LocationReplica:
                 async with aclosing(self._index.watch(for_replica=True)) as events:
                     async for event in events:
                         self._table.apply(event, self._clock.monotonic_s())
-                        self.counts.resyncs += isinstance(event.event, ResyncEvent)
-                        self._on_change(self)
+                        self.resync_count += isinstance(event.event, ResyncEvent)
+                        self._on_event(self)
                         backoff.reset()
             except KvPoolError as error:  # what reconnecting does not cure; until then the index answers all
                 pause_s = backoff.next_s()

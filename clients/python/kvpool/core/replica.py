@@ -60,7 +60,6 @@ class ReplicaTable:
         self._epoch, self._stamp, self._asked_count = 0, 0, 0
         self._touched: dict[bytes, int] = {}  # groups that events touched while questions are on their way
         self._begun = False
-        self.resync_count = 0
 
     @property
     def used_bytes(self) -> int:
@@ -221,7 +220,6 @@ class ReplicaTable:
 
     def _reset(self, nodes: tuple[NodeInfo, ...]) -> None:
         self._begun = True
-        self.resync_count += 1
         self._epoch += 1
         self._store.clear()
         self._store.raise_floors(self._highest_version)

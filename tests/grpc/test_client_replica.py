@@ -1,0 +1,143 @@
+"""A client's replica on a real index: matches without a call, and never from the past."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
+from kvpool.core.cluster import ChainMatch, ChainQuery
+from kvpool.core.errors import ServiceUnavailable
+from kvpool.testing import ManualClock, eventually
+from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.config import IndexConfig
+from tests.fixtures.index_node import GRID, Chain, FakeNode, open_keyspace
+from tests.fixtures.index_server import RunningIndex, running_index
+
+
+class Asking:
+    """A replica of a running index, and who answered."""
+
+    def __init__(self, index: RunningIndex, keyspace: bytes) -> None:
+        self.clock = ManualClock()
+        self.client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), match_timeout_s=10.0))
+        self.answered_by: list[MatchedBy] = []
+        self.replica = LocationReplica(self.client, ReplicaConfig(), clock=self.clock, on_match=self.answered_by.append)
+        self.replica.open_keyspace(keyspace, GRID)
+
+    async def match(self, chain: Chain, count: int = 40, first: int = 0, shards: int = 0) -> ChainMatch:
+        return await self.replica.match(
+            ChainQuery(
+                keyspace=chain.keyspace,
+                chunk_hashes=b"".join(chain.hashes[first : first + count]),
+                first_chunk_index=first,
+                group_head_hash=chain.hashes[first // 16 * 16],
+                shards=shards,
+            )
+        )
+
+    async def last(self, chain: Chain, first: int = 0) -> MatchedBy:
+        """Who answers a match now."""
+        await self.match(chain, first=first)
+        return self.answered_by[-1]
+
+
+@asynccontextmanager
+async def asking(index: RunningIndex, keyspace: bytes) -> AsyncIterator[Asking]:
+    one = Asking(index, keyspace)
+    try:
+        yield one
+    finally:
+        await one.replica.close()
+        await one.client.close()
+
+
+@pytest.fixture
+async def index() -> AsyncIterator[RunningIndex]:
+    clock = ManualClock()
+    async with running_index(MemoryIndexStore(clock), clock=clock, config=IndexConfig(lease_ttl_ms=500)) as running:
+        yield running
+
+
+async def test_it_learns_from_answers_and_from_the_watch(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(20)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        first = await one.match(chain, 20)
+        assert (first.matched_chunks, one.answered_by) == (20, [MatchedBy.INDEX])
+        assert await one.match(chain, 20) == first
+        assert one.answered_by[-1] is MatchedBy.REPLICA
+        assert await one.last(chain) is MatchedBy.BOTH, "the rest is asked for"
+        await node.register()
+        await node.announce(chain.added(range(20, 40)))
+        await eventually(lambda: one.replica.group_count == 3)
+        whole = await one.match(chain)
+        assert (whole.matched_chunks, one.answered_by[-1]) == (40, MatchedBy.REPLICA)
+        assert len(whole.runs) == 1 and set(whole.nodes) == {node.node_id}
+
+
+async def test_the_rest_of_a_chain_is_joined_to_what_is_known(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(40)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        for known in (5, 16, 21):
+            one.replica.forget(ChainQuery(keyspace=chain.keyspace, chunk_hashes=b"".join(chain.hashes)))
+            await one.match(chain, known)
+            joined = await one.match(chain)
+            assert (joined.matched_chunks, len(joined.runs), one.answered_by[-1]) == (40, 1, MatchedBy.BOTH)
+            assert await one.last(chain, first=19) is MatchedBy.REPLICA
+
+
+async def test_what_is_removed_or_dies_is_not_named(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(40)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        await one.match(chain)
+        assert await one.last(chain) is MatchedBy.REPLICA
+        await node.register()
+        await node.announce(chain.removed([30]))
+        await eventually(lambda: one.replica.used_bytes > 0)
+        async with asking(index, chain.keyspace):  # a heartbeat later it is known for certain
+            while (await one.match(chain)).matched_chunks != 30:
+                pass
+        await node.end()
+        while (await one.match(chain)).matched_chunks:
+            pass
+        assert one.answered_by[-1] is MatchedBy.INDEX
+
+
+async def test_a_silent_index_is_not_trusted(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(40)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        await one.match(chain)
+        one.clock.advance(3.1)
+        assert await one.last(chain) is MatchedBy.INDEX
+        await eventually(lambda: one.replica.is_current)
+        assert await one.last(chain) is MatchedBy.REPLICA
+
+
+async def test_without_the_index_what_is_known_is_still_answered(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(20)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        await one.match(chain, 20)
+        index.engine.drain()
+        await one.client.match_stream.close()
+        assert (await one.match(chain)).matched_chunks == 20
+        one.clock.advance(10.0)
+        with pytest.raises(ServiceUnavailable):
+            await one.match(chain)
+
+
+def test_bounds_are_checked() -> None:
+    for wrong in ({"capacity_bytes": 0}, {"max_lag_s": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ReplicaConfig(**wrong)
