@@ -14,6 +14,7 @@ import pytest
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import StoreUnavailable
 from kvpool.testing import eventually
+from kvpool_index.adapters.redis_locations import group_key
 from kvpool_index.adapters.redis_slots import slot_of
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.adapters.redis_wire import Connection
@@ -49,7 +50,7 @@ async def opened(url: str, prefix: str, **options: int) -> tuple[RedisIndexStore
 
 
 def key_of(head: bytes, prefix: str = PREFIX) -> bytes:
-    return prefix.encode() + b":c:" + KEYSPACE + head
+    return group_key(prefix.encode(), KEYSPACE, head)
 
 
 def heads_at(cluster: RedisCluster, server: RedisServer, count: int, prefix: str = PREFIX) -> list[bytes]:

@@ -170,6 +170,11 @@ def range_tag(number: int) -> bytes:
     return b"{%03x}" % number
 
 
+def group_key(key_prefix: bytes, keyspace: bytes, group_head: bytes) -> bytes:
+    """The key of a chain group."""
+    return key_prefix + b":c:" + range_tag(range_of(group_head)) + keyspace + group_head
+
+
 def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:
     """Pieces that Redis finishes well within a call's timeout, so that renewals get through between them."""
     for start in range(0, len(operations), _PART_OPERATIONS):
