@@ -87,7 +87,14 @@ class BenchArena:
         for number, page in enumerate(self.pages):
             make_page(number, page)
 
-    def open_bulk(self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int) -> Any:
+    def open_bulk(
+        self,
+        tenant: str,
+        keyspaces: Sequence[tuple[bytes, KeyspaceSpec]],
+        expected_incarnation: int,
+        *,
+        require_durable: bool = False,
+    ) -> Any:
         return self
 
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:

@@ -59,7 +59,12 @@ class MemoryGateway:
         return bytes(page)
 
     def open_bulk(
-        self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int
+        self,
+        tenant: str,
+        keyspaces: Sequence[tuple[bytes, KeyspaceSpec]],
+        expected_incarnation: int,
+        *,
+        require_durable: bool = False,
     ) -> MemorySession:
         if expected_incarnation not in (0, INCARNATION):
             raise StaleIncarnation(f"incarnation {INCARNATION} is running, not {expected_incarnation}")

@@ -26,7 +26,7 @@ from kvpool.wire.frames import (
     encode_page_frame,
 )
 from kvpool_pagestore.bulk_watch import StreamWatch, watched
-from kvpool_pagestore.bulk_writes import write_pages
+from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
 from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
 
 SERVICE_NAME = "kvpool.v1.PageTransferService"
@@ -89,16 +89,22 @@ class PageTransferServicer:
                 raise opening
             if not isinstance(opening, pb.WritePagesOpen):
                 raise InvalidRequest("the first message of WritePages must be `open`")
-            with self._session(opening.keyspaces, opening.expected_incarnation) as session:
-                yield from write_pages(session, _frames(received))
+            durable = opening.require_durable
+            with self._session(opening.keyspaces, opening.expected_incarnation, durable=durable) as session:
+                # Answers that wait for a disk come together; more of them fit into one sync.
+                unanswered = UNANSWERED_DURABLE_MAX if durable else UNANSWERED_PAGES_MAX
+                yield from write_pages(session, _frames(received), unanswered)
 
     def _watched(self, context: grpc.ServicerContext) -> AbstractContextManager[StreamWatch]:
         return watched(context, idle_timeout_s=self._limits.idle_timeout_s, cap_s=self._limits.stream_cap_s)
 
     @contextmanager
-    def _session(self, keyspaces: Sequence[pb.SessionKeyspace], expected_incarnation: int) -> Iterator[BulkSession]:
+    def _session(
+        self, keyspaces: Sequence[pb.SessionKeyspace], expected_incarnation: int, *, durable: bool = False
+    ) -> Iterator[BulkSession]:
         specs = convert_items(keyspaces, session_keyspace_from_proto, "keyspace", most=KEYSPACES_MAX)
-        with closing(self._gateway.open_bulk(self._tenant(), specs, expected_incarnation)) as session:
+        opened = self._gateway.open_bulk(self._tenant(), specs, expected_incarnation, require_durable=durable)
+        with closing(opened) as session:
             yield session
 
     def _acquire_timeout_s(self, context: grpc.ServicerContext) -> float:

@@ -24,18 +24,23 @@ from kvpool_pagestore.ports_bulk import BulkSession, WriteGrant
 UNANSWERED_PAGES_MAX: Final = 4
 """Pages of a stream that are filled, or being committed, and not answered; besides the one that is being filled."""
 
+UNANSWERED_DURABLE_MAX: Final = 16
+"""The same for a stream whose answers wait for the disk."""
+
 _Answer = Callable[[], pb.WritePagesResponse]
 """Called once, on the stream's thread: waits for the commit, if there is one."""
 
 
-def write_pages(session: BulkSession, frames: Iterable[BulkFrame]) -> Iterator[pb.WritePagesResponse]:
+def write_pages(
+    session: BulkSession, frames: Iterable[BulkFrame], unanswered_max: int = UNANSWERED_PAGES_MAX
+) -> Iterator[pb.WritePagesResponse]:
     """Fill, commit and answer page after page, in order.
 
     A page whose frames are malformed, missing or do not follow each other is answered with its error, what else comes
     of it is drained, and the stream goes on. Raises InvalidRequest for a frame that belongs to no page in turn, and
     what `frames` raises. Frames are iterated on a thread that has ended when this generator has.
     """
-    answers: Queue[_Answer | BaseException | None] = Queue(UNANSWERED_PAGES_MAX)
+    answers: Queue[_Answer | BaseException | None] = Queue(unanswered_max)
     filling = Thread(target=_fill, args=(session, frames, answers), name="bulk-fill", daemon=True)
     filling.start()
     answer: _Answer | BaseException | None = None

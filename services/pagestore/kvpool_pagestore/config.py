@@ -63,6 +63,15 @@ class PageStoreConfig:
     quarantine_poll_ms: Annotated[int, "how often it is looked whether a peer is gone, while one is missing"] = 200
     pull_timeout_ms: Annotated[int, "deadline of one pull from another node"] = 20_000
     pull_stall_ms: Annotated[int, "a pull that brings no page for so long is given up"] = 5_000
+    push_threads: Annotated[int, "pages sent to other nodes by so many streams at once"] = 2
+    push_timeout_ms: Annotated[int, "deadline of 16 pages sent to another node"] = 30_000
+    replication_factor: Annotated[int, "nodes that hold each page; a keyspace's own counts"] = 1
+    replica_queue_chunks: Annotated[int, "chunks that may wait to be copied; more are left to the next sweep"] = 65_536
+    replica_linger_ms: Annotated[int, "a stored page waits this long for others of its chain to go with it"] = 100
+    sweep_interval_ms: Annotated[int, "about how often lost copies and new nodes are looked for"] = 60_000
+    hot_uses_per_minute: Annotated[int, "chunks read so often here get copies on more nodes; 0: none does"] = 600
+    hot_copies: Annotated[int, "copies of a hot chunk in all, at least"] = 3
+    rebalance_bytes_per_s: Annotated[int, "rate at which pages move to nodes that join; 0: none do"] = 0
     pull_streams_per_peer: Annotated[int, "pulls from one other node at once"] = 2
     hedge_ms: Annotated[int, "a pull is slow, and another node asked too, after this at the least; 0: never"] = 200
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 2_000
@@ -76,6 +85,9 @@ class PageStoreConfig:
         for name in (
             "disk_bytes",
             "hedge_ms",
+            "replica_linger_ms",
+            "hot_uses_per_minute",
+            "rebalance_bytes_per_s",
             "dirty_bytes",
             "linger_ms",
             "quarantine_grace_ms",
@@ -131,6 +143,12 @@ _POSITIVE = (
     "pull_timeout_ms",
     "pull_stall_ms",
     "pull_streams_per_peer",
+    "push_threads",
+    "push_timeout_ms",
+    "replication_factor",
+    "replica_queue_chunks",
+    "sweep_interval_ms",
+    "hot_copies",
     "index_timeout_ms",
     "drain_ms",
 )

@@ -13,6 +13,7 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_policies import Policies
+from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_quarantine import Quarantine
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -21,8 +22,9 @@ from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
 
 from kvpool.core.cluster import LocationChange, NodeLoad
-from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 from kvpool_pagestore.engine_locations import Announcer, snapshot
+from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import (
     EngineParts,
@@ -54,6 +56,7 @@ class PageStoreEngine:
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
         self._draining = False
+        self._disk_live_bytes = parts.disk_live_bytes
         self._clearing = asyncio.Lock()
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
@@ -69,6 +72,9 @@ class PageStoreEngine:
             )
         self.policies = Policies(
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
+        )
+        self.movement = Movement(
+            config, parts, self._ledger, self._space, self._disk, self._keyspaces, self._flush_all, tasks, metrics
         )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
@@ -88,6 +94,11 @@ class PageStoreEngine:
             tasks,
             metrics,
         )
+
+        self.movement.attach(self._announcer, self.pages)
+        self.movement.keyspace_factor = lambda keyspace: policies.policy(keyspace).replication_factor
+        share_bytes = config.arena_bytes // PROMOTION_SHARE
+        self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, share_bytes)
 
     # Life
 
@@ -112,12 +123,13 @@ class PageStoreEngine:
     async def stop(self, drain_s: float) -> bool:
         """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
         self._draining = True
+        await self.movement.stop()
         await self.sessions.stop()
         try:
             async with asyncio.timeout(drain_s):
                 # More than once: a commit that was being verified adds its pages only now.
                 while self._write_back is not None and self.dirty_page_count:
-                    await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
+                    await self._flush_all()
         except TimeoutError:
             _log.error("%d pages are not durable: no time left", self.dirty_page_count)
         except KvPoolError as error:
@@ -160,6 +172,10 @@ class PageStoreEngine:
             _log.warning("flushed, but the index does not know yet: %s", error)
         return counts
 
+    async def _flush_all(self) -> None:
+        if self._write_back is not None:
+            await self._write_back.flush({one.keyspace for one in self._keyspaces.all()})
+
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
         return await self._tasks.finish(self._clear(self._chosen(tenant, keyspace)), "clear")
@@ -182,6 +198,8 @@ class PageStoreEngine:
             quarantined_sessions=len(ledger.sessions.ended),
             leases=sum(one.lease_count for one in ledger.sessions.live),
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
+            replica_queue_chunks=self.movement.replication.waiting_chunks,
+            draining=int(self.movement.drain.refuses_pages),
         )
 
     @property
@@ -202,6 +220,7 @@ class PageStoreEngine:
             disk_capacity_bytes=gauges.disk_capacity_bytes,
             disk_used_bytes=gauges.disk_used_bytes,
             page_count=gauges.staging_pages + gauges.disk_pages,
+            disk_free_bytes=max(0, self._disk_live_bytes - self._disk.map.size_bytes) if self._disk else 0,
         )
 
     def snapshot(self) -> Iterator[LocationChange]:

@@ -30,19 +30,27 @@ class EngineBulkGateway:
         self._loop = loop
 
     def open_bulk(
-        self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]], expected_incarnation: int
+        self,
+        tenant: str,
+        keyspaces: Sequence[tuple[bytes, KeyspaceSpec]],
+        expected_incarnation: int,
+        *,
+        require_durable: bool = False,
     ) -> EngineBulkSession:
         async def open_peer() -> PeerSession:
             self._engine.check_incarnation(expected_incarnation)
             return self._engine.sessions.open_internal(tenant, keyspaces)
 
-        return EngineBulkSession(self._engine, self._loop, _on_loop(self._loop, open_peer()))
+        return EngineBulkSession(self._engine, self._loop, _on_loop(self._loop, open_peer()), require_durable)
 
 
 class EngineBulkSession:
     """A ports.BulkSession: one stream's leases."""
 
-    def __init__(self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop, peer: PeerSession) -> None:
+    def __init__(
+        self, engine: PageStoreEngine, loop: asyncio.AbstractEventLoop, peer: PeerSession, durable: bool
+    ) -> None:
+        self._durable = durable
         self._engine = engine
         self._loop = loop
         self._peer = peer
@@ -64,13 +72,17 @@ class EngineBulkSession:
             (answer,) = await self._engine.pages.reserve(self._peer, [item])
             if isinstance(answer, Grant):
                 return WriteGrant(lease_id=answer.lease_id, page=self._engine.pages.view(answer))
+            if answer is Admission.EXISTS and self._durable:
+                error = await self._engine.pages.make_durable(key)
+                if error is not None:
+                    return error
             return int(answer) if isinstance(answer, Admission) else answer
 
         return _on_loop(self._loop, reserve())
 
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         async def commit() -> KvPoolError | None:
-            (error,) = await self._engine.pages.commit(self._peer, [grant.lease_id])
+            (error,) = await self._engine.pages.commit(self._peer, [grant.lease_id], durable=self._durable)
             return error
 
         return asyncio.run_coroutine_threadsafe(commit(), self._loop)

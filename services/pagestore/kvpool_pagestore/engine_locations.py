@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
@@ -24,6 +24,7 @@ class Announcer:
         self._index = index
         self._buffer = LocationBuffer()
         self._scheduled = False
+        self.on_stored: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it became durable
 
     def staging(self, record: PageRecord, present: bool) -> None:
         """A page became visible in staging or left it."""
@@ -31,6 +32,8 @@ class Announcer:
 
     def disk(self, key: PageKey, group_head_hash: bytes, present: bool) -> None:
         """A page became durable, or is on disk no more."""
+        if present:
+            self.on_stored(key, group_head_hash)
         self._note(key, group_head_hash, Tier.DISK, present)
 
     def flush(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt, StoreFault
+from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageFaultKind, PageKey, verify
@@ -83,6 +83,27 @@ class PageCalls:
         self._tasks = tasks
         self._metrics = metrics
 
+        self.refuses: Callable[[], KvPoolError | None] = lambda: None  # why no new pages are taken
+        self.on_read: Callable[[PageRecord], None] = lambda record: None  # a reader got a page
+
+    async def make_durable(self, key: PageKey) -> KvPoolError | None:
+        """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""
+        if self._disk is None or self._write_back is None:
+            return StoreFault("this node has no disk tier")
+        slot = self._ledger.find(key)
+        if key in self._disk or slot is None:
+            return None if key in self._disk else PageMissing(f"page {key} is not here any more")
+        self._ledger.pin(slot)
+        try:
+            if not slot.dirty and self._ledger.make_dirty(slot):
+                self._write_back.add(slot)
+            await self._write_back.flush({key.keyspace})
+        except KvPoolError as error:
+            return error
+        finally:
+            self._ledger.unpin(slot)
+        return None if key in self._disk else StoreFault(f"page {key} could not be made durable")
+
     def view(self, grant: Grant) -> memoryview:
         """The page's bytes in its slot."""
         return self._space.view(grant.slot)
@@ -138,6 +159,9 @@ class PageCalls:
             if final:
                 peer.acquisitions.discard(acquisition)
                 self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
+            for one in acquired:
+                if one.grant is not None:
+                    self.on_read(one.grant.slot.page)
             on_acquired(acquired, final)
 
         items = [
@@ -174,6 +198,8 @@ class PageCalls:
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
             return Admission.EXISTS
+        if (refusal := self.refuses()) is not None:
+            return refusal
         record = PageRecord(item.key, item.page_bytes, item.metadata)
 
         def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:

@@ -19,6 +19,7 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
+from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
 
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine_locations import Announcer
@@ -34,6 +35,7 @@ class EngineWorkers:
     read: Workers
     write: Workers
     pull: Workers
+    push: Workers | None = None  # None: pages are sent by the threads that pull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class EngineParts:
     workers: EngineWorkers
     clock: Clock
     first_segment_id: int
+    placement: Placement = NO_PLACEMENT
 
 
 def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimits:

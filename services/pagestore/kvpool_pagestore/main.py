@@ -19,6 +19,7 @@ from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, PageStore
+from kvpool_pagestore.ports_movement import NoPlacement
 from kvpool_server import flock
 from kvpool_server.config import describe, load_config
 from kvpool_server.executor import BoundedExecutor
@@ -35,6 +36,7 @@ from kvpool_server.ready import clear_ready_file, write_ready_file
 import kvpool
 from kvpool.core.cluster import NodeInfo
 from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
+from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
@@ -72,12 +74,14 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
     stack.callback(arena.close)
+    index = _index(config)
     parts = EngineParts(
         arena=arena.segments,
         store=await _open_store(config),
         disk_live_bytes=live_page_bytes(config.disk_bytes),
         peers=GrpcPeerPages(),
-        index=_index(config),
+        index=index,
+        placement=IndexPlacement(index) if isinstance(index, NodeIndexLink) else NoPlacement(),
         workers=_workers(config, stack),
         clock=SystemClock(),
         first_segment_id=(secrets.randbits(40) << 16) + 1,  # never an id that an earlier process gave to a peer
@@ -96,6 +100,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))
     await servers.start()
+    engine.movement.start()
     _publish(config, node, engine.incarnation)
     try:
         await stop.wait()
@@ -149,6 +154,7 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
         read=executor("read", config.read_threads),
         write=executor("write", config.write_threads),
         pull=executor("pull", config.pull_threads),
+        push=executor("push", config.push_threads),
     )
 
 

@@ -31,6 +31,8 @@ class StoreGauges:
     quarantined_sessions: int
     leases: int
     write_back_oldest_seconds: float
+    replica_queue_chunks: int
+    draining: int  # 1: from the first Drain until it is cancelled
 
 
 _GAUGE_HELP = {
@@ -47,6 +49,8 @@ _GAUGE_HELP = {
     "sessions": "Open sessions.",
     "quarantined_sessions": "Sessions that ended abnormally and whose peers may still touch slots.",
     "leases": "Leases held by open sessions.",
+    "replica_queue_chunks": "Chunks that wait to be copied to other nodes.",
+    "draining": "1 from the first Drain on, until it is cancelled.",
     "write_back_oldest_seconds": "Age of the page that has waited longest to become durable.",
 }
 
@@ -109,6 +113,24 @@ class PageStoreMetrics:
         self.written_pages = Counter(
             f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
+        self.moved_pages = Counter(
+            f"{prefix}_moved_pages", "Pages copied to other nodes, by purpose.", ["purpose"], registry=registry
+        )
+        self.moved_bytes = Counter(
+            f"{prefix}_moved_bytes", "Bytes of pages copied to other nodes, by purpose.", ["purpose"], registry=registry
+        )
+        self.move_failures = Counter(
+            f"{prefix}_move_failures",
+            "Pages that another node did not take, tried again or not, by purpose and reason.",
+            ["purpose", "reason"],
+            registry=registry,
+        )
+        self.prefetched_pages = Counter(
+            f"{prefix}_prefetched_pages", "Pages that a Prefetch brought from disk to staging.", registry=registry
+        )
+        self.prefetched_bytes = Counter(
+            f"{prefix}_prefetched_bytes", "Bytes that a Prefetch brought from disk to staging.", registry=registry
+        )
         self.hedged_pages = Counter(
             f"{prefix}_hedged_pages", "Pages asked of a second node because the first was slow.", registry=registry
         )
@@ -134,6 +156,8 @@ class PageStoreMetrics:
             (self.evicted_pages, ("staging", "disk")),
             (self.written_pages, ("written", "failed")),
             (self.ended_sessions, ("closed", "abnormal")),
+            (self.moved_pages, ("replica", "hot", "drain", "rebalance")),
+            (self.moved_bytes, ("replica", "hot", "drain", "rebalance")),
         ):
             for label in labels:
                 metric.labels(label)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints
+from kvpool.client.channel import Endpoints, closed_channel_error
 from kvpool.client.config import ClientConfig
+from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
+from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
@@ -34,6 +37,19 @@ class PageStoreStatus:
     session_count: int
     lease_count: int
     disk_fault: str  # empty if the disk tier works
+    draining: bool = False
+    replica_queue_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainProgress:
+    """How far a drain is; see the proto message DrainResponse."""
+
+    moved_page_count: int
+    moved_bytes: int
+    kept_page_count: int
+    remaining_chunk_count: int
+    done: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +104,40 @@ class PageStoreControl:
             session_count=answer.session_count,
             lease_count=answer.lease_count,
             disk_fault=answer.disk_fault,
+            draining=answer.draining,
+            replica_queue_chunks=answer.replica_queue_chunks,
         )
+
+    async def prefetch(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> int:
+        """Begin to bring pages from the node's disk to its staging tier; how many were begun."""
+        request = pagestore_pb2.PrefetchRequest(keys=[key.pack() for key in keys])
+        answer = await self._endpoints.call(lambda stub: stub.Prefetch, request, timeout_s=timeout_s)
+        return answer.started_count
+
+    async def drain(self, *, cancel: bool = False, timeout_s: float | None = None) -> AsyncGenerator[DrainProgress]:
+        """Drain the node, or go on with it; its progress until it is done. Close the generator to stop moving.
+
+        cancel: end a drain that has not ended instead. raises: DrainBlocked, StoreUnavailable, StoreFault.
+        """
+        request = pagestore_pb2.DrainRequest(cancel=cancel)
+        call = None
+        try:
+            call = self._endpoints.stub().Drain(request, timeout=timeout_s, metadata=self._endpoints.config.metadata)
+            async for answer in call:
+                yield DrainProgress(
+                    moved_page_count=answer.moved_page_count,
+                    moved_bytes=answer.moved_bytes,
+                    kept_page_count=answer.kept_page_count,
+                    remaining_chunk_count=answer.remaining_chunk_count,
+                    done=answer.done,
+                )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        except grpc.aio.UsageError as error:
+            raise closed_channel_error(error) from error
+        finally:
+            if call is not None:
+                call.cancel()
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""

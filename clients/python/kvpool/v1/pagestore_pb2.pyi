@@ -1018,7 +1018,7 @@ class GetPageStoreStatusResponse(_message.Message):
     LEASE_COUNT_FIELD_NUMBER: _builtins.int
     DISK_FAULT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
-    REPLICA_QUEUE_PAGES_FIELD_NUMBER: _builtins.int
+    REPLICA_QUEUE_CHUNKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte node id."""
     incarnation: _builtins.int
@@ -1049,8 +1049,8 @@ class GetPageStoreStatusResponse(_message.Message):
     """Empty if the disk tier works; else why it does not."""
     draining: _builtins.bool
     """True from the first Drain until it is cancelled."""
-    replica_queue_pages: _builtins.int
-    """Pages that wait to be copied to other nodes."""
+    replica_queue_chunks: _builtins.int
+    """Chunks that wait to be copied to other nodes."""
     def __init__(
         self,
         *,
@@ -1069,11 +1069,11 @@ class GetPageStoreStatusResponse(_message.Message):
         lease_count: _builtins.int = ...,
         disk_fault: _builtins.str = ...,
         draining: _builtins.bool = ...,
-        replica_queue_pages: _builtins.int = ...,
+        replica_queue_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_used_bytes", b"disk_used_bytes", "draining", b"draining", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "replica_queue_pages", b"replica_queue_pages", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_used_bytes", b"disk_used_bytes", "draining", b"draining", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "replica_queue_chunks", b"replica_queue_chunks", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1208,14 +1208,14 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVED_PAGE_COUNT_FIELD_NUMBER: _builtins.int
-    REMAINING_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    REMAINING_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
     KEPT_PAGE_COUNT_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     moved_page_count: _builtins.int
     """Pages moved so far."""
-    remaining_page_count: _builtins.int
-    """Pages still to look at; those of them that have another live copy need no move."""
+    remaining_chunk_count: _builtins.int
+    """Chunks that this pass has not looked at yet; those of them that have another live copy need no move."""
     moved_bytes: _builtins.int
     """Bytes of the pages moved so far."""
     kept_page_count: _builtins.int
@@ -1226,14 +1226,14 @@ class DrainResponse(_message.Message):
         self,
         *,
         moved_page_count: _builtins.int = ...,
-        remaining_page_count: _builtins.int = ...,
+        remaining_chunk_count: _builtins.int = ...,
         moved_bytes: _builtins.int = ...,
         kept_page_count: _builtins.int = ...,
         done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "kept_page_count", b"kept_page_count", "moved_bytes", b"moved_bytes", "moved_page_count", b"moved_page_count", "remaining_page_count", b"remaining_page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "kept_page_count", b"kept_page_count", "moved_bytes", b"moved_bytes", "moved_page_count", b"moved_page_count", "remaining_chunk_count", b"remaining_chunk_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

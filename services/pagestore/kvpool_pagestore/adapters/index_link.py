@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.client.config import ClientConfig
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
@@ -40,12 +40,45 @@ class NodeIndexLink:
         self._client = IndexClient(ClientConfig(index_endpoints=endpoints, call_timeout_s=timeout_s))
         self._link: NodeLink | None = None
         self._registering: asyncio.Task[None] | None = None
+        self._node: NodeInfo | None = None
+        self.timeout_s = timeout_s
+
+    @property
+    def client(self) -> IndexClient:
+        """For questions that are not about this node."""
+        return self._client
+
+    @property
+    def registered(self) -> NodeInfo | None:
+        """This node as the index knows it; None before it does, and after it left."""
+        if self._link is None or self._node is None or not self._link.incarnation:
+            return None
+        return replace(self._node, incarnation=self._link.incarnation)
+
+    async def set_draining(self, draining: bool) -> None:
+        """Register the node anew as one that placement passes over, or not any more. Raises StoreUnavailable."""
+        link, node = self._registered(), self._node
+        if node is None or node.draining is draining:
+            return
+        changed = replace(node, draining=draining)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await link.update(changed)
+        except TimeoutError:
+            raise StoreUnavailable(f"the index did not register this node within {self._timeout_s:g} s") from None
+        self._node = changed
+
+    async def leave(self) -> None:
+        """End the lease and stay away."""
+        if self._link is not None:
+            await self._link.close()
 
     async def register(self, registrant: Registrant, wait_s: float) -> int:
         """The granted incarnation, or 0 if the index did not answer in time; it is asked further in the background.
 
         Raises what the index answers, InvalidRequest for example.
         """
+        self._node = registrant.node
         link = self._link = NodeLink(
             self._client,
             registrant.node,

@@ -85,6 +85,10 @@ class DiskMap:
         if chunk is not None:
             chunk.metadata = _pack(metadata)
 
+    def names(self) -> list[bytes]:
+        """Keyspace id + chunk hash of every chunk, in any order."""
+        return list(self._chunks)
+
     def touch(self, key: PageKey) -> None:
         """The page was used."""
         at = key.keyspace + key.chunk_hash

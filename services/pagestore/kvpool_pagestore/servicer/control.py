@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -12,10 +12,12 @@ import grpc.aio
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import check_optional_id
+from kvpool.wire.convert import check_optional_id, convert_items, page_key_from_proto
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.servicer.messages import session_request_from_proto
 from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
+
+_PREFETCH_KEYS_MAX = 4096
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,19 +71,29 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
             session_count=gauges.sessions,
             lease_count=gauges.leases,
             disk_fault=self._engine.disk_fault,
+            draining=bool(gauges.draining),
+            replica_queue_chunks=gauges.replica_queue_chunks,
         )
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: _Context) -> pb.PrefetchResponse:
-        raise NotServed("Prefetch is not served yet: acquire pages instead, which promotes them")
+        keys = convert_items(request.keys, page_key_from_proto, "key", most=_PREFETCH_KEYS_MAX)
+        return pb.PrefetchResponse(started_count=self._engine.prefetch.start(self._tenant(), keys))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
         raise NotServed("Pin is not served yet: eviction does not honour pins")
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> AsyncIterator[pb.DrainResponse]:
-        for answer in _refused(NotServed("Drain is not served yet: pages are not moved to other nodes")):
-            yield answer
-
-
-def _refused(error: NotServed) -> Iterator[Any]:
-    """A stream that ends with the error before its first message."""
-    raise error
+        drain = self._engine.movement.drain
+        if request.cancel:
+            await drain.cancel()
+            yield pb.DrainResponse(done=True)
+            return
+        async with aclosing(drain.watch()) as progresses:
+            async for progress in progresses:
+                yield pb.DrainResponse(
+                    moved_page_count=progress.moved_pages,
+                    remaining_chunk_count=progress.remaining,
+                    moved_bytes=progress.moved_bytes,
+                    kept_page_count=progress.kept_pages,
+                    done=progress.done,
+                )

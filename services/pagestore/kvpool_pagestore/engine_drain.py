@@ -1,0 +1,222 @@
+"""Draining: pages that have no other live copy are moved to other nodes, then the lease ends.
+
+A pass asks the index about every chunk and moves those that it knows of nowhere else. Passes are repeated until one
+finds nothing to move, so that what was evicted elsewhere, or committed here meanwhile, is seen. A drain that ends in
+the middle loses nothing: what was moved has another copy, and the next drain sees that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kvpool.core.errors import DrainBlocked, KvPoolError
+from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked
+from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
+from kvpool_pagestore.engine_moving import Purpose
+from kvpool_pagestore.engine_tasks import background, cancelled
+
+_log = logging.getLogger(__name__)
+
+_SLICE_CHUNKS = 512  # looked at between two answers of progress
+_GROUPS_AT_ONCE = 4
+_PASSES_MAX = 8
+_PASS_PAUSE_S = 0.1  # receivers announce what they got within it
+
+
+class DrainState(Enum):
+    """How far a drain is."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainProgress:
+    """Pages moved and found elsewhere; chunks that this pass has not looked at yet."""
+
+    moved_pages: int = 0
+    moved_bytes: int = 0
+    kept_pages: int = 0
+    remaining: int = 0
+    done: bool = False
+
+
+class Drain:
+    """One node's drain. flush: makes dirty pages durable; it raises StoreFault."""
+
+    def __init__(self, copying: Copying, flush: Callable[[], Awaitable[object]]) -> None:
+        self._copying = copying
+        self._flush = flush
+        self._task: asyncio.Task[None] | None = None
+        self._watchers = 0
+        self._changed = asyncio.Event()
+        self._failure: KvPoolError | None = None
+        self._full: set[bytes] = set()  # nodes that refused pages in this pass
+        self.state = DrainState.SERVING
+        self.progress = DrainProgress()
+
+    @property
+    def refuses_pages(self) -> bool:
+        """Whether new pages are turned away."""
+        return self.state is not DrainState.SERVING
+
+    async def watch(self) -> AsyncGenerator[DrainProgress]:
+        """Drain, or go on with it, and tell the progress until it is done. Raises DrainBlocked and what failed.
+
+        Moving goes on as long as anybody watches; the node takes no new pages until `cancel`, whoever watches.
+        """
+        self._watchers += 1
+        try:
+            if self.state is DrainState.DRAINED:
+                yield self.progress
+                return
+            await self._copying.placement.set_draining(True)
+            self.state = DrainState.DRAINING
+            if self._task is None:
+                self._failure = None
+                self._task = background(self._run(), "drain")
+            while True:
+                changed, progress = self._changed, self.progress
+                yield progress
+                if progress.done:
+                    return
+                if self._failure is not None and self._task is None:
+                    raise self._failure
+                await changed.wait()
+        finally:
+            self._watchers -= 1
+            if not self._watchers and self._task is not None:
+                await self._pause()
+
+    async def cancel(self) -> None:
+        """Take the node back into service. Raises DrainBlocked once the drain has ended."""
+        if self.state is DrainState.DRAINED:
+            raise DrainBlocked("the node is drained and its lease has ended: restart the pagestore to use it again")
+        await self._pause()
+        if self.state is DrainState.DRAINING:
+            await self._copying.placement.set_draining(False)
+            self.state = DrainState.SERVING
+            self.progress = DrainProgress()
+            self._failure = DrainBlocked("the drain was cancelled")
+            self._tell()
+
+    async def stop(self) -> None:
+        """The process ends."""
+        await self._pause()
+
+    # Inside
+
+    async def _pause(self) -> None:
+        task, self._task = self._task, None
+        await cancelled(task)
+
+    async def _run(self) -> None:
+        try:
+            for _ in range(_PASSES_MAX):
+                await self._flush()
+                if not await self._pass():
+                    break
+                await asyncio.sleep(_PASS_PAUSE_S)
+            else:
+                raise DrainBlocked(
+                    f"after {_PASSES_MAX} passes pages still have no other copy: what is moved is evicted"
+                )
+            await self._copying.placement.leave()
+            self.state = DrainState.DRAINED
+            self._update(done=True)
+        except KvPoolError as error:
+            _log.error("the drain stopped and can be called again: %s", error)
+            self._failure = error
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+            self._tell()
+
+    async def _pass(self) -> int:
+        """Look at everything once; how many pages had to be moved."""
+        self._full.clear()
+        names = self._copying.held.names()
+        self._update(kept_pages=0, remaining=len(names))
+        needed = 0
+        for start in range(0, len(names), _SLICE_CHUNKS):
+            part = names[start : start + _SLICE_CHUNKS]
+            needed += await self._slice(part)
+            self._update(remaining=max(0, len(names) - start - len(part)))
+        self._update(remaining=0)
+        return needed
+
+    async def _slice(self, names: Sequence[bytes]) -> int:
+        needed = 0
+        left = by_group(chunk for name in names for chunk in self._copying.held.chunk(name))
+        for start in range(0, len(left), _GROUPS_AT_ONCE):
+            moves = (self._group(chunks) for chunks in left[start : start + _GROUPS_AT_ONCE])
+            for moved in await asyncio.gather(*moves, return_exceptions=True):
+                if isinstance(moved, BaseException):
+                    raise moved
+                needed += moved
+        return needed
+
+    async def _group(self, chunks: Sequence[HeldChunk]) -> int:
+        """Move what of one chain group is nowhere else; how many pages that were."""
+        me = self._copying.placement.me()
+        if me is None:
+            raise DrainBlocked("the node is not registered with the index: wait until it is, or restart it")
+        holders = await self._copying.holders(chunks)
+        alone = [chunk for chunk in chunks if not others(chunk, holders[chunk], me.node_id)]
+        kept = sum(chunk.shards.bit_count() for chunk in chunks) - sum(chunk.shards.bit_count() for chunk in alone)
+        self._update(kept_pages=self.progress.kept_pages + kept)
+        needed = sum(chunk.shards.bit_count() for chunk in alone)
+        while alone:
+            alone = await self._move(alone, holders)
+        return needed
+
+    async def _move(self, alone: list[HeldChunk], holders: dict[HeldChunk, list[Holder]]) -> list[HeldChunk]:
+        """Bring chunks to one node; the answer are those that it did not take. Raises DrainBlocked if there is none."""
+        me = self._copying.placement.me()
+        nodes = await self._copying.nodes()
+        if me is None:
+            raise DrainBlocked("the node lost its registration; drain again")
+        first = alone[0]
+        candidates = ranked(nodes, me, first.keyspace, first.group_head_hash)
+        wanted: list[Wanted] = [(chunk, chunk.shards) for chunk in alone]
+        size_bytes = self._copying.bytes_of(wanted)
+        durable = any(chunk.durable for chunk in alone)
+        targets = pick(
+            candidates,
+            1,
+            {me.host_id},
+            lambda node: node.node_id not in self._full and self._copying.has_room(node, size_bytes, durable=durable),
+        )
+        if not targets:
+            raise DrainBlocked(f"no other pagestore has room for {len(alone)} chunks ({size_bytes} bytes) of a chain")
+        target = targets[0]
+        report = await self._copying.copy(target, lacking(alone, holders, target.node_id), Purpose.DRAIN)
+        self._update(
+            moved_pages=self.progress.moved_pages + len(report.copied),
+            moved_bytes=self.progress.moved_bytes + report.copied_bytes,
+        )
+        if not report.failed:
+            return []
+        _log.warning(
+            "%s took %d pages of a chain group, not %d: %s",
+            target.bulk_endpoint,
+            len(report.copied),
+            len(report.failed),
+            next(iter(report.failed.values())),
+        )
+        self._full.add(target.node_id)
+        failed = {(key.keyspace, key.chunk_hash) for key in report.failed}
+        return [chunk for chunk in alone if (chunk.keyspace, chunk.chunk_hash) in failed]
+
+    def _update(self, **changes: int | bool) -> None:
+        self.progress = replace(self.progress, **changes)
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,103 @@
+"""Everything that brings pages to other nodes, put together: replication, sweeps, draining."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvpool.core.errors import Draining, KvPoolError
+from kvpool.core.page import PageKey
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.slots import PageRecord
+from kvpool_pagestore.engine_copying import Copying
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_drain import Drain
+from kvpool_pagestore.engine_held import HeldPages
+from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_moving import PageMover
+from kvpool_pagestore.engine_pages import PageCalls
+from kvpool_pagestore.engine_parts import EngineParts
+from kvpool_pagestore.engine_replication import Replication, ReplicationLimits
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_sweep import Sweep, SweepLimits
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.metrics import PageStoreMetrics
+
+_RETRY_FIRST_S = 0.5
+_RETRY_LAST_S = 60.0
+
+
+class Movement:
+    """flush: makes what is dirty durable; it raises StoreFault."""
+
+    def __init__(
+        self,
+        config: PageStoreConfig,
+        parts: EngineParts,
+        ledger: Ledger,
+        space: ArenaSpace,
+        disk: DiskTier | None,
+        keyspaces: KeyspaceBook,
+        flush: Callable[[], Awaitable[object]],
+        tasks: EngineTasks,
+        metrics: PageStoreMetrics,
+    ) -> None:
+        self._disk = disk
+        self._keyspaces = keyspaces
+        self._default_factor = config.replication_factor
+        self.keyspace_factor: Callable[[bytes], int] = lambda keyspace: 0  # copies that one wants; 0: the default
+        timeout_s = config.push_timeout_ms / 1e3
+        pushers = parts.workers.push or parts.workers.pull
+        mover = PageMover(ledger, space, disk, parts.peers, pushers, tasks, metrics, timeout_s)
+        clock = parts.clock
+        copying = Copying(parts.placement, mover, HeldPages(ledger, disk, keyspaces), keyspaces, clock)
+        limits = ReplicationLimits(
+            queue_chunks=config.replica_queue_chunks,
+            groups_at_once=2 * config.push_threads,
+            linger_s=config.replica_linger_ms / 1e3,
+            retry_first_s=_RETRY_FIRST_S,
+            retry_last_s=_RETRY_LAST_S,
+            hot_uses_per_minute=config.hot_uses_per_minute,
+            hot_copies=config.hot_copies,
+        )
+        self.replication = Replication(limits, copying, self.factor, tasks, metrics, clock)
+        sweeps = SweepLimits(
+            interval_s=config.sweep_interval_ms / 1e3, rebalance_bytes_per_s=config.rebalance_bytes_per_s
+        )
+        self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._nothing_to_heal, clock)
+        self.drain = Drain(copying, flush)
+
+    def attach(self, announcer: Announcer, pages: PageCalls) -> None:
+        """Hear of what is stored and read, and have pages refused while the node is drained."""
+        announcer.on_stored = self.replication.stored
+        pages.on_read = self._read
+        pages.refuses = self._refusal
+
+    def factor(self, keyspace: bytes) -> int:
+        """Nodes that should hold each page of a keyspace."""
+        return self.keyspace_factor(keyspace) or self._default_factor
+
+    def start(self) -> None:
+        """Begin to look after copies. Call once the node serves."""
+        self.sweep.start()
+
+    async def stop(self) -> None:
+        """Begin nothing more."""
+        self.replication.stop()
+        await self.sweep.stop()
+        await self.drain.stop()
+
+    def _read(self, record: PageRecord) -> None:
+        self.replication.used(record.key, record.metadata.group_head_hash)
+
+    def _refusal(self) -> KvPoolError | None:
+        return Draining("this pagestore is being drained") if self.drain.refuses_pages else None
+
+    def _nothing_to_heal(self) -> bool:
+        return all(self.factor(one.keyspace) <= 1 for one in self._keyspaces.all())
+
+    def _drop(self, keys: Sequence[PageKey]) -> None:
+        """Others hold them on disk: here they go from disk. A copy in staging stays as long as it is used."""
+        if self._disk is not None and keys:
+            self._disk.discard(keys)

@@ -1,0 +1,158 @@
+"""A slow walk over all that is stored: heals lost copies, and brings new nodes their share.
+
+Each node looks at its own pages only, at a time of its own, and one chain group at a time; so many nodes that notice
+one event neither begin at once nor copy the same pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import LiveNode, NodeInfo
+from kvpool.core.errors import KvPoolError
+from kvpool.core.page import PageKey
+from kvpool.core.placement import place
+from kvpool_pagestore.core.copies import HeldChunk, others
+from kvpool_pagestore.core.pace import Pace
+from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
+from kvpool_pagestore.engine_moving import Purpose
+from kvpool_pagestore.engine_replication import Replication
+from kvpool_pagestore.engine_tasks import background, cancelled
+
+_log = logging.getLogger(__name__)
+
+_SLICE_CHUNKS = 256
+_PAUSE_S = 0.002  # between two chain groups: a walk over a million chunks is in no hurry
+_ANNOUNCED_TRIES = 20
+_ANNOUNCED_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepLimits:
+    """When the walk begins, and how much it may move."""
+
+    interval_s: float
+    rebalance_bytes_per_s: int  # 0: new nodes get nothing
+
+
+class Sweep:
+    """Runs between `start` and `stop`. drop: forgets pages of this node, which others hold by then."""
+
+    def __init__(
+        self,
+        limits: SweepLimits,
+        copying: Copying,
+        replication: Replication,
+        factor: Callable[[bytes], int],
+        drop: Callable[[Sequence[PageKey]], None],
+        idle: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        """`idle` tells whether there is nothing to heal for any keyspace; `factor` how many copies one wants."""
+        self._limits = limits
+        self._copying = copying
+        self._replication = replication
+        self._factor = factor
+        self._drop = drop
+        self._idle = idle
+        self._clock = clock
+        self._pace = Pace(limits.rebalance_bytes_per_s) if limits.rebalance_bytes_per_s else None
+        self._known: set[bytes] | None = None  # nodes that have had their share, or were there before us
+        self._random = random.Random()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = background(self._run(), "sweep")
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        await cancelled(task)
+
+    async def sweep(self) -> None:
+        """One walk. Raises StoreUnavailable and the like."""
+        me = self._copying.placement.me()
+        if me is None or me.draining:
+            return
+        nodes = await self._copying.nodes()
+        ids = {node.info.node_id for node in nodes if not node.info.draining}
+        if self._known is None:
+            self._known = ids
+        joined = ids - self._known if self._pace is not None else set()
+        if not joined and self._idle():
+            self._known |= ids
+            return
+        names = self._copying.held.names()
+        for start in range(0, len(names), _SLICE_CHUNKS):
+            chunks = (
+                chunk for name in names[start : start + _SLICE_CHUNKS] for chunk in self._copying.held.chunk(name)
+            )
+            for group in by_group(chunks):
+                if joined:
+                    await self._rebalance(group, me, nodes, joined)
+                if self._factor(group[0].keyspace) > 1:
+                    await self._heal(group)
+                await asyncio.sleep(_PAUSE_S)
+        self._known |= ids
+
+    # Inside
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.interval_s * self._random.uniform(0.5, 1.5))
+            try:
+                await self.sweep()
+            except KvPoolError as error:
+                _log.warning("looking after copies is put off: %s", error)
+
+    async def _heal(self, group: Sequence[HeldChunk]) -> None:
+        holders = await self._copying.holders(group)
+        short = [chunk for chunk in group if self._replication.short(chunk, holders[chunk])]
+        error = await self._replication.ensure(short) if short else None
+        if error is not None:
+            _log.info("%d chunks have too few copies: %s", len(short), error)
+
+    async def _rebalance(
+        self, group: Sequence[HeldChunk], me: NodeInfo, nodes: Sequence[LiveNode], joined: set[bytes]
+    ) -> None:
+        """Bring a group to a new node whose it is by placement now, and forget it here if there are enough copies."""
+        durable = [chunk for chunk in group if chunk.durable]
+        if not durable or self._pace is None:
+            return
+        first, factor = durable[0], max(1, self._factor(durable[0].keyspace))
+        infos = [node.info for node in nodes]
+        placed = place(infos, keyspace=first.keyspace, chain_head=first.group_head_hash, host_id="", count=factor)
+        for target in placed:
+            if target.node_id not in joined or target.node_id == me.node_id:
+                continue
+            wanted = lacking(durable, await self._copying.holders(durable), target.node_id)
+            await self._paced_copy(target, wanted)
+        if me.node_id not in {node.node_id for node in placed}:
+            await self._forget(durable, me, factor, {node.node_id for node in placed} & joined)
+
+    async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted]) -> None:
+        assert self._pace is not None
+        for one in wanted:
+            await asyncio.sleep(self._pace.wait_s(self._copying.bytes_of([one]), self._clock.monotonic_s()))
+            await self._copying.copy(target, [one], Purpose.REBALANCE)
+
+    async def _forget(self, chunks: Sequence[HeldChunk], me: NodeInfo, factor: int, targets: set[bytes]) -> None:
+        """Only what the index, too, knows of enough others, a new node among them: durable there, and to be found."""
+        if not targets:
+            return
+        for attempt in range(_ANNOUNCED_TRIES):
+            holders = await self._copying.holders(chunks)
+            safe = [
+                chunk
+                for chunk in chunks
+                if len(there := {node.node_id for node in others(chunk, holders[chunk], me.node_id)}) >= factor
+                and there & targets
+            ]
+            if len(safe) == len(chunks) or attempt == _ANNOUNCED_TRIES - 1:
+                break
+            await asyncio.sleep(_ANNOUNCED_PAUSE_S)
+        self._drop([key for chunk in safe for key in chunk.keys(chunk.shards)])

@@ -1,0 +1,198 @@
+"""Draining: what nobody else has is moved, counted once durable there, and nothing is lost however it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvpool.core.errors import ArenaFull, Draining, DrainBlocked, StoreUnavailable
+from kvpool.core.outcome import Admission
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_drain import DrainProgress, DrainState
+from tests.fixtures.movement import Cluster, cluster_of, join
+from tests.fixtures.pagestore import KEYSPACE, TENANT, new_world, running_engine
+from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
+
+PAGES = range(40)
+
+
+async def fill(cluster: Cluster, at: int = 0, numbers: range = PAGES) -> None:
+    running = cluster.members[at].run
+    peer = await open_session(running)
+    for start in range(numbers.start, numbers.stop, 16):
+        part = range(start, min(numbers.stop, start + 16))
+        assert await store(running, peer, part) == [None] * len(part)
+        await running.engine.flush(TENANT, b"")
+
+
+async def drained(cluster: Cluster, at: int = 0) -> list[DrainProgress]:
+    return [progress async for progress in cluster.members[at].run.engine.movement.drain.watch()]
+
+
+async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
+    async with cluster_of(3) as cluster:
+        await fill(cluster)
+        told = await drained(cluster)
+        assert told[-1].done and told[-1].moved_pages == len(PAGES) and told[-1].remaining == 0
+        assert told[-1].moved_bytes == cluster.members[1].pushed_bytes + cluster.members[2].pushed_bytes
+        assert all(cluster.holders_of(number) in ([1], [2]) for number in PAGES)
+        assert {cluster.holders_of(number)[0] for number in PAGES} == {1, 2}
+        assert not cluster.members[0].alive, "the lease ended"
+        # It still serves what it has, takes nothing new, and draining it again finds it done.
+        running = cluster.members[0].run
+        peer = await open_session(running)
+        assert (await acquire_one(running, peer, wanted(3))).grant is not None
+        (refused,) = await running.engine.pages.reserve(peer, [reserve_item(1000)])
+        assert isinstance(refused, Draining)
+        assert [one.done for one in await drained(cluster)] == [True]
+        with pytest.raises(DrainBlocked, match="restart"):
+            await running.engine.movement.drain.cancel()
+
+
+async def test_pages_with_another_live_copy_stay_where_they_are() -> None:
+    async with cluster_of(3, replication_factor=2) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(len(cluster.holders_of(number)) == 2 for number in PAGES))
+        told = await drained(cluster)
+        assert told[-1].moved_pages == 0 and told[-1].kept_pages == len(PAGES)
+        assert all(cluster.holders_of(number) for number in PAGES)
+
+
+async def test_a_copy_on_a_node_that_is_drained_too_does_not_count() -> None:
+    async with cluster_of(3) as cluster:
+        await fill(cluster, 0)
+        await fill(cluster, 1)
+        first, second = (cluster.members[at].run.engine.movement.drain for at in (0, 1))
+        both = [aiter(one.watch()) for one in (first, second)]
+        for progresses in both:
+            await anext(progresses)
+        for progresses in both:
+            async for _ in progresses:
+                pass
+        assert all(cluster.holders_of(number) == [2] for number in PAGES)
+
+
+async def test_what_is_written_while_it_begins_is_moved_too() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        running = cluster.members[0].run
+        peer = await open_session(running)
+        assert await store(running, peer, range(100, 116)) == [None] * 16  # dirty yet
+        told = await drained(cluster)
+        assert told[-1].moved_pages == len(PAGES) + 16
+        assert all(cluster.holders_of(number) == [1] for number in (*PAGES, *range(100, 116)))
+
+
+async def test_nobody_with_room_is_said_clearly_and_loses_nothing() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        cluster.members[1].refuse = lambda item: ArenaFull("full")
+        with pytest.raises(DrainBlocked, match="no other pagestore has room"):
+            await drained(cluster)
+        assert cluster.members[0].alive and all(cluster.holders_of(number) == [0] for number in PAGES)
+        cluster.members[1].refuse = lambda item: None
+        assert (await drained(cluster))[-1].moved_pages == len(PAGES)
+
+
+async def test_a_node_whose_disk_is_full_is_not_asked_to_give_up_its_own_pages() -> None:
+    async with cluster_of(1, disk_bytes=1 << 30) as cluster:
+        async with AsyncExitStack() as stack:
+            small = await join(cluster, stack, 1, host="small", disk_bytes=64 << 10)
+            await fill(cluster)
+            with pytest.raises(DrainBlocked, match="room"):
+                await drained(cluster)
+            assert small.pushed_bytes == 0
+
+
+async def test_a_node_that_refuses_is_passed_over() -> None:
+    async with cluster_of(3) as cluster:
+        await fill(cluster)
+        cluster.members[1].refuse = lambda item: ArenaFull("full")
+        assert (await drained(cluster))[-1].moved_pages == len(PAGES)
+        assert all(cluster.holders_of(number) == [2] for number in PAGES)
+
+
+async def test_leaving_in_the_middle_stops_the_moving_and_the_next_call_goes_on() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        drain = cluster.members[0].run.engine.movement.drain
+        watching = drain.watch()
+        async for progress in watching:
+            if progress.moved_pages:
+                break
+        await watching.aclose()
+        moved = drain.progress.moved_pages
+        assert 0 < moved < len(PAGES) and drain.state is DrainState.DRAINING
+        assert cluster.members[0].node.draining and cluster.members[0].alive
+        assert (await drained(cluster))[-1].done
+        assert all(1 in cluster.holders_of(number) for number in PAGES)
+
+
+async def test_a_cancelled_drain_takes_the_node_back_into_service() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        running = cluster.members[0].run
+        drain = running.engine.movement.drain
+        watching = asyncio.ensure_future(drained(cluster))
+        await eventually(lambda: drain.progress.moved_pages > 0)
+        await drain.cancel()
+        with pytest.raises(DrainBlocked, match="cancelled"):
+            await watching
+        assert not cluster.members[0].node.draining and cluster.members[0].alive
+        peer = await open_session(running)
+        assert await store(running, peer, [500]) == [None]
+        assert all(cluster.holders_of(number) for number in PAGES)
+
+
+async def test_two_callers_share_one_drain() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        first, second = await asyncio.gather(drained(cluster), drained(cluster))
+        assert first[-1] == second[-1] and first[-1].done
+        assert cluster.members[0].run.metric("moved_pages_total", purpose="drain") == len(PAGES)
+
+
+async def test_an_index_that_is_away_fails_the_drain_and_loses_nothing() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        cluster.reachable = False
+        with pytest.raises(StoreUnavailable):
+            await drained(cluster)
+        cluster.reachable = True
+        assert (await drained(cluster))[-1].done
+
+
+async def test_pages_that_are_evicted_or_cleared_meanwhile_do_not_matter() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        running = cluster.members[0].run
+        watching = asyncio.ensure_future(drained(cluster))
+        await eventually(lambda: running.engine.movement.drain.progress.moved_pages > 0)
+        await running.engine.clear(TENANT, KEYSPACE)
+        assert (await watching)[-1].done
+        assert running.engine.gauges().disk_pages == 0
+
+
+async def test_a_page_that_is_here_already_but_not_durable_is_made_durable_before_it_counts() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        await fill(cluster, 1)
+        second = cluster.members[1].run.engine
+        assert second._disk is not None
+        second._disk.discard([record.key for record in second._ledger.ready_pages()])
+        await eventually(lambda: cluster.holders_of(0) == [0])
+        assert (await drained(cluster))[-1].moved_pages == len(PAGES)
+        assert all(cluster.holders_of(number) == [1] for number in PAGES)
+
+
+async def test_without_an_index_there_is_no_drain() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            with pytest.raises(DrainBlocked, match="no index"):
+                async for _ in running.engine.movement.drain.watch():
+                    pass
+            peer = await open_session(running)
+            (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
+            assert not isinstance(grant, Draining | Admission)

@@ -1,0 +1,135 @@
+"""Replication: what became durable is brought to other nodes, and lost copies come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.core.errors import ArenaFull
+from kvpool.core.outcome import Tier
+from kvpool.testing import eventually
+from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+PAGES = range(20)  # two chain groups
+
+
+async def fill(cluster: Cluster, at: int = 0, numbers: range = PAGES) -> None:
+    running = cluster.members[at].run
+    peer = await open_session(running)
+    assert await store(running, peer, numbers) == [None] * len(numbers)
+
+
+async def test_every_page_gets_its_copies_on_other_hosts() -> None:
+    async with cluster_of(4, hosts=["a", "a", "b", "c"], replication_factor=2) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(len(cluster.holders_of(number)) == 2 for number in PAGES))
+        for number in PAGES:
+            assert set(cluster.holders_of(number)) <= {0, 2, 3}, "node 1 shares the host of node 0"
+        # Groups go where placement says, so that not all goes to one node; a group stays together.
+        for start in (0, 16):
+            assert len({tuple(cluster.holders_of(number)) for number in PAGES if number // 16 == start // 16}) == 1
+        moved = cluster.members[0].run.metric("moved_pages_total", purpose="replica")
+        assert moved == len(PAGES)
+
+
+async def test_without_another_host_a_node_of_the_same_host_serves() -> None:
+    async with cluster_of(2, hosts=["a", "a"], replication_factor=3) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
+        assert cluster.members[0].run.engine.gauges().replica_queue_chunks == 0, "too few nodes are no failure"
+
+
+async def test_a_factor_of_one_asks_nobody() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        await cluster.members[0].run.engine.flush("tenant", b"")
+        assert cluster.places == 0
+
+
+async def test_a_copy_that_failed_is_tried_again() -> None:
+    async with cluster_of(2, replication_factor=2) as cluster:
+        cluster.members[1].refuse = lambda item: ArenaFull("full")
+        await fill(cluster)
+        failures = {"purpose": "replica", "reason": "ARENA_FULL"}
+        await eventually(lambda: cluster.members[0].run.metric("move_failures_total", **failures) > 0)
+        assert cluster.holders_of(0) == [0]
+        cluster.members[1].refuse = lambda item: None
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
+
+
+async def test_the_index_may_be_away_when_pages_are_stored() -> None:
+    async with cluster_of(2, replication_factor=2) as cluster:
+        cluster.reachable = False
+        await fill(cluster)
+        await eventually(lambda: cluster.places > 0)
+        cluster.reachable = True
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
+
+
+async def test_bytes_that_a_network_spoils_are_stored_nowhere() -> None:
+    async with cluster_of(2, replication_factor=2) as cluster:
+        peers = cluster.members[0].world.peers
+        assert isinstance(peers, MemberPeers)
+        peers.spoil = flip
+        await fill(cluster)
+        failures = {"purpose": "replica", "reason": "PAGE_CORRUPT"}
+        await eventually(lambda: cluster.members[0].run.metric("move_failures_total", **failures) >= len(PAGES))
+        assert cluster.holders_of(0) == [0] and not cluster.members[1].has(0, Tier.STAGING)
+        # Our own copies were looked at again, and are well.
+        running = cluster.members[0].run
+        peer = await open_session(running)
+        assert (await acquire_one(running, peer, wanted(0))).grant is not None
+        peers.spoil = lambda page: None
+        await eventually(lambda: cluster.holders_of(0) == [0, 1])
+
+
+async def test_a_full_queue_is_refused_and_a_sweep_finds_what_was_left_out() -> None:
+    async with cluster_of(2, replication_factor=2, replica_queue_chunks=4) as cluster:
+        await fill(cluster)
+        running = cluster.members[0].run
+        await eventually(lambda: running.metric("move_failures_total", purpose="replica", reason="OVERLOADED") > 0)
+        await eventually(lambda: running.engine.gauges().replica_queue_chunks == 0)
+        await running.engine.flush("tenant", b"")
+        await running.engine.movement.sweep.sweep()
+        assert all(cluster.holders_of(number) == [0, 1] for number in PAGES)
+
+
+async def test_a_sweep_heals_what_a_dead_node_held() -> None:
+    async with cluster_of(3, replication_factor=2) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(len(cluster.holders_of(number)) == 2 for number in PAGES))
+        dead = next(at for at in cluster.holders_of(0) if at)
+        cluster.members[dead].die()
+        (left,) = {1, 2} - {dead}
+        sweep = cluster.members[0].run.engine.movement.sweep
+        await sweep.sweep()  # may still know of the dead node
+        await sweep.sweep()
+        await eventually(lambda: all({0, left} <= set(cluster.holders_of(number)) for number in PAGES))
+
+
+async def test_a_copy_in_staging_does_not_count_for_a_durable_page() -> None:
+    async with cluster_of(2, replication_factor=2) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in PAGES))
+        second = cluster.members[1].run.engine
+        assert second._disk is not None
+        second._disk.discard([key for key in (one.key for one in second._ledger.ready_pages())])
+        await eventually(lambda: cluster.holders_of(0) == [0] and cluster.members[1].has(0, Tier.STAGING))
+        await cluster.members[0].run.engine.movement.sweep.sweep()
+        assert all(cluster.holders_of(number) == [0, 1] for number in PAGES), "it is made durable where it is staged"
+
+
+@pytest.mark.parametrize("hot_copies", [2, 3])
+async def test_a_hot_chunk_gets_copies_on_more_nodes(hot_copies: int) -> None:
+    async with cluster_of(3, hot_uses_per_minute=10, hot_copies=hot_copies) as cluster:
+        await fill(cluster, numbers=range(2))
+        running = cluster.members[0].run
+        await running.engine.flush("tenant", b"")
+        peer = await open_session(running)
+        for _ in range(20):
+            answer = await acquire_one(running, peer, wanted(1))
+            assert answer.grant is not None
+            running.engine.pages.release(peer, [answer.grant.lease_id])
+        await eventually(lambda: len(cluster.holders_of(1)) == hot_copies)
+        assert cluster.holders_of(0) == [0]
+        assert running.metric("moved_pages_total", purpose="hot") == hot_copies - 1
