@@ -28,6 +28,7 @@ from kvpool_index.adapters.redis_locations import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
 from kvpool_index.core.entries import Entry, Operation, TierMasks, encode_entry
+from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import FIELD_BYTES, HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
 
@@ -36,6 +37,7 @@ GRID = 0xFFFF  # of tests/fixtures/index_node.spec: 2 layer groups x 8 head grou
 
 _META = struct.Struct("<QII")  # of apply_change.lua: version, then one pair of ordinal and stream number
 _COMMANDS_AT_ONCE = 512
+_CHUNKS_PER_ENTRY = 64  # of the event log, as in engine_announce.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +112,12 @@ async def announce_all(
     shards: TierMasks = IN_STAGING,
     grid: int = GRID,
     batch_chunks: int = 4096,
+    with_events: bool = False,
 ) -> float:
-    """Let one announce stream announce all chains to a store, in large batches; returns the seconds that it took."""
+    """Let one announce stream announce all chains to a store, in large batches; returns the seconds that it took.
+
+    with_events: log the new values for watchers, as an index does.
+    """
     started_at_s = time.perf_counter()
     operation = Operation(ordinal=fence.ordinal, full_shards=grid, added=shards)
     batch: list[ChunkOperation] = []
@@ -121,11 +127,24 @@ async def announce_all(
             for chunk in hashes
         ]
         if len(batch) >= batch_chunks:
-            await store.locations.apply(fence, batch)
+            await _announce(store, fence, batch, with_events=with_events)
             batch = []
-    if batch:
-        await store.locations.apply(fence, batch)
+    await _announce(store, fence, batch, with_events=with_events)
     return time.perf_counter() - started_at_s
+
+
+async def _announce(store: IndexStore, fence: StreamFence, batch: list[ChunkOperation], *, with_events: bool) -> None:
+    states = await store.locations.apply(fence, batch)
+    by_stream: dict[int, list[ChunkState]] = {}
+    for state in states if with_events else ():
+        by_stream.setdefault(stream_of(state.group_head, store.events.stream_count - 1), []).append(state)
+    entries = [
+        (stream, pack_chunks(found[start : start + _CHUNKS_PER_ENTRY]))
+        for stream, found in by_stream.items()
+        for start in range(0, len(found), _CHUNKS_PER_ENTRY)
+    ]
+    if entries:
+        await store.events.append(entries)
 
 
 async def _send(lane: RedisLane, commands: list[bytes], keys: list[bytes]) -> None:
