@@ -39,6 +39,8 @@ class RedisHealth:
             return
         results = await asyncio.gather(*map(self._look_at, masters))
         self._stats.masters_up = results.count(True)
+        current = {str(master.server) for master in masters}
+        self._checked = {name: found for name, found in self._checked.items() if name in current}
         self._stats.problems = frozenset[str]().union(*self._checked.values())
 
     async def _look_at(self, master: RedisLink) -> bool:
