@@ -194,6 +194,7 @@ class PageStoreEngine:
             disk_used_bytes=disk.used_bytes if disk is not None else 0,
             disk_pages=disk.map.page_count if disk is not None else 0,
             disk_faulty=int(bool(self.disk_fault)),
+            disk_state=int(disk.health.state) if disk is not None else 0,
             sessions=ledger.sessions.live_count,
             quarantined_sessions=len(ledger.sessions.ended),
             leases=sum(one.lease_count for one in ledger.sessions.live),

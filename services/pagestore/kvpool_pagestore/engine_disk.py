@@ -13,21 +13,21 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
+from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
 from kvpool_pagestore.engine_locations import Announcer
-from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
+from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage, Workers
 
 _log = logging.getLogger(__name__)
 
 _SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
-_PROBE_NAME = "probe"
 
 
 class DiskTier:
-    """One PageStore with its map. While `fault` is set, nothing on it counts as present, and serving goes on without.
+    """One PageStore with its map. Serving goes on in any state of it; while it is OFF, nothing on it counts as present.
 
-    live_limit_bytes: page bytes that may be live so that the files stay within the configured capacity.
+    live_limit_bytes: what pages may be charged together so that the files stay within the configured capacity.
     """
 
     def __init__(
@@ -50,19 +50,30 @@ class DiskTier:
         self._tasks = tasks
         self._metrics = metrics
         self._remembered: set[bytes] = set()
-        self._probe_task: asyncio.Task[None] | None = None
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deleting: dict[PageKey, asyncio.Future[None]] = {}
         self._undeleted: set[PageKey] = set()  # still on disk, forgotten here: deleted once the tier is well again
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
-        self.map = DiskMap(self._page_bytes)
+        self.map = DiskMap(self._charged_bytes)
+        self.health = DiskHealth(self._probe)
         self.used_bytes = 0  # as the file system counted them last
-        self.fault = ""
         self.on_change: Callable[[], None] = lambda: None  # the fault came or went
+        self.on_stored: Callable[[PageKey, PageMetadata], None] = lambda key, metadata: None  # found by `load`
+        self.health.on_change = self._health_changed
 
     def __contains__(self, key: PageKey) -> bool:
-        return not self.fault and key in self.map
+        return self.is_readable and key in self.map
+
+    @property
+    def fault(self) -> str:
+        """Why pages are not made durable now; empty if they are."""
+        return self.health.fault
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether what is on it counts as present."""
+        return self.health.state is not DiskState.OFF
 
     async def load(self) -> None:
         """Build the map from what an earlier process left. Raises StoreFault."""
@@ -90,7 +101,7 @@ class DiskTier:
             self.discard([key])
             return error
         except StoreFault as error:
-            self.set_fault(error)
+            self.health.read_failed(error)
             self._suspect(key)
             return error
         except KvPoolError as error:  # no room in the queue, or closing
@@ -98,6 +109,7 @@ class DiskTier:
         finally:
             self._reading[key] -= 1
             self._reading += Counter()  # drops the zeros
+        self.health.read_went_well()
         if size_bytes is None:
             self.discard([key])
             return PageMissing(f"page {key} is not on disk as it was said to be")
@@ -126,12 +138,14 @@ class DiskTier:
 
     async def write(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         """Make pages durable; per key None or why it failed. Makes room first, so that the budget is never exceeded."""
-        size_bytes = sum(len(page.page) for page in pages)
+        if self.health.state is not DiskState.READ_WRITE:  # giving up pages for what cannot be written would be a loss
+            return {page.key: StoreFault(self.fault) for page in pages}
+        size_bytes = sum(self._store.charged_bytes(len(page.page)) for page in pages)
         self._promised_bytes += size_bytes
         results: dict[PageKey, KvPoolError | None]
         try:
-            # A deletion that was asked for earlier must not hit the new copy.
-            await asyncio.gather(*{self._deleting[page.key] for page in pages if page.key in self._deleting})
+            # A deletion that was asked for earlier must not hit the new copy, and gives room.
+            await asyncio.gather(*set(self._deleting.values()))
             self._undeleted.difference_update(page.key for page in pages)
             await self._make_room()
             reach("pagestore.write.begin")
@@ -156,18 +170,9 @@ class DiskTier:
         if here:
             await self._writers.run(self._store.set_metadata, here)
 
-    def set_fault(self, error: KvPoolError) -> None:
-        """Take the tier out of service until a probe succeeds."""
-        if not self.fault:
-            _log.error("the disk tier is out of service: %s", error)
-            self.fault = str(error)
-            self.on_change()
-        if self._probe_task is None:
-            self._probe_task = background(self._probe(), "probe-disk")
-
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
-        await cancelled(self._probe_task)
+        await self.health.close()
         await self._writers.run(self._store.close)
 
     async def load_value(self, name: str) -> bytes | None:
@@ -178,10 +183,10 @@ class DiskTier:
 
     # Inside
 
-    def _page_bytes(self, key: PageKey) -> int:
+    def _charged_bytes(self, key: PageKey) -> int:
         keyspace = self._keyspaces.find(key.keyspace)
         assert keyspace is not None  # remembered before the first page of it was written
-        return keyspace.page_bytes(key.shard)
+        return self._store.charged_bytes(keyspace.page_bytes(key.shard))
 
     def _take_stored(self, page: StoredPage) -> bool:
         """False if nobody could ever ask for the page."""
@@ -193,6 +198,7 @@ class DiskTier:
         except KvPoolError as error:
             _log.error("page %s on disk is dropped: %s", page.key, error)
             return False
+        self.on_stored(page.key, page.metadata)
         return self.map.add(page.key, page.metadata)
 
     async def _measure(self) -> None:
@@ -259,7 +265,7 @@ class DiskTier:
     def _judge(self, results: dict[PageKey, KvPoolError | None]) -> None:
         fault = next((error for error in results.values() if isinstance(error, StoreFault)), None)
         if fault is not None:
-            self.set_fault(fault)
+            self.health.write_failed(fault)
 
     async def _delete(self, keys: list[PageKey], deleted: asyncio.Future[None]) -> None:
         try:
@@ -268,7 +274,7 @@ class DiskTier:
         except KvPoolError as error:
             _log.error("%d pages could not be deleted from disk: %s", len(keys), error)
             if isinstance(error, StoreFault):
-                self.set_fault(error)
+                self.health.write_failed(error)
         finally:
             deleted.set_result(None)
             for key in keys:
@@ -276,21 +282,10 @@ class DiskTier:
                     del self._deleting[key]
 
     async def _probe(self) -> None:
-        """Try small durable writes, with growing distance, until one succeeds."""
-        delay_s = 0.5
-        while True:
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, 30.0)
-            try:
-                await self._writers.run(self._store.save_value, _PROBE_NAME, b"1")
-            except KvPoolError as error:
-                self.fault = str(error)
-            else:
-                break
-        _log.warning("the disk tier is in service again")
-        self._probe_task = None
-        self.fault = ""
-        if self._undeleted:
+        await self._writers.run(self._store.probe)
+
+    def _health_changed(self) -> None:
+        if not self.fault and self._undeleted:
             undeleted, self._undeleted = self._undeleted, set()
             self.discard(list(undeleted))
         self.on_change()

@@ -68,7 +68,7 @@ class Flights:
 
     def disk_metadata(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside the page on disk; None if it is not there or the disk tier is out of service."""
-        return self._disk.map.metadata(key) if self._disk is not None and not self._disk.fault else None
+        return self._disk.map.metadata(key) if self._disk is not None and self._disk.is_readable else None
 
     def promote(self, record: PageRecord, keyspace: Keyspace) -> Flight:
         """Begin to read a page from disk."""

@@ -26,7 +26,8 @@ class StoreGauges:
     disk_capacity_bytes: int
     disk_used_bytes: int
     disk_pages: int
-    disk_faulty: int  # 1: the disk tier is out of service
+    disk_faulty: int  # 1: pages are not made durable
+    disk_state: int  # 0: it can be written, 1: only read, 2: neither
     sessions: int
     quarantined_sessions: int
     leases: int
@@ -45,7 +46,8 @@ _GAUGE_HELP = {
     "disk_capacity_bytes": "Hard budget of the disk tier.",
     "disk_used_bytes": "The disk tier as its file system counts it.",
     "disk_pages": "Pages on disk.",
-    "disk_faulty": "1 while the disk tier is out of service.",
+    "disk_faulty": "1 while pages are not made durable.",
+    "disk_state": "0: the disk tier can be written and read, 1: only read, 2: neither.",
     "sessions": "Open sessions.",
     "quarantined_sessions": "Sessions that ended abnormally and whose peers may still touch slots.",
     "leases": "Leases held by open sessions.",

@@ -163,6 +163,14 @@ class PageStore(Protocol):
         """Forget all pages of a keyspace."""
         ...
 
+    def charged_bytes(self, page_bytes: int) -> int:
+        """What one page counts towards the tier's budget, all that lies beside it included. Does not block."""
+        ...
+
+    def probe(self) -> None:
+        """Read and write a little, durably, as `put_batch` would. Raises StoreFault while it would fail."""
+        ...
+
     def used_bytes(self) -> int:
         """Bytes of the tier as its file system counts them."""
         ...

@@ -106,6 +106,7 @@ def _add_pagestore(document: dict[str, Any], status: PageStoreStatus) -> None:
         "used_bytes": status.disk_used_bytes,
         "capacity_bytes": status.disk_capacity_bytes,
         "fault": status.disk_fault,
+        "state": status.disk_state,
     }
     document["pages"] = {
         "staging": status.staging_page_count,

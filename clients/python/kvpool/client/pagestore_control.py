@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
 
 
+_DISK_STATES = {
+    pagestore_pb2.DISK_STATE_READ_WRITE: "read_write",
+    pagestore_pb2.DISK_STATE_READ_ONLY: "read_only",
+    pagestore_pb2.DISK_STATE_OFF: "off",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageStoreStatus:
     """Budgets and use of one pagestore; see the proto message GetPageStoreStatusResponse."""
@@ -37,6 +44,7 @@ class PageStoreStatus:
     session_count: int
     lease_count: int
     disk_fault: str  # empty if the disk tier works
+    disk_state: str = ""  # read_write, read_only or off; empty: there is no disk tier
     draining: bool = False
     replica_queue_chunks: int = 0
 
@@ -104,6 +112,7 @@ class PageStoreControl:
             session_count=answer.session_count,
             lease_count=answer.lease_count,
             disk_fault=answer.disk_fault,
+            disk_state=_DISK_STATES.get(answer.disk_state, ""),
             draining=answer.draining,
             replica_queue_chunks=answer.replica_queue_chunks,
         )

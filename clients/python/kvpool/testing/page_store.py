@@ -125,6 +125,12 @@ class MemoryPageStore(Generic[StoredT_co]):
         with self._lock:
             self._pages = {key: page for key, page in self._pages.items() if key.keyspace != keyspace}
 
+    def charged_bytes(self, page_bytes: int) -> int:
+        return page_bytes
+
+    def probe(self) -> None:
+        self._raise_fault()
+
     def used_bytes(self) -> int:
         with self._lock:
             return sum(len(page) for page, _ in self._pages.values())

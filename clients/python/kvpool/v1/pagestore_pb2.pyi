@@ -104,6 +104,34 @@ SOURCE_REMOTE: Source.ValueType  # 3
 """Pulled from another node."""
 Global___Source: _TypeAlias = Source  # noqa: Y015
 
+class _DiskState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DiskStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiskState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISK_STATE_UNSPECIFIED: _DiskState.ValueType  # 0
+    """There is no disk tier."""
+    DISK_STATE_READ_WRITE: _DiskState.ValueType  # 1
+    """Pages are made durable and served."""
+    DISK_STATE_READ_ONLY: _DiskState.ValueType  # 2
+    """It is full or fails at writes: pages on it are served, new ones stay in staging."""
+    DISK_STATE_OFF: _DiskState.ValueType  # 3
+    """It fails at reads: nothing on it is served."""
+
+class DiskState(_DiskState, metaclass=_DiskStateEnumTypeWrapper):
+    """What a disk tier is good for."""
+
+DISK_STATE_UNSPECIFIED: DiskState.ValueType  # 0
+"""There is no disk tier."""
+DISK_STATE_READ_WRITE: DiskState.ValueType  # 1
+"""Pages are made durable and served."""
+DISK_STATE_READ_ONLY: DiskState.ValueType  # 2
+"""It is full or fails at writes: pages on it are served, new ones stay in staging."""
+DISK_STATE_OFF: DiskState.ValueType  # 3
+"""It fails at reads: nothing on it is served."""
+Global___DiskState: _TypeAlias = DiskState  # noqa: Y015
+
 @_typing.final
 class SessionOpen(_message.Message):
     """First message of a session."""
@@ -1019,6 +1047,7 @@ class GetPageStoreStatusResponse(_message.Message):
     DISK_FAULT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     REPLICA_QUEUE_CHUNKS_FIELD_NUMBER: _builtins.int
+    DISK_STATE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte node id."""
     incarnation: _builtins.int
@@ -1051,6 +1080,8 @@ class GetPageStoreStatusResponse(_message.Message):
     """True from the first Drain until it is cancelled."""
     replica_queue_chunks: _builtins.int
     """Chunks that wait to be copied to other nodes."""
+    disk_state: Global___DiskState.ValueType
+    """What the disk tier is good for now; disk_fault says why it is not READ_WRITE."""
     def __init__(
         self,
         *,
@@ -1070,10 +1101,11 @@ class GetPageStoreStatusResponse(_message.Message):
         disk_fault: _builtins.str = ...,
         draining: _builtins.bool = ...,
         replica_queue_chunks: _builtins.int = ...,
+        disk_state: Global___DiskState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_used_bytes", b"disk_used_bytes", "draining", b"draining", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "replica_queue_chunks", b"replica_queue_chunks", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_capacity_bytes", b"arena_capacity_bytes", "arena_quarantined_bytes", b"arena_quarantined_bytes", "arena_segment_bytes", b"arena_segment_bytes", "arena_used_bytes", b"arena_used_bytes", "dirty_page_count", b"dirty_page_count", "disk_capacity_bytes", b"disk_capacity_bytes", "disk_fault", b"disk_fault", "disk_page_count", b"disk_page_count", "disk_state", b"disk_state", "disk_used_bytes", b"disk_used_bytes", "draining", b"draining", "incarnation", b"incarnation", "lease_count", b"lease_count", "node_id", b"node_id", "replica_queue_chunks", b"replica_queue_chunks", "session_count", b"session_count", "staging_page_count", b"staging_page_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,10 +1169,10 @@ class PinRequest(_message.Message):
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     pinned_until_us: _builtins.int
-    """Wall time in microseconds since the epoch; 0 unpins."""
+    """Wall time in microseconds since the epoch; 0, or a time that has passed, unpins."""
     @_builtins.property
     def chunk_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16-byte chunk hashes."""
+        """16-byte chunk hashes, at most 4096; those that the node has nothing of are ignored."""
 
     def __init__(
         self,
@@ -1165,7 +1197,7 @@ class PinResponse(_message.Message):
 
     PAGE_COUNT_FIELD_NUMBER: _builtins.int
     page_count: _builtins.int
-    """Pages found."""
+    """Pages of these chunks that the node has, now with this pin."""
     def __init__(
         self,
         *,

@@ -120,7 +120,9 @@ class PageStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Sets or ends soft pins. Not served yet: UNIMPLEMENTED.
+        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
+        durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
+        disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,10 @@ class PageStoreServiceStub:
     INVALID_ARGUMENT for a malformed key.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]
-    """Sets or ends soft pins. Not served yet: UNIMPLEMENTED."""
+    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
+    durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
+    disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+    """
     Drain: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]
     """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
     passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
@@ -88,7 +91,10 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     INVALID_ARGUMENT for a malformed key.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]  # type: ignore[assignment]
-    """Sets or ends soft pins. Not served yet: UNIMPLEMENTED."""
+    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
+    durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
+    disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+    """
     Drain: _aio.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]  # type: ignore[assignment]
     """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
     passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
@@ -155,7 +161,10 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.PinResponse, _abc.Awaitable[_pagestore_pb2.PinResponse]]:
-        """Sets or ends soft pins. Not served yet: UNIMPLEMENTED."""
+        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
+        durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
+        disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

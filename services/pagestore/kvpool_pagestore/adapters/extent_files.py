@@ -111,6 +111,15 @@ class ExtentFiles:
         except OSError as error:
             raise StoreFault(f"reading a page from {self._directory} failed: {error.strerror}") from error
 
+    def probe(self) -> None:
+        """Read a block of each file. Raises StoreFault."""
+        block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        try:
+            for number, file in self._files.items():
+                file.descriptors.read_into(Extent(number, 0, 1), block)
+        except OSError as error:
+            raise StoreFault(f"reading {self._directory} failed: {error.strerror}") from error
+
     def block_ends(self, size_bytes: int) -> Iterator[tuple[int, int, bytes]]:
         """File, number and last bytes of every block there is. Reads everything. Raises StoreFault."""
         window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))

@@ -47,6 +47,7 @@ class ExtentPages:
         self._readers: Counter[PageKey] = Counter()
         self._read_meanwhile: dict[PageKey, list[Extent]] = {}  # freed while they were read
         self._last_number = 0
+        self._missing_blocks = 0  # what the file system had no room for when it was asked last
         self._shrink()
         self._load()
 
@@ -140,6 +141,12 @@ class ExtentPages:
         """Keep an encoding where it is found again if RocksDB is lost."""
         self._sidecar.remember_keyspace(encoding)
 
+    def probe(self) -> None:
+        """Find the room that was not there, and read a page. Raises StoreFault while either fails."""
+        with self._lock:
+            self._grow(self._missing_blocks)
+        self._files.probe()
+
     def reclaim(self) -> None:
         """Nothing to do: blocks are used again where they are."""
 
@@ -216,7 +223,9 @@ class ExtentPages:
             if room <= 0:
                 return
             number = max(counts, default=0) + 1
+            self._missing_blocks = block_count
             self._files.create(number, room)
+            self._missing_blocks = 0
             self._free.give([Extent(number, 0, room)])
 
     def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[ExtentRecord]) -> _Freed:

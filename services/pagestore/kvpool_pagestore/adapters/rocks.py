@@ -30,6 +30,7 @@ from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPag
 
 _log = logging.getLogger(__name__)
 
+_PROBE_NAME: Final = "probe"
 _FORMAT: Final = b"2, page bytes in %s"
 
 
@@ -56,6 +57,8 @@ class Pages(Protocol):
     def forget_keyspace(self, keyspace: bytes) -> None: ...
 
     def remember_keyspace(self, encoding: bytes) -> None: ...
+
+    def probe(self) -> None: ...
 
     def reclaim(self) -> None: ...
 
@@ -172,6 +175,11 @@ class RocksPageStore:
     def delete_keyspace(self, keyspace: bytes) -> None:
         self._pages.forget_keyspace(keyspace)
         self._reclaim()
+
+    def probe(self) -> None:
+        self.save_value(_PROBE_NAME, b"1")
+        self._pages.probe()
+        self.load_value(_PROBE_NAME)
 
     def used_bytes(self) -> int:
         return self._database.used_bytes()

@@ -105,6 +105,9 @@ class RocksPages:
     def remember_keyspace(self, encoding: bytes) -> None:
         """Nothing to do: the database remembers it, and nothing outlives the database."""
 
+    def probe(self) -> None:
+        """Nothing to do: what the database can write, it can ingest."""
+
     def reclaim(self) -> None:
         """Give space of dead pages back until little enough is dead.
 

@@ -17,6 +17,7 @@ from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.servicer.messages import session_request_from_proto
 from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
 
+_DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
 _PREFETCH_KEYS_MAX = 4096
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,12 +72,14 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
             session_count=gauges.sessions,
             lease_count=gauges.leases,
             disk_fault=self._engine.disk_fault,
+            disk_state=_DISK_STATES[gauges.disk_state] if gauges.disk_capacity_bytes else pb.DISK_STATE_UNSPECIFIED,
             draining=bool(gauges.draining),
             replica_queue_chunks=gauges.replica_queue_chunks,
         )
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: _Context) -> pb.PrefetchResponse:
-        keys = convert_items(request.keys, page_key_from_proto, "key", most=_PREFETCH_KEYS_MAX)
+        keys = convert_items(request.keys, page_key_from_proto, "key", most=_DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
+_PREFETCH_KEYS_MAX)
         return pb.PrefetchResponse(started_count=self._engine.prefetch.start(self._tenant(), keys))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
