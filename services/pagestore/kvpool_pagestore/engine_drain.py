@@ -132,6 +132,9 @@ class Drain:
         except KvPoolError as error:
             _log.error("the drain stopped and can be called again: %s", error)
             self._failure = error
+        except Exception as error:
+            self._failure = KvPoolError(f"the drain failed and can be called again: {error}")
+            raise
         finally:
             if self._task is asyncio.current_task():
                 self._task = None
