@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from tests.sim.clients import ClientCounts
 from tests.sim.history import Report, run_history
+from tests.sim.mutants import MUTANTS
+
+_COLLECT_EACH = 20  # histories
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,27 +23,36 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", default="1000", help="how many, or FIRST-LAST")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="say everything that happens")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug: the histories must fail")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of bytes would have another order in each process
         os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *argv], {**os.environ, "PYTHONHASHSEED": "0"})
     first, last = (options.seed, options.seed) if options.seed is not None else _range(options.seeds)
-    started_s, failed, total = time.perf_counter(), 0, ClientCounts()
+    with MUTANTS[options.mutant]() if options.mutant else nullcontext():
+        return _run(range(first, last + 1), trace=print if options.trace else None, keep_going=options.keep_going)
+
+
+def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool) -> int:
+    started_s, failed, total = time.process_time(), 0, ClientCounts()
     callbacks = virtual_s = 0.0
-    for seed in range(first, last + 1):
-        report = run_history(seed, trace=print if options.trace else None)
+    gc.disable()  # a history's world is one large cycle, collected as a whole
+    for seed in seeds:
+        if seed % _COLLECT_EACH == 0:
+            gc.collect()
+        report = run_history(seed, trace=trace)
         callbacks += report.callbacks
         virtual_s += report.virtual_s
         _add(total, report.counts)
         if report.violations:
             failed += 1
             _show(report)
-            if not options.keep_going:
+            if not keep_going:
                 break
-    took_s = time.perf_counter() - started_s
-    count = seed - first + 1
+    took_s = time.process_time() - started_s
+    count = seed - seeds.start + 1
     print(
-        f"{count} histories, {failed} failed, {count / took_s:.0f}/s, {callbacks / count:.0f} callbacks and "
+        f"{count} histories, {failed} failed, {count / took_s:.0f} per second of processor time, {callbacks / count:.0f} callbacks and "
         f"{virtual_s / count:.1f} virtual seconds each; {total.operations} operations: {total.stored} pages stored, "
         f"{total.hits} hits, {total.misses} misses, {total.errors} errors"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvpool.client.node_link import NodeLinkConfig
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
 from kvpool_pagestore.engine import PageStoreEngine
@@ -47,6 +48,8 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
 
 async def check_calm(world: World) -> None:
     """The index knows exactly what the nodes hold, within the bound that reconciliation promises."""
+    if not hasattr(NodeLinkConfig, "reconcile_share"):
+        return
     until_s = world.loop.time() + world.heal_s
     while wrong := [what for store in world.pagestores if (what := _wrong_in_index(world, store))]:
         if world.loop.time() > until_s:

@@ -58,6 +58,7 @@ class ClientNode:
         self.operation: Operation | None = None
         self.task: asyncio.Task[None] | None = None
         self._session: PageStoreSession | None = None
+        self._last_incarnation = 0
         self._old_matches: dict[int, ChainMatch] = {}  # by chain
 
     @property
@@ -109,6 +110,7 @@ class ClientNode:
 
     async def load_all(self, chains: int) -> None:
         """Load every chain once: used when all is calm."""
+        self.leaving = True
         await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
         await self._timed("connect", self._connect())
         for chain in range(chains):
@@ -130,8 +132,8 @@ class ClientNode:
     async def _connect(self) -> None:
         session = self._session
         if session is None:
-            known = self.store.engine.incarnation if self.store.engine is not None and self.store.serving else 0
-            expected = known if self.world.rng.random() < 0.3 else 0
+            expected = self._last_incarnation if self.world.rng.random() < 0.3 else 0
+            self._last_incarnation = 0  # refused: the next try takes any
             plan = SessionPlan(
                 endpoint=self.store.endpoint,
                 peer_name=self.name,
@@ -139,8 +141,9 @@ class ClientNode:
                 expected_incarnation=expected,
             )
             self._session = await PageStoreSession.open(plan, self._config)
+            self._last_incarnation = self._session.incarnation
             if expected not in (0, self._session.incarnation):
-                raise Violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
+                raise self._violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
         elif session.broken.is_set():
             # All copies of earlier operations have ended: the holds of this client are gone.
             drained = self.world.rng.random() < 0.8
@@ -237,13 +240,19 @@ class ClientNode:
         try:
             view = session.slot_view(slot)
             first = bytes(view[:half])
-            await asyncio.sleep(self.world.some_s(0.02))
+            if not self.leaving:
+                await asyncio.sleep(self.world.some_s(0.02))
             if first + bytes(view[half:]) != page:
                 raise self._violation(f"page {key} was read with wrong bytes")
         finally:
             self.store.host.let_go(hold)
         doubtful = self.world.rng.random() < 0.02  # a reader with bad memory of its own
-        await session.release([] if doubtful else [slot.lease_id], corrupt_lease_ids=[slot.lease_id] if doubtful else [])
+        if doubtful:
+            await session.release([], corrupt_lease_ids=[slot.lease_id])
+        elif self.world.rng.random() < 0.3:
+            await session.release([slot.lease_id])
+        else:
+            session.release_soon([slot.lease_id])
 
     async def _sources(self, chain: int, count: int) -> dict[int, tuple[RemoteSource, ...]]:
         """Where else the pages are said to be; sometimes by an old answer."""

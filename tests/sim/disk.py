@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from kvpool.core.errors import KvPoolError, PageCorrupt, StoreFault
+from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPage
-from tests.sim.loop import Violation
 
 _Pages = dict[PageKey, tuple[bytes, PageMetadata]]
 
 
 class SimDisk:
-    """The medium. It outlives the processes that use it."""
+    """The medium, with a cap that holds by construction. It outlives the processes that use it."""
 
     def __init__(self, budget_bytes: int = 1 << 40) -> None:
         self.budget_bytes = budget_bytes
@@ -25,7 +24,7 @@ class SimDisk:
         self.values: dict[str, bytes] = {}
         self.damaged: set[PageKey] = set()
         self.fault_share = 0.0  # of calls that fail
-        self.violations: list[str] = []
+        self.ever_failed = False
         self.deleted: set[PageKey] = set()  # ever, on the owner's wish
 
     def lose_power(self) -> None:
@@ -125,6 +124,13 @@ class SimPageStore:
         destination[half : len(page)] = page[half:]
         return len(page)
 
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        self._may_fail()
+        for pages in (self._disk.written, self._disk.synced):
+            for key, metadata in changes:
+                if key in pages:
+                    pages[key] = pages[key][0], metadata
+
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
         self._pause()
         self._may_fail()
@@ -158,16 +164,18 @@ class SimPageStore:
         if not self._alive():
             return
         disk = self._disk
+        after = disk.written | copies
+        if sum(len(page) for page, _ in after.values()) > disk.budget_bytes:
+            disk.ever_failed = True
+            raise QuotaExceeded("no room on disk: pages that were given up are still being deleted")
         for key, (page, _) in copies.items():
             self._check(key, page)
             disk.damaged.discard(key)
             disk.deleted.discard(key)
         disk.written.update(copies)
         disk.synced.update(copies)
-        if disk.used_bytes > disk.budget_bytes:
-            disk.violations.append(f"{disk.used_bytes} bytes on disk, the budget is {disk.budget_bytes}")
-            raise Violation(disk.violations[-1])
 
     def _may_fail(self) -> None:
         if self._disk.fault_share and self._rng.random() < self._disk.fault_share:
+            self._disk.ever_failed = True
             raise StoreFault("planted: the disk failed")

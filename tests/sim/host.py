@@ -18,11 +18,11 @@ from tests.sim.network import Network
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One segment's memory. mappers: client processes."""
+    """One segment's memory. mappers: the mappings of clients, with their processes."""
 
     segment_id: int
     memory: bytearray
-    mappers: set[Process] = field(default_factory=set)
+    mappers: dict[object, Process] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +73,7 @@ class SimHost:
         """The kernel closes what the process had open."""
         self.holds = [one for one in self.holds if one.process is not process]
         for segment in self.segments.values():
-            segment.mappers.discard(process)
+            segment.mappers = {one: owner for one, owner in segment.mappers.items() if owner is not process}
         for holders in self.session_files.values():
             holders.discard(process)
 
@@ -127,7 +127,7 @@ class SimArena:
             return
         segment = self._host.segments.pop(segment_id)
         if segment.mappers:
-            self._host.fail(f"segment {segment_id} was destroyed while {segment.mappers} map it")
+            self._host.fail(f"segment {segment_id} was destroyed while {list(segment.mappers.values())} map it")
         del self._views[segment_id]
 
     def create_session_file(self, session_id: bytes) -> int:
@@ -153,7 +153,7 @@ class SimArena:
         for segment_id in self._old:
             segment = self._host.segments.pop(segment_id)
             if segment.mappers:
-                self._host.fail(f"old segment {segment_id} was destroyed while {segment.mappers} map it")
+                self._host.fail(f"old segment {segment_id} was destroyed while {list(segment.mappers.values())} map it")
         self._old.clear()
 
     def close(self, *, remove: bool) -> None:
@@ -180,6 +180,7 @@ class SimSegmentMap:
         self._token = token
         self._timeout_s = timeout_s
         self._process = current_process()
+        self._closed = False
         self._mapped: dict[int, Segment] = {}
         self._session_id: bytes | None = None
         self._host: SimHost | None = None
@@ -202,8 +203,9 @@ class SimSegmentMap:
         return memoryview(segment.memory)[offset : offset + size_bytes]
 
     def close(self) -> bool:
+        self._closed = True
         for segment in self._mapped.values():
-            segment.mappers.discard(self._process)
+            segment.mappers.pop(self, None)
         self._mapped.clear()
         if self._host is not None and self._session_id is not None:
             self._host.session_files.get(self._session_id, set()).discard(self._process)
@@ -258,11 +260,13 @@ class SimSegmentMap:
 
     def _received(self, host: SimHost, number: int, fd: int) -> None:
         """The descriptor is the client's from the moment in which the kernel takes it from the server."""
+        if self._closed:
+            return  # it is closed as soon as it is there
         self._host = host
         if number == SESSION_FILE_NUMBER:
             self._session_id = host.files_by_fd[fd]
             host.session_files[self._session_id].add(self._process)
         else:
             segment = host.segments[number]
-            segment.mappers.add(self._process)
+            segment.mappers[self] = self._process
             self._mapped[number] = segment

@@ -28,6 +28,25 @@ class Violation(AssertionError):
     """The simulated system broke a promise."""
 
 
+class SimHandle:
+    """What asyncio.Handle and TimerHandle are, without their repr and debugging."""
+
+    __slots__ = ("arguments", "at_s", "callback", "context", "is_cancelled")
+
+    def __init__(self, at_s: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context) -> None:
+        self.at_s, self.callback, self.arguments, self.context = at_s, callback, arguments, context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.at_s
+
+
 @dataclass(slots=True, eq=False)
 class Process:
     """One simulated process: what it is named, whether it runs, and what it would run next."""
@@ -35,7 +54,7 @@ class Process:
     name: str
     alive: bool = True
     paused: bool = False
-    ready: deque[asyncio.Handle] = field(default_factory=deque)
+    ready: deque[SimHandle] = field(default_factory=deque)
     callback_count: int = 0
     kill_at: int = 0  # the callback before which the process dies; 0: none
     on_kill: list[Callable[[], None]] = field(default_factory=list)  # what the rest of the world sees of its death
@@ -64,7 +83,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []
         self.trace: Callable[[str], None] | None = None
         self._callbacks_max = callbacks_max
-        self._timers: list[tuple[float, int, Process, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, Process, SimHandle]] = []
         self._timer_count = 0
         self._runnable: list[Process] = []
         self._closed = False
@@ -113,7 +132,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         try:
             task = self.spawn(self.world, main)
             while not task.done():
-                self._step()
+                if self._runnable:
+                    self._step()
+                    continue
+                self._advance()
                 if self.now_s > limit_s:
                     raise Violation(f"the history did not end within {limit_s:g} virtual seconds")
             return task.result()
@@ -142,9 +164,6 @@ class SimLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def _step(self) -> None:
-        if not self._runnable:
-            self._advance()
-            return
         runnable = self._runnable
         process = runnable[int(self.rng.random() * len(runnable))]
         if process.kill_at and process.callback_count >= process.kill_at:
@@ -154,23 +173,28 @@ class SimLoop(asyncio.AbstractEventLoop):
         handle = process.ready.popleft()
         if not process.ready:
             runnable.remove(process)
-        if handle._cancelled:  # type: ignore[attr-defined]
+        if handle.is_cancelled:
             return
         process.callback_count += 1
         self.callback_count += 1
         if self.callback_count > self._callbacks_max:
             raise Violation(f"more than {self._callbacks_max} callbacks: something runs in circles ({handle!r})")
-        handle._run()  # type: ignore[attr-defined]
+        try:
+            handle.context.run(handle.callback, *handle.arguments)
+        except SimKilled:
+            pass  # of the process that ran
+        except Exception as error:
+            self.call_exception_handler({"message": f"a callback of {process} failed", "exception": error})
 
     def _advance(self) -> None:
         if not self._timers:
             raise Violation("nothing can happen any more, and the history has not ended")
         at_s, _, process, handle = heapq.heappop(self._timers)
         self.now_s = max(self.now_s, at_s)
-        if not handle._cancelled:  # type: ignore[attr-defined]
+        if not handle.is_cancelled:
             self._make_ready(process, handle)
 
-    def _make_ready(self, process: Process, handle: asyncio.Handle) -> None:
+    def _make_ready(self, process: Process, handle: SimHandle) -> None:
         if not process.alive or self._closed:
             return
         if not process.ready and not process.paused:
@@ -195,21 +219,20 @@ class SimLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return self._closed
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
         where = context if context is not None else copy_context()
-        handle = asyncio.Handle(callback, args, self, where)
+        handle = SimHandle(self.now_s, callback, args, where)
         self._make_ready(where.get(_PROCESS, self.world), handle)
         return handle
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
+    call_soon_threadsafe = call_soon
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
         where = context if context is not None else copy_context()
-        handle = asyncio.TimerHandle(when, callback, args, self, where)
+        handle = SimHandle(when, callback, args, where)
         process = where.get(_PROCESS, self.world)
         if process.alive and not self._closed:
             self._timer_count += 1
@@ -232,9 +255,6 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays in the heap until its time has come."""
 
 
 def _discard(task: asyncio.Task[Any]) -> None:

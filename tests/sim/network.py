@@ -33,11 +33,12 @@ class Faults:
     lost_answer: float = 0.0
     twice: float = 0.0
     broken_stream: float = 0.0  # per message
+    flipped: float = 0.0  # a piece of a pulled page with a wrong bit
     slow: float = 0.0  # a message that takes up to slow_s
     slow_s: float = 2.0
 
     def none(self) -> None:
-        self.lost_request = self.lost_answer = self.twice = self.broken_stream = self.slow = 0.0
+        self.lost_request = self.lost_answer = self.twice = self.broken_stream = self.flipped = self.slow = 0.0
 
 
 @dataclass(slots=True)
@@ -443,9 +444,10 @@ class _Call:
 
     def _tell_end(self, code: grpc.StatusCode, details: str, pairs: tuple[tuple[str, str], ...]) -> None:
         assert self._server is not None
-        self._network.send(
-            self._server, self._client, self._last_to_client_s, lambda: self._end_client(code, details, pairs)
-        )
+        if not self._broken:
+            self._network.send(
+                self._server, self._client, self._last_to_client_s, lambda: self._end_client(code, details, pairs)
+            )
 
     # What a servicer asks of its context
 

@@ -24,6 +24,7 @@ from kvpool_index.servicer import IndexServicer
 from kvpool_pagestore import main as pagestore_main
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -232,6 +233,7 @@ class PageStoreNode:
         )
         engine = self.engine = PageStoreEngine(config, parts, _pagestore_metrics())
         self._watch_slots(engine)
+        self._watch_promises(engine)
         stop = self.stop = Stop()
         last_incarnation = await engine.load(arena.old_sessions(), arena.old_bytes)
         node = NodeInfo(
@@ -279,7 +281,7 @@ class PageStoreNode:
         return SimPageStore(self.disk, rng=world.rng, pause=pause, alive=lambda: process.alive, check=check)
 
     def _make_workers(self) -> EngineWorkers:
-        def workers(threads: int, most_s: float, blocking: bool) -> SimWorkers:
+        def workers(threads: int, most_s: float, blocking: float) -> SimWorkers:
             made = SimWorkers(
                 self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=blocking
             )
@@ -287,10 +289,10 @@ class PageStoreNode:
             return made
 
         return EngineWorkers(
-            verify=workers(2, 0.004, False),
-            read=workers(2, 0.004, True),
-            write=workers(2, 0.004, True),
-            pull=workers(2, 0.002, True),
+            verify=workers(2, 0.004, 0.0),
+            read=workers(2, 0.004, 0.4),
+            write=workers(2, 0.004, 0.4),
+            pull=workers(2, 0.002, 1.0),
         )
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
@@ -307,6 +309,32 @@ class PageStoreNode:
                 segment.memory[offset : offset + 256] = b"\xdd" * 256
 
         space.free = freed  # type: ignore[method-assign]
+
+    def _watch_promises(self, engine: PageStoreEngine) -> None:
+        """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works."""
+        announcer, ledger, space, disk = engine._announcer, engine._ledger, engine._ledger.space, self.disk
+        announce, evict, finish_commit = announcer.disk, space._on_evict, ledger.finish_commit
+        committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
+
+        def announced(key: PageKey, group_head_hash: bytes, present: bool) -> None:
+            if present and key not in disk.written and key not in disk.deleted:
+                self.world.violations.append(f"{self.name}: page {key} was announced as durable and is not")
+            announce(key, group_head_hash, present)
+
+        def evicted(slot: Any) -> None:
+            key = slot.page.key
+            lost = key not in disk.written and key not in disk.deleted and not disk.ever_failed
+            if self.shape.disk_pages and lost and id(slot.record) in committed:
+                self.world.violations.append(f"{self.name}: page {key} was evicted before it was durable")
+            evict(slot)
+
+        def finished(slot: Slot, **how: bool) -> bool:
+            committed[id(slot.page)] = slot.page
+            return finish_commit(slot, **how)
+
+        announcer.disk = announced  # type: ignore[method-assign]
+        ledger.finish_commit = finished  # type: ignore[method-assign]
+        space._on_evict = evicted
 
 
 SESSION_FDS: dict[Process, Callable[[int], None]] = {}
@@ -344,6 +372,7 @@ class SimPeers:
                 if index < 0:
                     broken = error
                 elif data is not None:
+                    data = self._travelled(data)
                     offset = len(items[index].destination) - len(data) if last else 0
                     items[index].destination[offset : offset + len(data)] = data
                     if last:
@@ -373,6 +402,14 @@ class SimPeers:
 
     def close(self) -> None:
         pass
+
+    def _travelled(self, data: bytes) -> bytes:
+        """What arrives: sometimes not what was sent."""
+        network = self._world.network
+        if not network.chance(network.faults.flipped):
+            return data
+        at = int(network.rng.random() * len(data))
+        return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
     def _begin(
         self, source: RemoteSource, keys: Sequence[PageKey], deadline_s: float, answers: Any, puller: Process
@@ -439,6 +476,8 @@ async def _serve_pull(
 
     try:
         engine.check_incarnation(source.incarnation)
+        if source.incarnation != engine.incarnation:
+            world.violations.append(f"incarnation {engine.incarnation} served what {source.incarnation} was asked for")
         peer = engine.sessions.open_internal(TENANT, [(KEYSPACE, SPEC)])
     except KvPoolError as error:
         send(-1, error, None, False)

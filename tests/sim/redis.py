@@ -47,7 +47,8 @@ class SimRedis:
         return result
 
     async def _reach(self) -> None:
-        await asyncio.sleep(self.network.delay_s())
+        if self.network.chance(0.6):  # else the answer takes all the time
+            await asyncio.sleep(self.network.delay_s())
         if self.loop.time() < self.down_until_s:
             await asyncio.sleep(0.5 if self.network.chance(0.5) else 0.0)
             raise StoreUnavailable("planted: the store is down")
@@ -55,7 +56,8 @@ class SimRedis:
             raise StoreUnavailable("planted: the request was lost")
 
     async def _return(self) -> None:
-        await asyncio.sleep(self.network.delay_s())
+        if self.network.chance(0.6):
+            await asyncio.sleep(self.network.delay_s())
         if self.network.chance(self.loss):
             raise StoreUnavailable("planted: the answer was lost")
 

@@ -106,12 +106,12 @@ class SimWorkers:
     """A pagestore's ports.Workers. `delay_s` gives the time until a call begins, and again until its result is told."""
 
     def __init__(
-        self, loop: SimLoop, *, threads: int, delay_s: Callable[[], float], blocking: bool, queue_limit: int = 4096
+        self, loop: SimLoop, *, threads: int, delay_s: Callable[[], float], blocking: float, queue_limit: int = 4096
     ) -> None:
         self.threads = threads
         self._loop = loop
         self._delay_s = delay_s
-        self._blocking = blocking  # False: calls never wait inside, and need no thread
+        self._blocking = blocking  # share of calls that may wait inside, and need a thread
         self._limit = threads + queue_limit
         self._queue: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
         self._running = 0
@@ -142,7 +142,7 @@ class SimWorkers:
             self._loop.call_later(self._delay_s(), self._begin, future, job)
 
     def _begin(self, future: asyncio.Future[Any], job: Callable[[], Any]) -> None:
-        if not self._blocking:
+        if self._loop.rng.random() >= self._blocking:
             try:
                 result, error = job(), None
             except Exception as failed:

@@ -1,0 +1,165 @@
+"""Bugs planted at a seam, one at a time: each must be found by the simulation within a few histories.
+
+They are tests of the tests. Each is a context manager that breaks one promise of the services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import kvpool_pagestore.engine_disk
+import kvpool_pagestore.engine_pulls
+from kvpool.core.errors import KvPoolError
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.segments import SegmentTable
+from kvpool_pagestore.core.sessions import SessionTable
+from kvpool_pagestore.core.slots import Slot, SlotState
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_pages import PageCalls
+from kvpool_pagestore.engine_sessions import PeerSession
+
+Mutant = Callable[[], AbstractContextManager[object]]
+
+
+def _skip_commit_checksum() -> AbstractContextManager[object]:
+    """A commit believes its writer."""
+    return mock.patch.object(PageCalls, "_verify", lambda self, slot: None)
+
+
+def _skip_disk_checksum() -> AbstractContextManager[object]:
+    """What the disk gives is served as it is."""
+    return mock.patch.object(kvpool_pagestore.engine_disk, "verify", lambda *args: None)
+
+
+def _skip_pull_checksum() -> AbstractContextManager[object]:
+    """What a peer sends is served as it is."""
+    return mock.patch.object(kvpool_pagestore.engine_pulls, "verify", lambda *args: None)
+
+
+def _visible_before_verified() -> AbstractContextManager[object]:
+    """Pages are visible from the begin of their commit, and taken back if they turn out to be incomplete."""
+
+    async def finish(self: PageCalls, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+        records = [slot.page for slot in slots]
+        for slot in slots:
+            self._ledger.finish_commit(slot, verified=True, dirty=False)
+        await asyncio.sleep(0.005)
+        errors = [self._verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)]
+        for record, error in zip(records, errors, strict=True):
+            if error is not None:
+                self._ledger.drop(record.key)
+        return errors
+
+    return mock.patch.object(PageCalls, "_finish_commits", finish)
+
+
+def _reuse_leased_slots() -> AbstractContextManager[object]:
+    """Read leases do not keep a slot from being evicted."""
+    unused = property(lambda slot: not slot.ghosts and not slot.pins)
+    return mock.patch.object(Slot, "unused", unused)
+
+
+def _recycle_on_timeout() -> AbstractContextManager[object]:
+    """The slots of a vanished peer come back after a while, whatever the kernel says of it."""
+    true_resolvable = SessionTable.resolvable
+
+    def resolvable(self: SessionTable, now_s: float) -> list[Any]:
+        self.note_gone([one.session_id for one in self.ended], now_s)
+        return true_resolvable(self, now_s)
+
+    return mock.patch.object(SessionTable, "resolvable", resolvable)
+
+
+def _forget_quarantine() -> AbstractContextManager[object]:
+    """A session that broke is treated as one that was closed."""
+
+    def end_session(self: Ledger, session: Any) -> None:
+        self._give_back(session)
+        self.sessions.close(session)
+
+    return mock.patch.object(Ledger, "end_session", end_session)
+
+
+def _serve_old_incarnations() -> AbstractContextManager[object]:
+    """Whoever expects an earlier process of the node is served by this one."""
+    return mock.patch.object(PageStoreEngine, "check_incarnation", lambda self, expected: None)
+
+
+def _announce_before_durable() -> AbstractContextManager[object]:
+    """The index hears of a page on disk when its write begins."""
+    true_write = DiskTier.write
+
+    async def write(self: DiskTier, pages: Sequence[Any]) -> Any:
+        for page in pages:
+            self._announcer.disk(page.key, page.metadata.group_head_hash, True)
+        return await true_write(self, pages)
+
+    return mock.patch.object(DiskTier, "write", write)
+
+
+def _forget_dirty() -> AbstractContextManager[object]:
+    """A committed page may be evicted before it is on disk."""
+    true_finish = Ledger.finish_commit
+
+    def finish_commit(self: Ledger, slot: Slot, *, verified: bool, dirty: bool) -> bool:
+        return true_finish(self, slot, verified=verified, dirty=False)
+
+    return mock.patch.object(Ledger, "finish_commit", finish_commit)
+
+
+def _forget_arena_budget() -> AbstractContextManager[object]:
+    """Segments are made without counting those that an earlier process left."""
+    return mock.patch.object(SegmentTable, "hold_old_bytes", lambda self, size_bytes: None)
+
+
+def _leak_flights() -> AbstractContextManager[object]:
+    """A page that could not be fetched stays on its way for ever."""
+    true_land = Flights._land
+
+    def land(self: Flights, flight: Any, slot: Any, error: KvPoolError | None, hit: bool = True) -> None:
+        true_land(self, flight, slot, error, hit)
+        if error is not None:
+            self._by_key[flight.record.key] = flight
+
+    return mock.patch.object(Flights, "_land", land)
+
+
+def _leak_late_words() -> AbstractContextManager[object]:
+    """Words of a session that has ended are still carried out."""
+    return mock.patch.object(PeerSession, "live", property(lambda peer: True))
+
+
+def _two_writers() -> AbstractContextManager[object]:
+    """A key that is being written is granted to another writer too."""
+    true_reserve = Ledger.reserve
+
+    def reserve(self: Ledger, session: Any, record: Any) -> Any:
+        self._writing.pop(record.key, None)
+        return true_reserve(self, session, record)
+
+    return mock.patch.object(Ledger, "reserve", reserve)
+
+
+MUTANTS: dict[str, Mutant] = {
+    "skip-commit-checksum": _skip_commit_checksum,
+    "skip-disk-checksum": _skip_disk_checksum,
+    "skip-pull-checksum": _skip_pull_checksum,
+    "visible-before-verified": _visible_before_verified,
+    "reuse-leased-slots": _reuse_leased_slots,
+    "recycle-on-timeout": _recycle_on_timeout,
+    "forget-quarantine": _forget_quarantine,
+    "serve-old-incarnations": _serve_old_incarnations,
+    "announce-before-durable": _announce_before_durable,
+    "forget-dirty": _forget_dirty,
+    "forget-arena-budget": _forget_arena_budget,
+    "leak-flights": _leak_flights,
+    "leak-late-words": _leak_late_words,
+    "two-writers": _two_writers,
+}
+"""By name; see the functions for what is broken."""
