@@ -129,14 +129,13 @@ async def test_what_is_not_served_says_so() -> None:
     with new_world() as world:
         async with served(world) as store, grpc.aio.insecure_channel(store.endpoint) as channel:
             stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
-            for call in (stub.Prefetch(pb.PrefetchRequest()), stub.Pin(pb.PinRequest())):
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call
-                assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Pin(pb.PinRequest())
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in stub.Drain(pb.DrainRequest()):
-                    raise AssertionError("Drain answered")
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                    raise AssertionError("a node without an index was drained")
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_a_stream_must_begin_with_open() -> None:

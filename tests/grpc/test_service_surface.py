@@ -25,9 +25,7 @@ METHODS = [method for service in SERVICES.values() for method in service.methods
 NOT_SERVED = {
     "IndexService.Route",
     "IndexService.ReconcileDigests",
-    "PageStoreService.Prefetch",
     "PageStoreService.Pin",
-    "PageStoreService.Drain",
 }
 # Refused at once, where an empty request would be served for as long as the client likes.
 REQUESTS: dict[str, Any] = {"IndexService.Watch": index_pb2.WatchRequest(keyspace_id=b"short")}

@@ -45,7 +45,6 @@ class PullStream:
     pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
     moved_s: float = 0.0
-    hedged: bool = False
     stalled: bool = False
 
 
@@ -55,4 +54,3 @@ class PulledPeer:
 
     waiting: deque[tuple[Pulled, RemoteSource]] = field(default_factory=deque)
     streams: set[PullStream] = field(default_factory=set)
-    moved_s: float = 0.0

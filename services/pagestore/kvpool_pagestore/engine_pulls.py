@@ -71,7 +71,7 @@ class Pulls:
         page.attempts += 1
         peer = self._peers.get(source.bulk_endpoint)
         if peer is None:
-            peer = self._peers[source.bulk_endpoint] = PulledPeer(moved_s=self._clock.monotonic_s())
+            peer = self._peers[source.bulk_endpoint] = PulledPeer()
         peer.waiting.append((page, source))
         if not self._pumping:
             self._pumping = True
@@ -116,7 +116,7 @@ class Pulls:
             reach("pagestore.pull.received")
             if hit and error is None:
                 error = _verify(page, self._space.view(slot))
-            loop.call_soon_threadsafe(self._arrived, peer, stream, position, error, hit)
+            loop.call_soon_threadsafe(self._arrived, stream, position, error, hit)
 
         try:
             for page in pages:
@@ -137,7 +137,7 @@ class Pulls:
             # Threads hand over by call_soon_threadsafe, in order: what the pull reported has been settled by now, and
             # the thread has left all its slots.
             for position in list(stream.pages):
-                self._arrived(peer, stream, position, failure, False)
+                self._arrived(stream, position, failure, False)
             peer.streams.discard(stream)
             self._pump()
 
@@ -159,9 +159,7 @@ class Pulls:
             lambda: None if page.settled else self._ledger.begin_fill(page.keyspace.tenant, page.record),
         )
 
-    def _arrived(
-        self, peer: PulledPeer, stream: PullStream, position: int, error: KvPoolError | None, hit: bool
-    ) -> None:
+    def _arrived(self, stream: PullStream, position: int, error: KvPoolError | None, hit: bool) -> None:
         going = stream.pages.pop(position, None)
         if going is None:
             return
@@ -170,7 +168,7 @@ class Pulls:
         if hit:
             self._delay.note(now_s - stream.moved_s)
         if not isinstance(error, Stopped):
-            stream.moved_s = peer.moved_s = now_s
+            stream.moved_s = now_s
         elif stream.stalled:
             error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
         self._judge(page, stream.source, error, hit)
@@ -211,7 +209,7 @@ class Pulls:
     # Hedging
 
     def _watch_later(self) -> None:
-        pause_s = self._delay.delay_s / 2 if self._delay.enabled else self._limits.stall_s / 2
+        pause_s = (self._delay.delay_s if self._delay.enabled else self._limits.stall_s) / 2
         self._watch = asyncio.get_running_loop().call_later(pause_s, self._look)
 
     def _look(self) -> None:
@@ -219,24 +217,23 @@ class Pulls:
         self._watch = None
         now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
         for peer in list(self._peers.values()):
-            for stream in list(peer.streams):
-                silent_s = now_s - stream.moved_s
-                if silent_s >= self._limits.stall_s and not stream.stalled:
+            late = [stream for stream in peer.streams if now_s - stream.moved_s >= delay_s]
+            for stream in late:
+                if now_s - stream.moved_s >= self._limits.stall_s and not stream.stalled:
                     stream.stalled = True
                     stream.stop.stop()
-                if self._delay.enabled and silent_s >= delay_s and not stream.hedged:
-                    stream.hedged = True
-                    for page, _ in list(stream.pages.values()):
-                        self._hedge(page)
-            # Pages that only wait for one of its streams are as late as those in them.
-            if self._delay.enabled and now_s - peer.moved_s >= delay_s and all(one.hedged for one in peer.streams):
+                for page, _ in list(stream.pages.values()):
+                    self._hedge(page)
+            if len(late) == len(peer.streams):  # pages that only wait for one of them are as late
                 for page, _ in list(peer.waiting):
                     self._hedge(page)
         if self._peers:
             self._watch_later()
 
     def _hedge(self, page: Pulled) -> None:
-        if page.settled or page.hedge is not None or not page.sources or self._hedged_count >= _HEDGED_MAX:
+        if not self._delay.enabled or page.settled or page.hedge is not None or not page.sources:
+            return
+        if self._hedged_count >= _HEDGED_MAX:
             return
         page.hedge = page.sources.pop(0)
         self._hedged_count += 1

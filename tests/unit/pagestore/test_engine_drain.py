@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvpool.core.errors import ArenaFull, Draining, DrainBlocked, StoreUnavailable
+from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, StoreUnavailable
 from kvpool.core.outcome import Admission
 from kvpool.testing import eventually
 from kvpool_pagestore.engine_drain import DrainProgress, DrainState

@@ -154,7 +154,7 @@ async def test_hedging_can_be_turned_off() -> None:
 
 async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
     with stuck_world() as (world, _):
-        async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
+        async with running_engine(world, hedge_ms=20, pull_stall_ms=300, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
             # 64 slots: 32 for the silent source and 32 for the other one, so that 28 pages find no room at first.
             pages = [wanted(number, source(1), source(11)) for number in range(60)]

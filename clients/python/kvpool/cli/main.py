@@ -33,6 +33,7 @@ COMMANDS = {
     "status": _Command("status", "nodes, their arenas and disks, keyspaces"),
     "logs": _Command("logs", "show logs of the cluster's processes"),
     "flush": _Command("flush", "wait until every page is durable"),
+    "drain": _Command("drain", "move a pagestore's pages to others, then end its lease"),
     "clear": _Command("clear", "drop the pages of a keyspace, or all"),
     "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
     "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
