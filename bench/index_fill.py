@@ -23,13 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
+from kvpool.core.location_digest import FIELD_BYTES
 from kvpool_index.adapters.redis_lanes import RedisLane
-from kvpool_index.adapters.redis_locations import group_key
+from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
 from kvpool_index.core.entries import Entry, Operation, TierMasks, encode_entry
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
-from kvpool_index.core.groups import FIELD_BYTES, HASH_BYTES, ChunkOperation
+from kvpool_index.core.groups import HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
 
 IN_STAGING: TierMasks = (0, 0xFFFF, 0)

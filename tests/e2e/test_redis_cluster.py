@@ -14,7 +14,7 @@ import pytest
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import StoreUnavailable
 from kvpool.testing import eventually
-from kvpool_index.adapters.redis_locations import group_key
+from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_slots import slot_of
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.adapters.redis_wire import Connection
@@ -246,3 +246,29 @@ async def test_without_any_member_calls_fail_in_time() -> None:
         await store.locations.read(KEYSPACE, [GroupRead(bytes(16), [bytes(8)])])
     assert time.monotonic() - started_at_s < FAST_S
     await store.close()
+
+
+async def test_a_replica_that_takes_over_is_found() -> None:
+    with running_cluster() as cluster:
+        records = f"{PREFIX}:{{n}}:records".encode()
+        lost = cluster.owner(records)
+        replica = cluster.add_replica(lost)
+        store, fence = await opened(cluster.url, PREFIX)
+        heads = heads_at(cluster, lost, 4)
+        await store.locations.apply(fence, [stored(fence, head) for head in heads])
+        assert ask(lost.port, "WAIT", "1", "5000") == 1
+        lost.kill()
+        with pytest.raises(StoreUnavailable):
+            await found(store, heads)
+
+        async def announced() -> bool:
+            try:
+                await store.locations.apply(fence, [stored(fence, head, 0b11) for head in heads])
+            except StoreUnavailable:
+                return False
+            return True
+
+        await eventually(announced, 20.0, "nobody took over")
+        assert await found(store, heads) == 4 and cluster.owner(records) is replica
+        assert store.redis.failovers == 1
+        await store.close()

@@ -82,6 +82,17 @@ async def test_who_waits_for_a_connection_is_counted_too(redis: RedisServer, sto
     assert kinds.count(StoreUnavailable) == 8 and kinds.count(Overloaded) == 12
 
 
+async def test_closing_ends_what_waits_with_an_error(redis: RedisServer, store: RedisIndexStore) -> None:
+    redis.pause()
+    for _ in range(2):
+        calls = [asyncio.create_task(append(store)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await store.close()
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match="not wanted any more"):
+                await call
+
+
 async def test_a_redis_that_is_gone_is_not_stormed(redis: RedisServer, store: RedisIndexStore) -> None:
     await append(store)
     redis.kill()

@@ -4,13 +4,15 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
 from kvpool_index.adapters.redis_url import Login, Server
 from kvpool_index.adapters.redis_wire import Connection, Reply, checked, is_error, lacks_script, pack
 from kvpool_index.core.redis_stats import RedisStats
+
+ResultT = TypeVar("ResultT")
 
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.25
@@ -55,6 +57,7 @@ class RedisLink:
         self._connecting: asyncio.Task[Connection] | None = None
         self._failures = 0
         self._joined = 0
+        self._is_closed = False
         self.server: Server | None = None  # that the connection leads to, or led to last
 
     @property
@@ -97,7 +100,8 @@ class RedisLink:
             self._connection.abort(cause)
 
     async def close(self) -> None:
-        """Close the connection; idempotent."""
+        """Close the connection for good; idempotent."""
+        self._is_closed = True
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
@@ -141,6 +145,8 @@ class RedisLink:
 
     async def _connect(self) -> Connection:
         """A fresh connection, logged in. All who need one at the same time share one attempt, and its failure."""
+        if self._is_closed:
+            raise ConnectionError("the connection is not wanted any more")
         if self._joined >= self._options.max_in_flight:
             raise Overloaded(f"{self._options.max_in_flight} calls wait for a connection to Redis already")
         if self._connecting is None:
@@ -151,7 +157,7 @@ class RedisLink:
             self._connecting.add_done_callback(self._connect_ended)
         self._joined += 1
         try:
-            return await asyncio.shield(self._connecting)
+            return await shared(self._connecting)
         finally:
             self._joined -= 1
 
@@ -181,6 +187,17 @@ class RedisLink:
                 connection.abort("login failed")
                 raise
             return connection
+
+
+async def shared(work: "asyncio.Task[ResultT]") -> ResultT:
+    """The result of what several wait for; whoever leaves does not end it. ConnectionError if it was given up."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if work.cancelled() and current is not None and not current.cancelling():
+            raise ConnectionError("the connection is not wanted any more") from None
+        raise
 
 
 def link_to(server: Server, options: LinkOptions) -> RedisLink:

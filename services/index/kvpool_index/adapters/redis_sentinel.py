@@ -11,7 +11,7 @@ from typing import Final
 
 from kvpool.core.errors import StoreUnavailable
 from kvpool_index.adapters.redis_lanes import OneMasterLane, RedisLane, new_lane
-from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait
+from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait, shared
 from kvpool_index.adapters.redis_url import Server
 from kvpool_index.adapters.redis_wire import checked, pack
 
@@ -71,7 +71,7 @@ class SentinelMaster:
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_all(len(self._sentinels) // 2 + 1), name="ask-sentinels")
             self._asking.add_done_callback(self._asked)
-        return await asyncio.shield(self._asking)
+        return await shared(self._asking)
 
     def _asked(self, asking: "asyncio.Task[Server]") -> None:
         self._asking = None

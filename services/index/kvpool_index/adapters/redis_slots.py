@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvpool.core.errors import StoreUnavailable
-from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, link_to
+from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, link_to, shared
 from kvpool_index.adapters.redis_url import Server
 
 _log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class SlotMap:
         assert self._refreshing is not None
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                await asyncio.shield(self._refreshing)
-        except TimeoutError as error:
+                await shared(self._refreshing)
+        except OSError as error:
             raise StoreUnavailable("no member of the Cluster tells its slots in time") from error
         if not self._owners:
             raise StoreUnavailable(f"no member of the Cluster tells its slots: {self._cause}")
