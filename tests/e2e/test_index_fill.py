@@ -8,7 +8,7 @@ import pytest
 
 from bench.index_fill import MadeChains, announce_all, fill_redis
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
-from kvpool_index.adapters.redis_locations import group_key
+from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.groups import group_reads
 from tests.fixtures.redis_topologies import RedisCluster, ask

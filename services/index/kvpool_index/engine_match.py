@@ -10,7 +10,7 @@ from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, group_reads
+from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
 from kvpool_index.core.match import Matcher
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
 from kvpool_index.engine_nodes import NodeService
@@ -46,9 +46,9 @@ class MatchService:
         started_at_s = time.perf_counter()
         keyspace = await self._keyspaces.get(tenant, query.keyspace)
         wanted = keyspace.grid.check_bitmap(query.shards)
-        reads = group_reads(query)
+        check_query(query)
         asked_at_s = time.perf_counter()
-        values = await self._store.read(query.keyspace, reads) if reads else []
+        values = await self._store.read_chain(query) if query.chunk_hashes else []
         read_at_s = time.perf_counter()
         matcher = self._judge(query, keyspace, wanted)
         found = matcher.match(values)
@@ -57,7 +57,7 @@ class MatchService:
             await self._nodes.learn(matcher.dead_ordinals)
             matcher = self._judge(query, keyspace, wanted)
             found = matcher.match(values)
-            self._note_dead(query, reads, values, matcher.dead_ordinals)
+            self._note_dead(query, values, matcher.dead_ordinals)
         self._metrics.store_duration_read.observe(read_at_s - asked_at_s)
         self._count(query, found)
         self._metrics.match_duration.observe(time.perf_counter() - started_at_s)
@@ -88,15 +88,13 @@ class MatchService:
         removed = await self._store.remove(dead) if dead else []
         self._metrics.dead_removed.inc(sum(state is not None for state in removed))
 
-    def _note_dead(
-        self, query: ChainQuery, reads: Sequence[GroupRead], values: Sequence[bytes | None], dead: set[int]
-    ) -> None:
+    def _note_dead(self, query: ChainQuery, values: Sequence[bytes | None], dead: set[int]) -> None:
         """Queue the removal of what no node will ever answer for again; a lease that only ran out is left alone."""
         gone = {ordinal for ordinal in dead if not self._nodes.table.knows_ordinal(ordinal)}
         if not gone:
             return
         at = 0
-        for read in reads:
+        for read in group_reads(query):
             for _ in read.fields:
                 for entry in decode_value(values[at]):
                     if entry.ordinal in gone and not self._dead.full():

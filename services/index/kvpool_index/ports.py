@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.cluster import ChainQuery, NodeInfo, NodeLoad
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
@@ -50,6 +50,10 @@ class LocationStore(Protocol):
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         """The values of all fields of all groups, in order, in one round; None for absent ones."""
+        ...
+
+    async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
+        """The same for the chunks of a checked query."""
         ...
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.clock import Clock
+from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import LeaseLost
 from kvpool.core.location_digest import FIELD_BYTES, bucket_of, fingerprint, range_of
 from kvpool_index.adapters.memory_events import MemoryEventLog
@@ -12,7 +13,7 @@ from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNod
 from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
 from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
+from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry, group_reads
 from kvpool_index.ports import StreamFence
 
 _STEP_GROUPS: Final = 256  # of a walk over all groups
@@ -49,6 +50,9 @@ class MemoryLocationStore:
             else:
                 found.extend(map(group.values.get, read.fields))
         return found
+
+    async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
+        return await self.read(query.keyspace, group_reads(query))
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         self._nodes.check_fence(fence)

@@ -8,15 +8,17 @@ import struct
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import LeaseLost
 from kvpool.core.location_digest import BUCKETS_PER_RANGE, FIELD_BYTES, RANGE_COUNT, bucket_of, range_of
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
+from kvpool_index.adapters.redis_reads import range_tag, read_groups, read_whole_groups
 from kvpool_index.adapters.redis_wire import checked, pack, pack_script
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, NodeEntry
+from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, NodeEntry, part_reads, whole_groups
 from kvpool_index.ports import StreamFence
 
 _APPLY: Final = load_script("apply_change")
@@ -46,20 +48,29 @@ class RedisLocationStore:
         self._reads = reads
         self._changes = changes
         self._nodes = nodes
+        self._key_prefix = key_prefix
         self._prefix = key_prefix + b":c:"
         self._prefixes = [self._prefix + range_tag(number) for number in range(RANGE_COUNT)]
         self._digest_keys = [key_prefix + b":d:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
-        prefixes = self._prefixes
-        keys = [prefixes[range_of(group.head)] + keyspace + group.head for group in groups]
-        # Every field has eight bytes, so that a command is a few joins.
-        commands = [
-            b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n$8\r\n%b\r\n"
-            % (len(group.fields) + 2, len(key), key, b"\r\n$8\r\n".join(group.fields))
-            for key, group in zip(keys, groups, strict=True)
-        ]
+        return await self._read(*read_groups(self._key_prefix, keyspace, groups))
+
+    async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
+        keyspace, prefix = query.keyspace, self._key_prefix
+        start, end = whole_groups(query)
+        whole = query.chunk_hashes[start * HASH_BYTES : end * HASH_BYTES]
+        commands, keys = read_whole_groups(prefix, keyspace, whole)
+        if start:
+            first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
+            commands, keys = first + commands, first_keys + keys
+        if end < query.chunk_count:
+            last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
+            commands, keys = commands + last, keys + last_keys
+        return await self._read(commands, keys)
+
+    async def _read(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes | None]:
         values: list[bytes | None] = []
         for reply in await self._reads.exchange(commands, keys):
             values += checked(reply)
@@ -96,7 +107,8 @@ class RedisLocationStore:
     async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
         keys = [self._digest_keys[number] for number in ranges]
         field = _ORDINAL.pack(ordinal)
-        replies = await self._reads.exchange([pack(b"HGET", key, field) for key in keys], keys)
+        commands = [pack(b"HGET", key, field) for key in keys]
+        replies = await self._reads.exchange(commands, keys) if commands else []
         return [int.from_bytes(checked(reply) or b"", "big") for reply in replies]
 
     async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
@@ -106,7 +118,7 @@ class RedisLocationStore:
             pack(b"HSET", key, field, digest.to_bytes(_DIGEST_BYTES, "big")) if digest else pack(b"HDEL", key, field)
             for key, digest in zip(keys, digests.values(), strict=True)
         ]
-        for reply in await self._changes.exchange(commands, keys):
+        for reply in await self._changes.exchange(commands, keys) if commands else ():
             checked(reply)
 
     async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
@@ -163,16 +175,6 @@ class RedisLocationStore:
 
     def _key(self, each: ChunkOperation) -> bytes:
         return self._prefixes[range_of(each.group_head)] + each.keyspace + each.group_head
-
-
-def range_tag(number: int) -> bytes:
-    """The hash tag of a digest range."""
-    return b"{%03x}" % number
-
-
-def group_key(key_prefix: bytes, keyspace: bytes, group_head: bytes) -> bytes:
-    """The key of a chain group."""
-    return key_prefix + b":c:" + range_tag(range_of(group_head)) + keyspace + group_head
 
 
 def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:

