@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -25,6 +25,8 @@ from kvpool.core.cluster import (
     ResyncEvent,
 )
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, StaleIncarnation
+from kvpool.core.keyspace import encode_keyspace
+from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import ManualClock, eventually
@@ -55,7 +57,7 @@ class Node:
             client,
             NODE,
             load=NodeLoad,
-            snapshot=self._snapshot,
+            truth=self,
             on_superseded=self.superseded.append,
             config=NodeLinkConfig(**bounds),
         )
@@ -70,9 +72,23 @@ class Node:
             removed_shards=0 if present else self.shards,
         )
 
-    def _snapshot(self) -> Iterator[LocationChange]:
-        for index in sorted(self.held):
-            yield self.change(index, present=True)
+    def _place(self, index: int) -> ChunkPlace:
+        return ChunkPlace(self.keyspace, self.chain.hashes[index], self.chain.group_head_hashes(index, 1)[0])
+
+    def chunks(self) -> list[ChunkPlace]:
+        return [self._place(index) for index in self.held]
+
+    def settle(self) -> None:
+        pass
+
+    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+        index = self.chain.hashes.index(chunk_hash)
+        return (
+            [HeldChunk(self._place(index).group_head, (0, self.shards, 0), self.shards)] if index in self.held else []
+        )
+
+    def keyspace_encodings(self) -> list[bytes]:
+        return [encode_keyspace("default", SPEC)]
 
     def put(self, *indexes: int) -> None:
         self.held.update(indexes)

@@ -96,14 +96,6 @@ async def test_the_order_of_messages_is_checked(index: RunningIndex) -> None:
     assert isinstance(error_from_rpc(caught.value), errors.InvalidRequest)
 
 
-async def test_replacing_ranges_is_not_served(index: RunningIndex) -> None:
-    node = await FakeNode(index.stub).register()
-    async with node.announcing() as stream:
-        with pytest.raises(errors.NotServed):
-            await stream.exchange(index_pb2.AnnounceRequest(replace_range=index_pb2.ReplaceRange(sequence=1)))
-        assert await stream.call.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_a_later_stream_fences_the_earlier(index: RunningIndex) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     async with node.announcing() as early:

@@ -89,7 +89,6 @@ async def test_specs_that_are_refused(index: RunningIndex) -> None:
 async def test_exactly_this_is_not_served(index: RunningIndex) -> None:
     calls: list[Any] = [
         index.stub.Route(index_pb2.RouteRequest()),
-        index.stub.ReconcileDigests(index_pb2.ReconcileDigestsRequest()),
     ]
     for call in calls:
         error = await refusal(call)

@@ -75,6 +75,7 @@ class PageStoreConfig:
     pull_streams_per_peer: Annotated[int, "pulls from one other node at once"] = 2
     hedge_ms: Annotated[int, "a pull is slow, and another node asked too, after this at the least; 0: never"] = 200
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 2_000
+    reconcile_interval_ms: Annotated[int, "how often all that is held is compared with what the index knows"] = 60_000
     index_start_wait_ms: Annotated[int, "wait for the index at start before serving without it"] = 3_000
     drain_ms: Annotated[int, "time for dirty pages to become durable after SIGTERM"] = 20_000
 
@@ -150,5 +151,6 @@ _POSITIVE = (
     "sweep_interval_ms",
     "hot_copies",
     "index_timeout_ms",
+    "reconcile_interval_ms",
     "drain_ms",
 )

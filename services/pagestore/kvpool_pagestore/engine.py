@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
+from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -20,21 +22,6 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
-
-from kvpool.core.cluster import LocationChange, NodeLoad
-from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
-from kvpool_pagestore.engine_locations import Announcer, snapshot
-from kvpool_pagestore.engine_movement import Movement
-from kvpool_pagestore.engine_pages import PageCalls
-from kvpool_pagestore.engine_parts import (
-    EngineParts,
-    disk_tier,
-    ledger_limits,
-    make_flights,
-    node_policy,
-    session_times,
-    write_back_limits,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -224,9 +211,10 @@ class PageStoreEngine:
             disk_free_bytes=max(0, self._disk_live_bytes - self._disk.map.size_bytes) if self._disk else 0,
         )
 
-    def snapshot(self) -> Iterator[LocationChange]:
-        """Everything this node holds, each item as it is when it is taken."""
-        return snapshot(self._ledger, self._disk.map if self._disk is not None else None, self._keyspaces)
+    @property
+    def truth(self) -> NodeTruth:
+        """What this node holds, as the index is to know it."""
+        return NodeTruth(self._announcer, self._disk.map if self._disk is not None else None, self._keyspaces)
 
     def read_gauges(self, loop: asyncio.AbstractEventLoop) -> StoreGauges:
         """`gauges` for another thread; `loop` is the engine's."""
@@ -262,8 +250,7 @@ class PageStoreEngine:
             finally:
                 write_back.unhold(keyspace)
         # What was stored while this ran is told again.
-        remaining = (one for one in self.snapshot() if one.keyspace == keyspace)
-        await self._announcer.drop_keyspace(keyspace, remaining)
+        await self._announcer.drop_keyspace(keyspace, lambda: self.truth.of_keyspace(keyspace))
         return len(keys)
 
     async def _end_quarantine(self) -> bool:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from kvpool.core.cluster import LocationChange
+from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
-from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.ports import IndexLink
 
-from kvpool.core.cluster import LocationChange
+
+@dataclass(slots=True)
+class StagedChunk:
+    """Shards of one chunk that are in staging."""
+
+    group_head_hash: bytes
+    shards: int = 0
 
 
 class Announcer:
@@ -25,9 +33,11 @@ class Announcer:
         self._buffer = LocationBuffer()
         self._scheduled = False
         self.on_stored: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it became durable
+        self.staged: dict[bytes, StagedChunk] = {}  # by keyspace id + chunk hash: what others may know is in staging
 
     def staging(self, record: PageRecord, present: bool) -> None:
         """A page became visible in staging or left it."""
+        self._note_staged(record, present)
         self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, present)
 
     def disk(self, key: PageKey, group_head_hash: bytes, present: bool) -> None:
@@ -47,12 +57,24 @@ class Announcer:
         self.flush()
         await self._index.wait_announced()
 
-    async def drop_keyspace(self, keyspace: bytes, remaining: Iterable[LocationChange]) -> None:
+    async def drop_keyspace(self, keyspace: bytes, remaining: Callable[[], Sequence[LocationChange]]) -> None:
         """The index forgets the keyspace here, then learns what came meanwhile."""
         self._buffer.forget_keyspace(keyspace)
         await self._index.drop_keyspace(keyspace)
         self.flush()
-        self._index.announce(list(remaining))
+        self._index.announce(remaining())
+
+    def _note_staged(self, record: PageRecord, present: bool) -> None:
+        at = record.key.keyspace + record.key.chunk_hash
+        chunk = self.staged.get(at)
+        if chunk is None:
+            chunk = self.staged[at] = StagedChunk(record.metadata.group_head_hash)
+        if present:
+            chunk.shards |= 1 << record.key.shard
+            return
+        chunk.shards &= ~(1 << record.key.shard)
+        if not chunk.shards:
+            del self.staged[at]
 
     def _note(self, key: PageKey, group_head_hash: bytes, tier: Tier, present: bool) -> None:
         self._buffer.note(key, group_head_hash, tier, present)
@@ -61,38 +83,59 @@ class Announcer:
             asyncio.get_running_loop().call_soon(self.flush)
 
 
-def snapshot(ledger: Ledger, disk_map: DiskMap | None, keyspaces: KeyspaceBook) -> Iterator[LocationChange]:
-    """Everything this node holds, chunk by chunk, each as it is when it is taken: the node may change in between."""
-    chunks = {(record.key.keyspace, record.key.chunk_hash): None for record in ledger.told_pages()}
-    if disk_map is not None:
-        chunks.update(((chunk.keyspace, chunk.chunk_hash), None) for chunk in disk_map.chunks())
-    for keyspace_id, chunk_hash in chunks:
-        yield from chunk_locations(ledger, disk_map, keyspaces, keyspace_id, chunk_hash)
+class NodeTruth:
+    """What this node holds, as the index is to know it: kvpool.client.chunk_directory.LocationTruth."""
 
+    def __init__(self, announcer: Announcer, disk_map: DiskMap | None, keyspaces: KeyspaceBook) -> None:
+        self._announcer = announcer
+        self._disk_map = disk_map
+        self._keyspaces = keyspaces
 
-def chunk_locations(
-    ledger: Ledger, disk_map: DiskMap | None, keyspaces: KeyspaceBook, keyspace_id: bytes, chunk_hash: bytes
-) -> Iterator[LocationChange]:
-    """What this node holds of one chunk now; shards that it lacks are named as removed."""
-    keyspace = keyspaces.find(keyspace_id)
-    assert keyspace is not None
-    staged, staged_head = 0, b""
-    for shard in range(keyspace.grid.shard_count):
-        slot = ledger.told(PageKey(keyspace_id, chunk_hash, shard))
-        if slot is not None:
-            staged |= 1 << shard
-            staged_head = slot.page.metadata.group_head_hash
-    stored = disk_map.chunk(keyspace_id, chunk_hash) if disk_map is not None else None
-    held = [(Tier.STAGING, staged, staged_head)]
-    if stored is not None:
-        held.append((Tier.DISK, stored.shards, stored.metadata.group_head_hash))
-    for tier, shards, head in held:
-        if shards:
-            yield LocationChange(
-                keyspace=keyspace_id,
+    def chunks(self) -> Iterator[ChunkPlace]:
+        """Every chunk held. The node must not change while this is iterated."""
+        for at, staged in self._announcer.staged.items():
+            yield ChunkPlace(at[:16], at[16:], staged.group_head_hash)
+        if self._disk_map is not None:
+            yield from self._disk_map.places()
+
+    def settle(self) -> None:
+        self._announcer.flush()
+
+    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+        known = self._keyspaces.find(keyspace)
+        if known is None:
+            return []
+        all_shards = known.all_shards
+        staged = self._announcer.staged.get(keyspace + chunk_hash)
+        stored = self._disk_map.location(keyspace, chunk_hash) if self._disk_map is not None else None
+        if staged is None:
+            return [] if stored is None else [HeldChunk(stored[1], (0, 0, stored[0]), all_shards)]
+        if stored is None:
+            return [HeldChunk(staged.group_head_hash, (0, staged.shards, 0), all_shards)]
+        if stored[1] == staged.group_head_hash:
+            return [HeldChunk(stored[1], (0, staged.shards, stored[0]), all_shards)]
+        return [
+            HeldChunk(staged.group_head_hash, (0, staged.shards, 0), all_shards),
+            HeldChunk(stored[1], (0, 0, stored[0]), all_shards),
+        ]
+
+    def keyspace_encodings(self) -> list[bytes]:
+        return [keyspace.encoding for keyspace in self._keyspaces.all()]
+
+    def of_keyspace(self, keyspace: bytes) -> list[LocationChange]:
+        """All that is held of one keyspace now."""
+        places = dict.fromkeys(place.chunk_hash for place in self.chunks() if place.keyspace == keyspace)
+        return [
+            LocationChange(
+                keyspace=keyspace,
                 chunk_hash=chunk_hash,
-                group_head_hash=head,
+                group_head_hash=held.group_head,
                 tier=tier,
                 added_shards=shards,
-                removed_shards=keyspace.grid.all_shards & ~shards,
+                removed_shards=held.full_shards & ~shards,
             )
+            for chunk_hash in places
+            for held in self.locate(keyspace, chunk_hash)
+            for tier, shards in zip((Tier.GPU, Tier.STAGING, Tier.DISK), held.shards, strict=True)
+            if shards
+        ]

@@ -10,12 +10,19 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+import kvpool
 from kvpool.core.clock import SystemClock
+from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
 from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
+from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
+from kvpool_pagestore.adapters.placement import IndexPlacement
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, PageStore
@@ -32,14 +39,6 @@ from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
-
-import kvpool
-from kvpool.core.cluster import NodeInfo
-from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
-from kvpool_pagestore.adapters.placement import IndexPlacement
-from kvpool_pagestore.config import PageStoreConfig
-from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +139,9 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
 def _index(config: PageStoreConfig) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
-    return NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3)
+    return NodeIndexLink(
+        config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3
+    )
 
 
 def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
@@ -180,7 +181,7 @@ async def _adopt_incarnation(
             node=node,
             last_incarnation=last_incarnation,
             load=engine.load_figures,
-            snapshot=engine.snapshot,
+            truth=engine.truth,
             on_superseded=stop.fail,
             on_policy_version=engine.policies.version_seen,
             on_late=engine.adopt_incarnation,

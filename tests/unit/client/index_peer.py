@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvpool.core.errors import (
     LeaseLost,
     StaleIncarnation,
 )
+from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
@@ -46,6 +47,10 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.renew_error: KvPoolError | None = None
         self.register_error: KvPoolError | None = None
         self.stale_error: KvPoolError | None = None
+        self.reconcile_error: KvPoolError | None = None
+        self.digests: dict[int, int] = {}  # by range
+        self.encodings: list[bytes] = []
+        self.compared = 0
 
     async def RegisterNode(self, request: Any, context: Any) -> Any:
         if self.register_error is not None:
@@ -74,6 +79,15 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
     async def GetIndexInfo(self, request: Any, context: Any) -> Any:
         return index_pb2.GetIndexInfoResponse(max_batch_items=4)
 
+    async def ReconcileDigests(self, request: Any, context: Any) -> Any:
+        if self.reconcile_error is not None:
+            error, self.reconcile_error = self.reconcile_error, None
+            await refuse(context, error)
+        self.encodings += request.keyspace_encodings
+        self.compared += 1
+        ranges = range(request.first_range, request.first_range + request.range_count)
+        return index_pb2.ReconcileDigestsResponse(digests=[self.digests.get(number, 0) for number in ranges])
+
     async def DropKeyspaceLocations(self, request: Any, context: Any) -> Any:
         self.dropped.append(request.keyspace_id)
         return index_pb2.DropKeyspaceLocationsResponse()
@@ -93,33 +107,46 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
 class Node:
     """The node under test."""
 
-    def __init__(self, index: ScriptedIndex, client: IndexClient, **bounds: Any) -> None:
+    def __init__(
+        self, index: ScriptedIndex, client: IndexClient, truth: dict[int, int] | None = None, **bounds: Any
+    ) -> None:
         self.index = index
-        self.truth: dict[int, int] = {}
-        self.snapshots = 0
+        self.truth = dict(truth or {})
+        self.located = 0
+        self.on_locate: Callable[[], None] = lambda: None
         self.superseded: list[StaleIncarnation] = []
         self.link = NodeLink(
             client,
             NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
             last_incarnation=7,
             load=NodeLoad,
-            snapshot=self.snapshot,
+            truth=self,
             on_superseded=self.superseded.append,
             config=NodeLinkConfig(**{"linger_s": 0.001, "stale_linger_s": 0.001, **bounds}),
         )
 
-    def snapshot(self) -> Iterator[LocationChange]:
-        self.snapshots += 1
-        for chunk in list(self.truth):
-            yield change(chunk, self.truth[chunk])
+    def chunks(self) -> list[ChunkPlace]:
+        return [ChunkPlace(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
+
+    def settle(self) -> None:
+        pass
+
+    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+        self.located += 1
+        self.on_locate()
+        shards = self.truth.get(chunk_hash[0], 0)
+        return [HeldChunk(bytes(16), (0, shards, 0), 0b11)] if keyspace == KEYSPACE and shards else []
+
+    def keyspace_encodings(self) -> list[bytes]:
+        return [b"encoding"]
 
 
 @asynccontextmanager
-async def node(**bounds: Any) -> AsyncGenerator[Node]:
+async def node(truth: dict[int, int] | None = None, **bounds: Any) -> AsyncGenerator[Node]:
     index = ScriptedIndex()  # type: ignore[abstract]
     async with serve(index_pb2_grpc.add_IndexServiceServicer_to_server, index) as (_, endpoint):
         client = IndexClient(test_config(index_endpoints=(endpoint,)))
-        one = Node(index, client, **bounds)
+        one = Node(index, client, truth, **bounds)
         try:
             yield one
         finally:
@@ -136,8 +163,10 @@ async def opened(one: Node) -> Script:
 
 
 def acknowledge(stream: Script, request: Any) -> None:
-    stream.send(index_pb2.AnnounceResponse(acknowledged_sequence=request.batch.sequence))
+    sequence = request.batch.sequence or request.replace_range.sequence
+    stream.send(index_pb2.AnnounceResponse(acknowledged_sequence=sequence))
 
 
 def chunks(request: Any) -> list[int]:
-    return [one.chunk_hash[0] for one in request.batch.changes]
+    """Of a batch, or of a range that was told as a whole."""
+    return sorted(one.chunk_hash[0] for one in (*request.batch.changes, *request.replace_range.locations))

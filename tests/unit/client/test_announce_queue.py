@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue, merge_changes
+from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue, RangeContent, merge_changes
 from kvpool.core.cluster import LocationChange
 from kvpool.core.outcome import Tier
 
 
-def change(chunk: int, added: int = 0, removed: int = 0, keyspace: int = 0) -> LocationChange:
+def change(chunk: int, added: int = 0, removed: int = 0, bucket: int = 0) -> LocationChange:
     return LocationChange(
-        keyspace=bytes([keyspace]) * 16,
+        keyspace=bytes(16),
         chunk_hash=bytes([chunk]) * 16,
-        group_head_hash=bytes(16),
+        group_head_hash=bytes(14) + bucket.to_bytes(2, "big"),
         tier=Tier.STAGING,
         added_shards=added,
         removed_shards=removed,
     )
 
 
-def queue(pending_max: int = 100, batch_max: int = 3, in_flight_max: int = 2) -> AnnounceQueue:
-    return AnnounceQueue(pending_max=pending_max, batch_max=batch_max, in_flight_max=in_flight_max)
+def queue(
+    content: RangeContent = lambda number: [], *, pending_max: int = 100, batch_max: int = 3, in_flight_max: int = 2
+) -> AnnounceQueue:
+    return AnnounceQueue(content, pending_max=pending_max, batch_max=batch_max, in_flight_max=in_flight_max)
 
 
 def test_changes_of_one_chunk_are_merged_at_their_first_place() -> None:
@@ -73,40 +74,90 @@ def test_acknowledged_counts_only_what_is_surely_there() -> None:
     assert changes.acknowledged == 3
 
 
-def test_overflow_marks_dirty_and_the_snapshot_ends_it() -> None:
-    changes = queue(pending_max=2)
-    changes.add([change(1, added=1, keyspace=7), change(2, added=1), change(3, removed=1), change(4, added=1)])
-    assert changes.pending_count == 0
-    assert changes.dirty == {bytes([7]) * 16, bytes(16)}
-    changes.dirty.clear()
-    changes.start_snapshot(iter([change(4, added=1)]))
-    batch = changes.next_batch()
-    assert batch is not None
-    assert batch.changes == (change(4, added=1),)
-    assert batch.covers == 4
+def test_a_batch_that_is_not_full_waits_for_the_one_before() -> None:
+    changes = queue(batch_max=2, in_flight_max=2)
+    changes.add([change(1, added=1)])
+    first = changes.next_batch()
+    assert first is not None
+    changes.add([change(1, added=2), change(1, added=4)])
+    assert changes.next_batch() is None, "more may come that is merged"
+    changes.add([change(2, added=1)])
+    second = changes.next_batch()
+    assert second is not None and second.changes == (change(1, added=6), change(2, added=1))
+    changes.add([change(3, added=1), change(4, added=1)])
+    assert changes.next_batch() is None, "two are in flight"
 
 
-def test_nothing_counts_as_told_while_a_snapshot_runs() -> None:
-    changes = queue(batch_max=2, in_flight_max=8)
-    changes.start_snapshot(iter([change(number, added=1) for number in range(3)]))
+def test_after_an_overflow_the_ranges_are_told_as_they_are_then() -> None:
+    held = {0: [change(4, added=1)], 7: [change(9, added=3, bucket=7 * 16)]}
+    changes = queue(lambda number: held.get(number, []), pending_max=2)
+    changes.add([change(1, added=1, bucket=7 * 16), change(2, added=1), change(3, removed=1), change(4, added=1)])
+    assert changes.pending_count == 0 and changes.range_count == 2
+    assert changes.busy_ranges() == {0, 7}
+    first, second = changes.next_batch(), changes.next_batch()
+    assert first is not None and second is not None
+    told = {batch.buckets: list(batch.changes) for batch in (first, second)}
+    assert told == {(0, 15): held[0], (7 * 16, 7 * 16 + 15): held[7]}
+    changes.acknowledge(first.sequence)
+    assert changes.acknowledged == 0
+    changes.add([change(5, added=1)])
+    changes.acknowledge(second.sequence)
+    third = changes.next_batch()
+    assert third is not None and third.changes == (change(5, added=1),)
+    changes.acknowledge(third.sequence)
+    assert changes.acknowledged == changes.offered
+
+
+def test_neighbouring_ranges_share_a_batch_until_it_is_full() -> None:
+    changes = queue(lambda number: [change(number, added=1, bucket=number * 16)], batch_max=3, in_flight_max=9)
+    changes.limit_items(3)
+    changes.tell_ranges([5, 1, 2, 3, 4])
+    batches = [changes.next_batch() for _ in range(3)]
+    assert [batch and batch.buckets for batch in batches] == [(80, 95), (16, 63), (64, 79)]
+    assert changes.next_batch() is None and changes.range_count == 0
+
+
+def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
+    items = [change(number, added=1, bucket=bucket) for bucket, number in ((2, 1), (2, 2), (3, 3), (9, 4), (9, 5))]
+    items += [change(10 + number, added=1, bucket=11) for number in range(5)]
+    items.append(change(30, added=1, bucket=12))
+    changes = queue(lambda number: list(items) if number == 0 else [], batch_max=3, in_flight_max=2)
+    changes.tell_ranges([0])
+    batches: list[AnnounceBatch] = []
+    while (batch := changes.next_batch()) is not None:
+        batches.append(batch)
+    # Bucket 11 is too large by itself: it is told in plain changes, and what surrounds it is replaced.
+    assert [(batch.buckets, len(batch.changes)) for batch in batches] == [
+        ((0, 8), 3),
+        ((9, 10), 2),
+        (None, 3),
+        (None, 2),
+        ((12, 15), 1),
+    ]
+    assert [one for batch in batches for one in batch.changes] == items
+
+
+def test_nothing_counts_as_told_while_the_index_may_have_lost_it() -> None:
+    changes = queue(in_flight_max=8)
+    changes.unsure = True
     changes.add([change(9, added=1)])
     first = changes.next_batch()
     assert first is not None
     changes.acknowledge(first.sequence)
-    assert changes.acknowledged == 0
-    second = changes.next_batch()
-    assert second is not None
-    assert second.changes == (change(2, added=1), change(9, added=1))
-    changes.acknowledge(second.sequence)
-    assert changes.acknowledged == 1
+    assert changes.next_batch() is None and changes.acknowledged == 0
+    changes.unsure = False
+    assert changes.next_batch() is None and changes.acknowledged == 1
 
 
 class AnnounceMachine(RuleBasedStateMachine):
-    """A node changes, the stream breaks and comes back, leases are lost: the index must converge to the truth."""
+    """A node changes, the stream breaks and comes back, the index loses things: it must converge to the truth.
+
+    Chunk c lies in bucket 8 * c, so that two chunks share a range.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = AnnounceQueue(pending_max=4, batch_max=2, in_flight_max=2)
+        self.queue = AnnounceQueue(self._content, pending_max=4, batch_max=2, in_flight_max=2)
         self.truth: dict[int, int] = {}
         self.index: dict[int, int] = {}
         self.wire: deque[AnnounceBatch] = deque()
@@ -114,7 +165,7 @@ class AnnounceMachine(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 6), added=st.integers(0, 7), removed=st.integers(0, 7))
     def change(self, chunk: int, added: int, removed: int) -> None:
         self.truth[chunk] = (self.truth.get(chunk, 0) | added) & ~removed
-        self.queue.add([change(chunk, added, removed)])
+        self.queue.add([change(chunk, added, removed, bucket=8 * chunk)])
 
     @rule()
     def send(self) -> None:
@@ -137,27 +188,31 @@ class AnnounceMachine(RuleBasedStateMachine):
         self.wire.clear()
         self.queue.rewind()
 
-    @rule()
-    def wipe_index(self) -> None:
-        self.index.clear()
-        self.queue.start_snapshot(self._snapshot())
+    @rule(kept=st.sets(st.integers(0, 6)), stale=st.sets(st.integers(0, 6)))
+    def lose(self, kept: set[int], stale: set[int]) -> None:
+        """The index forgets chunks and remembers others that went long ago; its owner is told."""
+        self.index = {chunk: shards for chunk, shards in self.index.items() if chunk in kept} | dict.fromkeys(stale, 7)
+        self.queue.tell_ranges(range(4))
 
     @rule()
-    def repair(self) -> None:
-        if self.queue.dirty and not self.queue.in_flight:
-            self.index.clear()
-            self.queue.dirty.clear()
-            self.queue.start_snapshot(self._snapshot())
+    def discard(self) -> None:
+        self.wire.clear()
+        self.queue.discard_in_flight()
 
     def _store(self, batch: AnnounceBatch) -> None:
+        if batch.buckets is not None:
+            first, last = batch.buckets
+            self.index = {chunk: held for chunk, held in self.index.items() if not first <= 8 * chunk <= last}
         for one in batch.changes:
             chunk = one.chunk_hash[0]
             self.index[chunk] = (self.index.get(chunk, 0) | one.added_shards) & ~one.removed_shards
 
-    def _snapshot(self) -> Iterator[LocationChange]:
-        for chunk in list(self.truth):
-            if shards := self.truth[chunk]:
-                yield change(chunk, added=shards)
+    def _content(self, number: int) -> list[LocationChange]:
+        return [
+            change(chunk, added=shards, bucket=8 * chunk)
+            for chunk, shards in sorted(self.truth.items())
+            if shards and 8 * chunk // 16 == number
+        ]
 
     @invariant()
     def stays_bounded(self) -> None:
@@ -168,7 +223,6 @@ class AnnounceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.break_stream(0)
         for _ in range(100):
-            self.repair()
             self.send()
             self.apply()
         assert {chunk: shards for chunk, shards in self.index.items() if shards} == {

@@ -46,14 +46,18 @@ async def test_registers_renews_and_ends_the_lease() -> None:
         assert len(one.index.ended) == 1
 
 
-async def test_everything_the_node_has_is_announced_at_start_in_limited_batches() -> None:
-    async with node() as one:
-        one.truth = dict.fromkeys(range(6), 1)
+async def test_what_the_index_does_not_know_is_told_by_ranges_at_start() -> None:
+    async with node(truth=dict.fromkeys(range(4), 1)) as one:
         await one.link.start()
         stream = await opened(one)
-        first, second = await stream.next("batch"), await stream.next("batch")
-        assert (chunks(first), chunks(second)) == ([0, 1, 2, 3], [4, 5])
-        assert first.batch.sequence < second.batch.sequence
+        waiting = asyncio.create_task(one.link.wait_announced())
+        request = await stream.next("replace_range")
+        assert chunks(request) == [0, 1, 2, 3]
+        assert (request.replace_range.first_bucket, request.replace_range.last_bucket) == (0, 15)
+        assert not waiting.done(), "until then the index may lack what it was told"
+        acknowledge(stream, request)
+        await asyncio.wait_for(waiting, 5)
+        assert one.index.encodings == [b"encoding"]
 
 
 async def test_wait_announced_waits_for_the_acknowledgement() -> None:
@@ -81,6 +85,7 @@ async def test_unacknowledged_batches_are_sent_again_first_and_in_order() -> Non
     async with node(batch_max=1) as one:
         await one.link.start()
         stream = await opened(one)
+        await eventually(lambda: one.link.reconciler.round_count)
         one.link.announce([change(1), change(2)])
         first, second = await stream.next("batch"), await stream.next("batch")
         acknowledge(stream, first)
@@ -97,15 +102,16 @@ async def test_unacknowledged_batches_are_sent_again_first_and_in_order() -> Non
 async def test_a_lost_lease_is_registered_again_and_everything_told_again() -> None:
     async with node() as one:
         await one.link.start()
-        await opened(one)
+        stream = await opened(one)
         one.truth = {5: 0b11}
+        one.link.announce([change(5, 0b11)])
+        acknowledge(stream, await stream.next("batch"))
         one.index.renew_error = LeaseLost("expired")
         await eventually(lambda: len(one.index.registered) == 2)
         assert one.index.registered[1].node.incarnation == 42
         stream = await opened(one)
-        request = await stream.next("batch")
-        assert [(item.chunk_hash[0], item.added_shards) for item in request.batch.changes] == [(5, 0b11)]
-        assert one.snapshots == 2
+        request = await stream.next("replace_range")
+        assert [(item.chunk_hash[0], item.added_shards) for item in request.replace_range.locations] == [(5, 0b11)]
 
 
 async def test_a_stream_that_says_lease_lost_registers_again() -> None:
@@ -115,7 +121,8 @@ async def test_a_stream_that_says_lease_lost_registers_again() -> None:
         stream.end(LeaseLost("fenced"))
         await opened(one)
         assert len(one.index.registered) == 2
-        await eventually(lambda: one.snapshots == 2)
+        compared = one.index.compared
+        await eventually(lambda: one.index.compared > compared)
 
 
 @pytest.mark.parametrize("where", ["renew", "announce"])

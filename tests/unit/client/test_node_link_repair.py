@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
 
-from kvpool.core.cluster import LocationChange
-from kvpool.core.errors import (
-    InvalidRequest,
-    LeaseLost,
-)
+import pytest
+
+from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.testing import eventually
 from tests.unit.client.index_peer import (
-    KEYSPACE,
     acknowledge,
     change,
     chunks,
@@ -21,34 +18,43 @@ from tests.unit.client.index_peer import (
 )
 
 
-async def test_overflow_drops_the_keyspace_at_the_index_and_tells_the_truth() -> None:
+async def test_after_an_overflow_ranges_are_told_as_a_whole() -> None:
     async with node(pending_max=2) as one:
         await one.link.start()
         stream = await opened(one)
+        await eventually(lambda: one.link.reconciler.round_count)
         one.link.announce([change(1)])
         in_flight = await stream.next("batch")
         one.truth = {9: 0b1}
         one.link.announce([change(number, added=0, removed=1) for number in range(5)])
+        one.link.announce([change(9)])
         assert one.link.pending_count == 0
-        assert one.index.dropped == [], "a batch in flight could come after the drop"
+        waiting = asyncio.create_task(one.link.wait_announced())
         acknowledge(stream, in_flight)
-        request = await stream.next("batch")
-        assert one.index.dropped == [KEYSPACE]
+        request = await stream.next("replace_range")
         assert chunks(request) == [9]
+        assert not waiting.done()
+        acknowledge(stream, request)
+        await asyncio.wait_for(waiting, 5)
+        assert one.index.dropped == []
 
 
 async def test_a_refused_batch_does_not_block_later_ones_for_ever() -> None:
     async with node() as one:
         await one.link.start()
         stream = await opened(one)
+        one.truth = {1: 1, 2: 1}
         one.link.announce([change(1)])
         await stream.next("batch")
-        one.truth = {2: 1}
+        one.link.announce([change(2)])
         stream.end(InvalidRequest("malformed"))
         stream = await opened(one)
-        request = await stream.next("batch")
-        assert chunks(request) == [2]
-        assert one.index.dropped == [KEYSPACE]
+        told = set(chunks(first := await stream.next()))
+        acknowledge(stream, first)
+        while told < {1, 2}:
+            request = await stream.next()
+            told |= set(chunks(request))
+            acknowledge(stream, request)
 
 
 async def test_a_stream_without_acknowledgements_is_replaced() -> None:
@@ -61,25 +67,61 @@ async def test_a_stream_without_acknowledgements_is_replaced() -> None:
         assert await stream.next("batch") == first
 
 
-async def test_a_snapshot_that_fails_half_way_is_taken_again() -> None:
+@pytest.mark.parametrize("failing_call", [1, 2])
+async def test_a_truth_that_fails_is_asked_again(failing_call: int) -> None:
+    """The first call is the comparison's, the second that of the range that differs."""
+    async with node(truth={1: 1}, reconcile_interval_s=0.05) as one:
+        calls = 0
+
+        def fail() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == failing_call:
+                raise RuntimeError("the ledger is broken")
+
+        one.on_locate = fail
+        await one.link.start()
+        told: list[int] = []
+        while not told:
+            stream = await opened(one)
+            with contextlib.suppress(TimeoutError):
+                told = chunks(await stream.next("replace_range", timeout_s=1.0))
+        assert told == [1] and calls > failing_call
+
+
+async def test_a_range_that_changes_all_the_time_is_told_all_the_same() -> None:
     async with node() as one:
         await one.link.start()
-        await opened(one)
-        good, failures = one.snapshot, 0
+        stream = await opened(one)
+        await eventually(lambda: one.link.reconciler.round_count == 1)
+        one.truth = {7: 1}
+        one.on_locate = lambda: one.link.announce([change(3, added=0, removed=1)])
+        one.link.announce([change(7)])
+        acknowledge(stream, await stream.next("batch"))
+        one.link.reconciler.start_round(unsure=False)
+        while (request := await stream.next()).WhichOneof("kind") == "batch":
+            acknowledge(stream, request)
+        assert chunks(request) == [7]
 
-        def bad() -> Iterator[LocationChange]:
-            nonlocal failures
-            failures += 1
-            yield change(1)
-            raise RuntimeError("the ledger changed while it was read")
 
-        one.link._announcer._snapshot = bad
-        one.index.renew_error = LeaseLost("expired")
-        await eventually(lambda: failures >= 2)
-        one.truth = {1: 1, 2: 1}
-        one.link._announcer._snapshot = good
-        told: set[int] = set()
-        while told < {1, 2}:
-            stream = await one.index.streams.next()
-            with contextlib.suppress(TimeoutError):
-                told |= set(chunks(await stream.next("batch", timeout_s=0.2)))
+async def test_differences_that_the_index_tells_are_repaired_within_the_interval() -> None:
+    async with node(reconcile_interval_s=0.05) as one:
+        await one.link.start()
+        stream = await opened(one)
+        await eventually(lambda: one.link.reconciler.round_count >= 2)
+        one.index.digests[0] = 12345  # it has something that the node does not hold
+        request = await stream.next("replace_range")
+        assert chunks(request) == []
+        one.index.digests.clear()
+        acknowledge(stream, request)
+        rounds = one.link.reconciler.round_count
+        await eventually(lambda: one.link.reconciler.round_count > rounds)
+        assert one.link.reconciler.age_s < 5 and one.link.reconciler.replaced_count >= 1
+
+
+async def test_an_index_that_cannot_compare_now_is_asked_again() -> None:
+    async with node(truth={1: 1}) as one:
+        one.index.reconcile_error = StoreUnavailable("redis is away")
+        await one.link.start()
+        stream = await opened(one)
+        assert chunks(await stream.next("replace_range")) == [1]

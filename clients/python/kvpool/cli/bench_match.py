@@ -18,6 +18,7 @@ from kvpool.cli.bench_results import Results, progress
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import CommandFailed, say
 from kvpool.cli.state import ClusterState
+from kvpool.client.chunk_directory import FixedLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.client.node_link import NodeLink
@@ -82,7 +83,7 @@ async def _announce(
         index,
         NodeInfo(node_id=node_id, kind=NodeKind.PAGESTORE, host_id="bench", endpoint="127.0.0.1:1"),
         load=NodeLoad,
-        snapshot=lambda: iter(changes),
+        truth=FixedLocations(changes),
         on_superseded=on_superseded,
     )
     await link.start(10.0)

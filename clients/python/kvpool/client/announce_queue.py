@@ -1,27 +1,40 @@
-"""What a node still has to tell the index: merged, in order, bounded. Pure bookkeeping; node_link sends it."""
+"""What a node still has to tell the index: merged, in order, bounded. Pure bookkeeping; the announcer sends it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 
 from kvpool.core.cluster import LocationChange
+from kvpool.core.location_digest import BUCKETS_PER_RANGE, bucket_of, range_buckets, range_of
 
 _Key = tuple[bytes, bytes, int]  # keyspace, chunk hash, tier
+
+RangeContent = Callable[[int], list[LocationChange]]
+"""All that the node holds in a digest range at this moment, ordered by bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceBatch:
-    """Changes with a place in the stream's order.
+    """Changes with a place in the stream's order; or, if `buckets` is set, all that the node holds in these.
 
     covers: every change that was offered up to this count is in this batch or in one before it.
+    buckets: the first and the last one, inclusive.
     """
 
     sequence: int
     changes: tuple[LocationChange, ...]
     covers: int
+    buckets: tuple[int, int] | None = None
+
+    def ranges(self) -> set[int]:
+        """The digest ranges that it is about."""
+        if self.buckets is None:
+            return {range_of(change.group_head_hash) for change in self.changes}
+        first, last = (bucket // BUCKETS_PER_RANGE for bucket in self.buckets)
+        return set(range(first, last + 1))
 
 
 @dataclass(slots=True)
@@ -49,26 +62,30 @@ def merge_changes(older: LocationChange, newer: LocationChange) -> LocationChang
 class AnnounceQueue:
     """Changes wait here, merged by chunk and tier, until they are batched; batches wait until they are acknowledged.
 
-    More than `pending_max` chunks and tiers are not kept: then all of them are dropped and their keyspaces are marked
-    dirty. The owner must then have their locations dropped at the index, lift the marks and start a snapshot.
+    Ranges wait here too, to be told as a whole: what is held in one is asked for when its turn comes, so that what was
+    announced before is in it, and what is announced after comes after.
 
-    Items of a snapshot and changes may be mixed in any order, because each item is the truth at the time it is taken
-    from the iterator: a change that is sent after it is either newer or told already.
+    More than `pending_max` chunks and tiers are not kept: then all of them are dropped, and their ranges are told as a
+    whole instead.
     """
 
-    def __init__(self, *, pending_max: int, batch_max: int, in_flight_max: int) -> None:
+    def __init__(self, content: RangeContent, *, pending_max: int, batch_max: int, in_flight_max: int) -> None:
+        self._content = content
         self._pending_max = pending_max
         self._batch_max = batch_max
+        self._items_max = batch_max  # of a range that is told as a whole
         self._in_flight_max = in_flight_max
         self._pending: dict[_Key, _Pending] = {}
+        self._ranges: dict[int, None] = {}  # to be told as a whole, in the order of asking
+        self._dropped: set[int] = set()  # of them, those whose changes need not be kept until then
         self._unacknowledged: deque[AnnounceBatch] = deque()
-        self._resend: deque[AnnounceBatch] = deque()
-        self._snapshot: Iterator[LocationChange] | None = None
+        self._ready: deque[AnnounceBatch] = deque()  # made, and to be sent before anything else
         self._sequence = 0
         self._covered = 0  # offers that batches so far cover
+        self._range_is_next = False
         self.offered = 0  # changes handed to `add` so far
         self.acknowledged = 0  # of them, how many the index has for sure
-        self.dirty: set[bytes] = set()  # keyspaces of which changes were dropped
+        self.unsure = False  # True: the index may have lost what it had acknowledged, so that nothing counts as told
 
     @property
     def pending_count(self) -> int:
@@ -76,14 +93,33 @@ class AnnounceQueue:
         return len(self._pending)
 
     @property
+    def range_count(self) -> int:
+        """Ranges that wait to be told as a whole."""
+        return len(self._ranges)
+
+    @property
     def in_flight(self) -> int:
         """Batches that are not acknowledged."""
         return len(self._unacknowledged)
 
     @property
-    def has_work(self) -> bool:
-        """Whether next_batch would return one, leaving the limit of batches in flight aside."""
-        return bool(self._resend or self._pending or self._snapshot is not None)
+    def last_sequence(self) -> int:
+        """Of the latest batch."""
+        return self._sequence
+
+    @property
+    def has_full_batch(self) -> bool:
+        """Whether waiting for more changes would not make the next batch larger."""
+        return len(self._pending) >= self._batch_max or bool(self._ranges or self._ready)
+
+    def busy_ranges(self) -> set[int]:
+        """Ranges of which the index may not have heard everything yet."""
+        busy = {range_of(entry.change.group_head_hash) for entry in self._pending.values()}
+        return busy.union(self._ranges, *(batch.ranges() for batch in self._unacknowledged))
+
+    def is_acknowledged(self, sequence: int) -> bool:
+        """Whether the index has every batch up to `sequence`."""
+        return not self._unacknowledged or self._unacknowledged[0].sequence > sequence
 
     def add(self, changes: Iterable[LocationChange]) -> None:
         """Take changes, in order."""
@@ -93,63 +129,53 @@ class AnnounceQueue:
             known = self._pending.get(key)
             if known is not None:
                 known.change = merge_changes(known.change, change)
-            elif change.keyspace in self.dirty:
-                continue  # the snapshot that must follow tells it
+            elif self._dropped and range_of(change.group_head_hash) in self._dropped:
+                continue  # it is told with its range
             elif len(self._pending) >= self._pending_max:
-                self.dirty.update(entry.change.keyspace for entry in self._pending.values())
-                self.dirty.add(change.keyspace)
-                self._pending.clear()
+                self._drop_pending(change)
             else:
                 self._pending[key] = _Pending(self.offered, change)
 
-    def start_snapshot(self, items: Iterator[LocationChange]) -> None:
-        """Tell everything again, from a lazy iterator; one that runs already is replaced."""
-        self._snapshot = items
+    def tell_ranges(self, ranges: Iterable[int]) -> None:
+        """Have all that the node holds in these ranges replace what the index knows of them."""
+        self._ranges.update(dict.fromkeys(ranges))
 
-    def limit_batches(self, batch_max: int) -> None:
-        """Put at most `batch_max` changes into batches from now on."""
-        self._batch_max = batch_max
+    def limit_items(self, items_max: int) -> None:
+        """Put at most so many changes into a batch, and into a range that is told as a whole, from now on."""
+        self._batch_max = min(self._batch_max, items_max)
+        self._items_max = items_max
 
     def discard_in_flight(self) -> None:
-        """The index refuses what was sent: forget it, marking its keyspaces dirty."""
-        self.dirty.update(change.keyspace for batch in self._unacknowledged for change in batch.changes)
+        """The index refuses what was sent: forget it; its ranges are told as a whole."""
+        for batch in self._unacknowledged:
+            self.tell_ranges(batch.ranges())
         self._unacknowledged.clear()
-        self._resend.clear()
+        self._ready.clear()
 
     def next_batch(self) -> AnnounceBatch | None:
         """The next batch, first those to be sent again.
 
-        None if there is nothing to send, while keyspaces are dirty, and when too many batches are in flight.
+        None if there is nothing to send, or as much in flight as is good: a batch that is not full waits for the
+        acknowledgement of the one before, because changes that come meanwhile may join it.
         """
-        if self._resend:
-            return self._resend.popleft()
-        if self.dirty or len(self._unacknowledged) >= self._in_flight_max:
+        if self._ready:
+            return self._ready.popleft()
+        if self._unacknowledged and (not self.has_full_batch or len(self._unacknowledged) >= self._in_flight_max):
             return None
-        changes = self._from_snapshot()
-        changes += self._from_pending(self._batch_max - len(changes))
-        if self._snapshot is None:
-            head = next(iter(self._pending.values()), None)
-            self._covered = self.offered if head is None else head.first_offer - 1
-        if not changes:
+        if self._ranges and (self._range_is_next or not self._pending):
+            self._range_is_next = False
+            made = self._range_batches()
+        else:
+            self._range_is_next = True
+            changes = self._take_pending()
+            made = [self._batch(changes)] if changes else []
+            self._cover()
+        if not made:
             if not self._unacknowledged:
-                self.acknowledged = self._covered
+                self.acknowledged = max(self.acknowledged, self._covered)
             return None
-        self._sequence += 1
-        batch = AnnounceBatch(self._sequence, tuple(changes), self._covered)
-        self._unacknowledged.append(batch)
-        return batch
-
-    def _from_snapshot(self) -> list[LocationChange]:
-        if self._snapshot is None:
-            return []
-        items = list(islice(self._snapshot, self._batch_max))
-        if len(items) < self._batch_max:
-            self._snapshot = None
-        return items
-
-    def _from_pending(self, limit: int) -> list[LocationChange]:
-        keys = list(islice(self._pending, limit))
-        return [self._pending.pop(key).change for key in keys]
+        self._ready.extend(made)
+        return self._ready.popleft()
 
     def acknowledge(self, sequence: int) -> None:
         """The index has every batch up to `sequence`."""
@@ -158,4 +184,75 @@ class AnnounceQueue:
 
     def rewind(self) -> None:
         """A new stream begins: what was not acknowledged goes out again, in order, before anything else."""
-        self._resend = deque(self._unacknowledged)
+        self._ready = deque(self._unacknowledged)
+
+    def _drop_pending(self, change: LocationChange) -> None:
+        lost = {range_of(entry.change.group_head_hash) for entry in self._pending.values()}
+        lost.add(range_of(change.group_head_hash))
+        self._pending.clear()
+        self._dropped |= lost
+        self.tell_ranges(lost)
+
+    def _cover(self) -> None:
+        if not self.unsure and not self._dropped:
+            head = next(iter(self._pending.values()), None)
+            self._covered = self.offered if head is None else head.first_offer - 1
+
+    def _batch(self, changes: Iterable[LocationChange], buckets: tuple[int, int] | None = None) -> AnnounceBatch:
+        self._cover()
+        self._sequence += 1
+        batch = AnnounceBatch(self._sequence, tuple(changes), self._covered, buckets)
+        self._unacknowledged.append(batch)
+        return batch
+
+    def _take_pending(self) -> list[LocationChange]:
+        keys = list(islice(self._pending, self._batch_max))
+        return [self._pending.pop(key).change for key in keys]
+
+    def _range_batches(self) -> list[AnnounceBatch]:
+        """The next range, with those after it as long as they make one batch of the usual size."""
+        first = last = next(iter(self._ranges))
+        changes = self._take_range(first)
+        if len(changes) > self._items_max:
+            return [self._batch(part, buckets) for part, buckets in _split(changes, first, self._items_max)]
+        while last + 1 in self._ranges and len(changes) < self._batch_max:
+            more = self._content(last + 1)
+            if len(changes) + len(more) > self._items_max:
+                break
+            last += 1
+            self._forget_range(last)
+            changes += more
+        return [self._batch(changes, range_buckets(first, last))]
+
+    def _take_range(self, range_number: int) -> list[LocationChange]:
+        changes = self._content(range_number)
+        self._forget_range(range_number)
+        return changes
+
+    def _forget_range(self, range_number: int) -> None:
+        del self._ranges[range_number]
+        self._dropped.discard(range_number)
+
+
+def _split(
+    changes: list[LocationChange], range_number: int, items_max: int
+) -> Iterator[tuple[list[LocationChange], tuple[int, int] | None]]:
+    """A range that is too large for one batch, in runs of whole buckets that together cover it.
+
+    A bucket that is too large by itself goes out in plain changes: what is not held any more stays until it is met.
+    """
+    first_bucket, last_bucket = range_buckets(range_number, range_number)
+    part: list[LocationChange] = []
+    for bucket, found in groupby(changes, key=lambda change: bucket_of(change.group_head_hash)):
+        items = list(found)
+        if len(part) + len(items) > items_max:
+            if bucket > first_bucket:
+                yield part, (first_bucket, bucket - 1)
+            part, first_bucket = [], bucket
+        if len(items) > items_max:
+            for start in range(0, len(items), items_max):
+                yield items[start : start + items_max], None
+            items, first_bucket = [], bucket + 1
+        part += items
+    if first_bucket <= last_bucket:
+        yield part, (first_bucket, last_bucket)

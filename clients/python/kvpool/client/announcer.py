@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -11,7 +11,7 @@ from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool.client.channel import closed_channel_error
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
-from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable, TenantDenied
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto
 from kvpool.wire.stream_status import StreamStatus
@@ -28,18 +28,21 @@ class Announcer:
         node_id: bytes,
         queue: AnnounceQueue,
         *,
-        snapshot: Callable[[], Iterator[LocationChange]],
+        on_acknowledged: Callable[[], None],
         linger_s: float,
     ) -> None:
+        """linger_s: changes of a chunk that come within it are merged, unless somebody waits for them."""
         self._index = index
         self._node_id = node_id
         self._queue = queue
-        self._snapshot = snapshot
+        self._on_acknowledged = on_acknowledged
         self._linger_s = linger_s
         self._work = asyncio.Event()  # there may be something to send
+        self._hurry = asyncio.Event()  # somebody waits for an acknowledgement
+        self._waiters = 0
         self._progress = asyncio.Condition()
         self._stream: asyncio.Future[None] | None = None
-        self._snapshot_wanted = False
+        self._sent_s = float("-inf")
         self.last_progress_s = asyncio.get_running_loop().time()
 
     def add(self, changes: Sequence[LocationChange]) -> None:
@@ -49,16 +52,23 @@ class Announcer:
         self._queue.add(changes)
         self._work.set()
 
-    def start_snapshot(self) -> None:
-        """Tell everything again, on this stream or the next."""
-        self._snapshot_wanted = True
+    def wake(self) -> None:
+        """There may be something to send."""
         self._work.set()
 
     async def wait_acknowledged(self) -> None:
         """Return when the index has everything that was added before this call."""
         target = self._queue.offered
-        async with self._progress:
-            await self._progress.wait_for(lambda: self._queue.acknowledged >= target)
+        self._waiters += 1
+        self._hurry.set()
+        self._work.set()
+        try:
+            async with self._progress:
+                await self._progress.wait_for(lambda: self._queue.acknowledged >= target and not self._queue.unsure)
+        finally:
+            self._waiters -= 1
+            if not self._waiters:
+                self._hurry.clear()
 
     def break_stream(self, cause: str) -> None:
         """End the running stream, if any; `run` raises ServiceUnavailable."""
@@ -112,33 +122,32 @@ class Announcer:
         try:
             await call.write(index_pb2.AnnounceRequest(open=opened))
             while True:
-                if self._queue.dirty and not self._queue.in_flight:
-                    await self._repair()
                 self._work.clear()
-                batch = self._next_batch()
+                batch = self._queue.next_batch()
                 if batch is None:
                     await self._notify()
                     await self._work.wait()
-                    await asyncio.sleep(self._linger_s)  # more changes of the same chunks may come
+                    await self._linger()
                     continue
-                changes = [location_change_to_proto(change) for change in batch.changes]
-                message = index_pb2.AnnounceBatch(sequence=batch.sequence, changes=changes)
-                await call.write(index_pb2.AnnounceRequest(batch=message))
+                self._sent_s = asyncio.get_running_loop().time()
+                await call.write(_message(batch))
         except grpc.RpcError as error:
             raise status.error(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             await asyncio.sleep(self._linger_s)  # the call has ended: let the reader say why
             raise closed_channel_error(error) from error
 
-    def _next_batch(self) -> AnnounceBatch | None:
+    async def _linger(self) -> None:
+        """Let more changes of the same chunks come, unless the next batch is full or somebody waits for it."""
+        if self._queue.in_flight or self._queue.has_full_batch:
+            return
+        now_s = asyncio.get_running_loop().time()
+        pause_s = max(self._linger_s / 4, self._sent_s + self._linger_s - now_s)
         try:
-            if self._snapshot_wanted:
-                self._queue.start_snapshot(self._snapshot())
-                self._snapshot_wanted = False
-            return self._queue.next_batch()
-        except Exception:
-            self._snapshot_wanted = True  # the owner's iterator failed half-way
-            raise
+            async with asyncio.timeout(pause_s):
+                await self._hurry.wait()
+        except TimeoutError:
+            pass
 
     async def _read(
         self, call: _Call[index_pb2.AnnounceRequest, index_pb2.AnnounceResponse], status: StreamStatus
@@ -148,6 +157,7 @@ class Announcer:
                 self._queue.acknowledge(answer.acknowledged_sequence)
                 self.last_progress_s = asyncio.get_running_loop().time()
                 self._work.set()
+                self._on_acknowledged()
                 await self._notify()
         except grpc.RpcError as error:
             raise status.error(error) from error
@@ -155,19 +165,18 @@ class Announcer:
             raise closed_channel_error(error) from error
         raise ServiceUnavailable("the index ended the announce stream")
 
-    async def _repair(self) -> None:
-        """Changes were dropped: have their keyspaces forgotten at the index, then tell everything again."""
-        done: set[bytes] = set()
-        while todo := self._queue.dirty - done:
-            for keyspace in todo:
-                try:
-                    await self._index.drop_keyspace_locations(keyspace, self._node_id)
-                except (KeyspaceUnknown, TenantDenied):
-                    continue  # what stays behind costs one miss a location and is reported then
-            done |= todo
-        self._queue.dirty.clear()
-        self.start_snapshot()
-
     async def _notify(self) -> None:
         async with self._progress:
             self._progress.notify_all()
+
+
+def _message(batch: AnnounceBatch) -> index_pb2.AnnounceRequest:
+    changes = [location_change_to_proto(change) for change in batch.changes]
+    if batch.buckets is None:
+        return index_pb2.AnnounceRequest(batch=index_pb2.AnnounceBatch(sequence=batch.sequence, changes=changes))
+    first, last = batch.buckets
+    return index_pb2.AnnounceRequest(
+        replace_range=index_pb2.ReplaceRange(
+            sequence=batch.sequence, first_bucket=first, last_bucket=last, locations=changes
+        )
+    )

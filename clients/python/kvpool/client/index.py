@@ -7,10 +7,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+
 from kvpool.client.channel import Endpoints
 from kvpool.client.config import ClientConfig
 from kvpool.client.match_stream import MatchStream
 from kvpool.client.watch import watch_events
+from kvpool.core.cluster import (
+    ChainMatch,
+    ChainQuery,
+    IndexEvent,
+    IndexInfo,
+    LeaseRenewal,
+    LiveNode,
+    NodeInfo,
+    NodeKind,
+    NodeLease,
+    NodeLoad,
+    StaleLocation,
+)
+from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
@@ -29,20 +44,6 @@ from kvpool.wire.convert_cluster import (
 )
 from kvpool.wire.convert_keyspace import grid_from_proto, spec_from_proto, spec_to_proto
 from kvpool.wire.convert_policy import policy_to_proto, versioned_policy_from_proto, versioned_policy_to_proto
-
-from kvpool.core.cluster import (
-    ChainMatch,
-    ChainQuery,
-    IndexEvent,
-    IndexInfo,
-    LeaseRenewal,
-    LiveNode,
-    NodeInfo,
-    NodeKind,
-    NodeLease,
-    NodeLoad,
-    StaleLocation,
-)
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
@@ -209,6 +210,32 @@ class IndexClient:
         request = index_pb2.DropKeyspaceLocationsRequest(keyspace_id=keyspace, node_id=node_id)
         answer = await self._endpoints.call(lambda stub: stub.DropKeyspaceLocations, request, timeout_s=timeout_s)
         return answer.chunk_count
+
+    async def reconcile_digests(
+        self,
+        node_id: bytes,
+        incarnation: int,
+        *,
+        first_range: int,
+        range_count: int,
+        encodings: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """Digests of a node's bucket ranges as the index has them. raises: LeaseLost, StaleIncarnation.
+
+        encodings: of keyspaces, which the index knows again afterwards if it had lost them.
+        """
+        request = index_pb2.ReconcileDigestsRequest(
+            node_id=node_id,
+            incarnation=incarnation,
+            first_range=first_range,
+            range_count=range_count,
+            keyspace_encodings=encodings,
+        )
+        answer = await self._endpoints.call(lambda stub: stub.ReconcileDigests, request, timeout_s=timeout_s)
+        if len(answer.digests) != range_count:
+            raise ServiceUnavailable(f"the index told {len(answer.digests)} digests of {range_count}")
+        return list(answer.digests)
 
     async def get_info(self, *, timeout_s: float | None = None) -> IndexInfo:
         """Limits and versions of the replica that answers."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
+from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth
+from kvpool.client.index import IndexClient
+from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
+from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.stale_reports import StaleReports
+from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
@@ -25,34 +30,17 @@ from kvpool.core.errors import (
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 
-from kvpool.client.index import IndexClient
-from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
-
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLinkConfig:
-    """Bounds of a node's link to the index."""
-
-    pending_max: int = 65_536  # chunks and tiers that wait to be announced; more: forgotten and told again
-    batch_max: int = 512
-    in_flight_max: int = 32  # batches sent and not acknowledged
-    linger_s: float = 0.005  # changes of one chunk that come within it are merged
-    ack_timeout_s: float = 30.0  # no acknowledgement for so long: the stream is taken for dead
-    stale_pending_max: int = 4096
-    stale_linger_s: float = 0.05
-    end_timeout_s: float = 1.0  # of ending the lease
 
 
 class NodeLink:
     """Registers a node, keeps its lease, announces its locations; survives restarts of the index and of its store.
 
     load:          figures for each renewal.
-    snapshot:      called after a lease was lost, or announcements were; yields the node's whole truth, lazily, each
-                   item as it is when it is yielded, while the node goes on changing. Runs on the loop, a batch a step.
+    truth:         what the node holds, for comparing it with what the index knows: after registering, and then every
+                   reconcile_interval_s. Where they differ, all that the node holds of a bucket range is told.
     on_policy_version: told with each renewal the version of all keyspace policies; never blocks.
     on_superseded: called once when a newer process of this node is registered: stop serving. The link has ended then.
     """
@@ -64,7 +52,7 @@ class NodeLink:
         *,
         last_incarnation: int = 0,
         load: Callable[[], NodeLoad],
-        snapshot: Callable[[], Iterator[LocationChange]],
+        truth: LocationTruth,
         on_superseded: Callable[[StaleIncarnation], None],
         on_policy_version: Callable[[int], None] = lambda version: None,
         config: NodeLinkConfig | None = None,
@@ -77,10 +65,27 @@ class NodeLink:
         self._on_policy_version = on_policy_version
         self._config = config or NodeLinkConfig()
         bounds = self._config
+        directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
-            pending_max=bounds.pending_max, batch_max=bounds.batch_max, in_flight_max=bounds.in_flight_max
+            directory.changes,
+            pending_max=bounds.pending_max,
+            batch_max=bounds.batch_max,
+            in_flight_max=bounds.in_flight_max,
         )
-        self._announcer = Announcer(index, node.node_id, self._queue, snapshot=snapshot, linger_s=bounds.linger_s)
+        self._announcer = Announcer(
+            index, node.node_id, self._queue, on_acknowledged=self._acknowledged, linger_s=bounds.linger_s
+        )
+        self._reconciler = Reconciler(
+            index,
+            node.node_id,
+            self._queue,
+            directory,
+            truth,
+            lease=self._held,
+            wake=self._announcer.wake,
+            interval_s=bounds.reconcile_interval_s,
+            share=bounds.reconcile_share,
+        )
         self._reports = StaleReports(
             index, pending_max=bounds.stale_pending_max, batch_max=bounds.batch_max, linger_s=bounds.stale_linger_s
         )
@@ -99,6 +104,11 @@ class NodeLink:
         """Chunks and tiers that wait to be announced."""
         return self._queue.pending_count
 
+    @property
+    def reconciler(self) -> Reconciler:
+        """For its figures, and to have everything compared now."""
+        return self._reconciler
+
     async def start(self, timeout_s: float | None = None) -> NodeLease:
         """Register, trying again until it succeeds; then keep the lease and announce in the background.
 
@@ -110,14 +120,16 @@ class NodeLink:
                 lease = self._lease = await self._register()
         except TimeoutError:
             raise DeadlineExceeded(f"the index did not register this node within {timeout_s:g} s") from None
-        self._announcer.start_snapshot()
+        self._reconciler.start_round(unsure=True)
         self._spawn(self._keep_lease, "lease")
         self._spawn(self._keep_announcing, "announcer")
+        self._spawn(self._reconciler.run, "reconciler")
         self._spawn(self._reports.run, "stale reports")
         return lease
 
     def announce(self, changes: Sequence[LocationChange]) -> None:
         """Queue changes, in order. Never blocks; changes of one chunk may be merged. Call on the event loop."""
+        self._reconciler.note(changes)
         self._announcer.add(changes)
 
     async def wait_announced(self, timeout_s: float = 30.0) -> None:
@@ -132,7 +144,7 @@ class NodeLink:
 
     async def drop_keyspace(self, keyspace: bytes) -> None:
         """Remove this node's locations of a keyspace from the index. raises: StoreUnavailable, ServiceUnavailable."""
-        # An addition that is still on its way would come back after the drop.
+        # An addition that is still on its way would come back after the drop, until the next reconciliation.
         with contextlib.suppress(StoreUnavailable):
             await self.wait_announced(self._index.endpoints.config.call_timeout_s)
         with contextlib.suppress(KeyspaceUnknown):
@@ -201,7 +213,7 @@ class NodeLink:
                 node = replace(self._node, incarnation=self.incarnation)
                 lease = await self._index.register_node(node, last_incarnation=self._last_incarnation)
                 info = await self._index.get_info()
-                self._queue.limit_batches(max(1, min(self._config.batch_max, info.max_batch_items)))
+                self._queue.limit_items(max(1, info.max_batch_items))
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
             except _LATER as error:
@@ -216,7 +228,7 @@ class NodeLink:
                 return
             _log.warning("the lease of incarnation %d was lost: registering it again", lost.incarnation)
             self._lease = await self._register()
-            self._announcer.start_snapshot()
+        self._reconciler.start_round(unsure=True)
         self._announcer.break_stream("the node registered again")
 
     async def _keep_lease(self) -> None:
@@ -236,8 +248,9 @@ class NodeLink:
 
     async def _renew(self, lease: NodeLease) -> None:
         try:
+            load = replace(self._load(), reconcile_age_ms=max(1, int(self._reconciler.age_s * 1e3)))
             renewal = await self._index.renew_lease(
-                self._node.node_id, lease.incarnation, self._load(), timeout_s=lease.lease_ttl_ms / 3e3
+                self._node.node_id, lease.incarnation, load, timeout_s=lease.lease_ttl_ms / 3e3
             )
             self._on_policy_version(renewal.policy_version)
         except _LOST:
@@ -271,6 +284,9 @@ class NodeLink:
             await self._announcer.run(lease)
         except _LOST:
             await self._register_again(lease)
+
+    def _acknowledged(self) -> None:
+        self._reconciler.acknowledged()
 
     def _held(self) -> NodeLease:
         if self._lease is None:

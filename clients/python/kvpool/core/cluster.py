@@ -46,7 +46,7 @@ class NodeLoad:
     disk_used_bytes: int = 0
     page_count: int = 0
     disk_free_bytes: int = 0  # page bytes that the disk tier takes before it gives up older pages
-    reconcile_age_ms: int = 0  # what the store lost longer ago than this has been restored; 0: the node does not do that
+    reconcile_age_ms: int = 0  # what the store lost longer ago than this has been restored; 0: the node does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

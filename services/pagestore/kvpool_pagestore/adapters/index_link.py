@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvpool.client.chunk_directory import LocationTruth
 from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.node_link import NodeLink
+from kvpool.client.node_link_config import NodeLinkConfig
+from kvpool.client.reconciler import Reconciler
+from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
-
-from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink
-from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class Registrant:
     node: NodeInfo
     last_incarnation: int
     load: Callable[[], NodeLoad]
-    snapshot: Callable[[], Iterator[LocationChange]]
+    truth: LocationTruth
     on_superseded: Callable[[BaseException], None]
     on_policy_version: Callable[[int], None]
     on_late: Callable[[int], Awaitable[None]]  # gets the incarnation when it is granted after `register` gave up
@@ -35,8 +37,9 @@ class Registrant:
 class NodeIndexLink:
     """Implements ports.IndexLink. What is announced before the node is registered waits in the link's bounded queue."""
 
-    def __init__(self, endpoints: tuple[str, ...], timeout_s: float) -> None:
+    def __init__(self, endpoints: tuple[str, ...], timeout_s: float, reconcile_interval_s: float) -> None:
         self._timeout_s = timeout_s
+        self._config = NodeLinkConfig(reconcile_interval_s=reconcile_interval_s)
         self._client = IndexClient(ClientConfig(index_endpoints=endpoints, call_timeout_s=timeout_s))
         self._link: NodeLink | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -84,8 +87,9 @@ class NodeIndexLink:
             registrant.node,
             last_incarnation=registrant.last_incarnation,
             load=registrant.load,
-            snapshot=registrant.snapshot,
+            truth=registrant.truth,
             on_superseded=registrant.on_superseded,
+            config=self._config,
             on_policy_version=registrant.on_policy_version,
         )
         try:
@@ -98,6 +102,11 @@ class NodeIndexLink:
     def announce(self, changes: Sequence[LocationChange]) -> None:
         if self._link is not None:
             self._link.announce(changes)
+
+    @property
+    def reconciler(self) -> Reconciler | None:
+        """For its figures; None before `register`."""
+        return self._link.reconciler if self._link is not None else None
 
     async def wait_announced(self) -> None:
         await self._registered().wait_announced(self._timeout_s)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.grid import shards_in
+from kvpool.core.location_digest import ChunkPlace
 from kvpool.core.page import PageKey
 
 _METADATA = struct.Struct("<16s16sqqbqqq")
@@ -78,6 +79,16 @@ class DiskMap:
         """All that is on disk of one chunk."""
         chunk = self._chunks.get(keyspace + chunk_hash)
         return None if chunk is None else DiskChunk(keyspace, chunk_hash, chunk.shards, _unpack(chunk.metadata))
+
+    def location(self, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
+        """The bitmap of a chunk's shards on disk and its group's head: `chunk`, as far as the index needs it."""
+        chunk = self._chunks.get(keyspace + chunk_hash)
+        return None if chunk is None else (chunk.shards, chunk.metadata[16:32])
+
+    def places(self) -> Iterator[ChunkPlace]:
+        """All chunks, for the index. Do not change the map while iterating."""
+        for at, chunk in self._chunks.items():
+            yield ChunkPlace(at[:16], at[16:], chunk.metadata[16:32])
 
     def set_metadata(self, keyspace: bytes, chunk_hash: bytes, metadata: PageMetadata) -> None:
         """Other retention, for all pages of a chunk; nothing if the chunk is not on disk."""

@@ -29,6 +29,11 @@ class Keyspace:
     def grid(self) -> ShardGrid:
         return ShardGrid.of(self.spec)
 
+    @cached_property
+    def all_shards(self) -> int:
+        """The bitmap of the whole grid."""
+        return self.grid.all_shards
+
     def payload_bytes(self, shard: int) -> int:
         """Exact payload of a shard's pages. Raises InvalidRequest for a shard outside of the grid."""
         return payload_bytes(self.spec, self.grid, shard)
