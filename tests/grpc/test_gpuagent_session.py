@@ -13,6 +13,7 @@ from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo, NodeKi
 from kvpool.core.errors import InvalidRequest, Stopped
 from kvpool.core.outcome import Tier
 from kvpool.core.page import HEADER_BYTES, PageKey
+from kvpool.core.retention import PromptRetention, RetentionRange
 from kvpool.testing import eventually
 from tests.fixtures.agent import (
     CLIENT,
@@ -196,6 +197,25 @@ async def test_retention_reaches_the_pages() -> None:
         await handle.done(5)
         kept = world.pools[0].wishes[0].metadata
         assert (kept.ttl_ms, kept.priority) == (9, -2)
+        await session.close()
+        engine.close()
+
+
+async def test_retention_of_token_ranges_and_the_prompt_length_reach_the_pages() -> None:
+    world = World()
+    async with running_agent(world) as agent:
+        engine = EngineProcess(agent.endpoint)
+        session = await engine.open()
+        chain = prompt(session, 3)
+        pinned = RetentionRange(0, 1, Retention(pinned_until_us=5))
+        wanted = PromptRetention((pinned,), Retention(ttl_ms=9))
+        await (await session.store(engine.span(chain, range(3)), retention=wanted)).done(5)
+        kept = {wish.metadata.chunk_index: wish.metadata for wish in world.pools[0].wishes}
+        assert [(kept[index].pinned_until_us, kept[index].ttl_ms) for index in range(3)] == [(5, 0), (0, 9), (0, 9)]
+        with pytest.raises(InvalidRequest, match="token_count"):
+            await session.store(
+                engine.span(chain, range(1)), retention=PromptRetention((RetentionRange(0, 0, Retention()),))
+            )
         await session.close()
         engine.close()
 

@@ -107,7 +107,7 @@ class LoadRun:
     def _wanted(self) -> list[_Wanted]:
         groups = self._rank.grid.head_groups
         chunks = range(len(self._span.chunks))
-        metadata = [self._span.metadata(position) for position in chunks]
+        metadata = [self._span.metadata(position, self._rank.spec.chunk_tokens) for position in chunks]
         return [
             _Wanted(position, shard // groups, self._wish(position, shard, metadata[position]))
             for layer_group in range(self._rank.grid.layer_groups)

@@ -9,13 +9,15 @@ import numpy as np
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.core.launches import PAYLOAD_ALIGNMENT_BYTES
+from kvpool.core.retention import NO_RETENTION, RetentionRange
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_engine import layout_from_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_proto, ipc_memory_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
+from kvpool.wire.convert_policy import retention_from_proto, retention_ranges_from_proto
 from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, Retention, StoreOutcome
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.engine import Registration
 from kvpool_gpuagent.ports import MappedHandle
 from kvpool_gpuagent.session import EngineMatch
@@ -95,14 +97,13 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
 def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkSpan:
     """Raises InvalidRequest naming the item. Lengths and ranges are core.checks' to refuse."""
     chunks: Sequence[gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk] = request.chunks
-    chain_head, retention = b"", Retention()
+    chain_head, retention, prompt_tokens = b"", NO_RETENTION, 0
+    ranges: tuple[RetentionRange, ...] = ()
     if isinstance(request, gpuagent_pb2.EngineStoreRequest):
         chain_head = request.chain_head_hash
-        retention = Retention(
-            ttl_ms=request.retention.ttl_ms,
-            priority=request.retention.priority,
-            pinned_until_us=request.retention.pinned_until_us,
-        )
+        retention = retention_from_proto(request.retention)
+        ranges = retention_ranges_from_proto(request.retention_ranges)
+        prompt_tokens = check_count(request.prompt_tokens, "prompt_tokens")
     return ChunkSpan(
         chunks=tuple(_chunk(position, chunk) for position, chunk in enumerate(chunks)),
         first_index=request.first_chunk_index,
@@ -110,6 +111,8 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
         chain_head=chain_head,
         retention=retention,
+        retention_ranges=ranges,
+        prompt_tokens=prompt_tokens,
     )
 
 

@@ -124,7 +124,7 @@ class StoreRun:
     def _wish(self, position: int, shard: int) -> PageWish:
         return PageWish(
             key=self._rank.key(self._span, position, shard),
-            metadata=self._span.metadata(position),
+            metadata=self._span.metadata(position, self._rank.spec.chunk_tokens),
             chain_head_hash=self._span.chain_head,
         )
 

@@ -44,6 +44,7 @@ class PageStoreConfig:
     staging: Annotated[str, "cache, or transit: memory only passes bytes through; a keyspace's own counts"] = "cache"
     selective_min_uses: Annotated[int, "write policy selective: a page goes to disk at this use"] = 2
     selective_min_tokens: Annotated[int, "write policy selective: pages of a prompt this long go at once"] = 2048
+    max_pinned_share: Annotated[float, "part of the disk tier (of the arena without one) that may be pinned"] = 0.25
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
@@ -101,6 +102,8 @@ class PageStoreConfig:
         if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
             raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
         self._check_policy()
+        if not 0.0 <= self.max_pinned_share <= 1.0:
+            raise ValueError(f"max_pinned_share must lie in [0, 1], got {self.max_pinned_share}")
         if not self.tenant:
             raise ValueError("tenant must not be empty")
 

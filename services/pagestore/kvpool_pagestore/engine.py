@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
-from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -22,6 +21,8 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
+
+from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,9 @@ class PageStoreEngine:
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
         )
+        self.retained = make_retained(
+            config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics
+        )
         flights = make_flights(config, parts, self._ledger, self._space, self._disk, policies, tasks, metrics)
         self.pages = PageCalls(
             self._ledger,
@@ -76,6 +80,7 @@ class PageStoreEngine:
             self._write_back,
             flights,
             policies,
+            self.retained,
             self._keyspaces,
             workers.verify,
             tasks,
@@ -110,6 +115,7 @@ class PageStoreEngine:
     async def stop(self, drain_s: float) -> bool:
         """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
         self._draining = True
+        self.retained.stop()
         await self.movement.stop()
         await self.sessions.stop()
         try:
@@ -185,6 +191,7 @@ class PageStoreEngine:
             sessions=ledger.sessions.live_count,
             quarantined_sessions=len(ledger.sessions.ended),
             leases=sum(one.lease_count for one in ledger.sessions.live),
+            pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
             replica_queue_chunks=self.movement.replication.waiting_chunks,
             draining=int(self.movement.drain.refuses_pages),

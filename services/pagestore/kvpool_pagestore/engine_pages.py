@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
@@ -20,14 +21,13 @@ from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
-
-from kvpool.core.cluster import PageMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class PageCalls:
         write_back: WriteBack | None,
         flights: Flights,
         policies: PolicyBook,
+        retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
         tasks: EngineTasks,
@@ -78,6 +79,7 @@ class PageCalls:
         self._write_back = write_back
         self._flights = flights
         self._policies = policies
+        self._retained = retained
         self._keyspaces = keyspaces
         self._verifiers = verifiers
         self._tasks = tasks
@@ -153,6 +155,8 @@ class PageCalls:
             if keyspace is not None and one.key.shard >= keyspace.grid.shard_count:
                 raise InvalidRequest(f"item {index}: shard {one.key.shard} is not in the keyspace's grid")
 
+        for one in wanted:
+            self._retained.drop_expired(one.key)
         started_s = time.perf_counter()
 
         def settled(acquired: Sequence[Acquired], final: bool) -> None:
@@ -195,18 +199,26 @@ class PageCalls:
             check_page(keyspace, item.key, item.page_bytes)
         except InvalidRequest as error:
             return InvalidRequest(f"item {index}: {error}", item_index=index)
+        self._retained.drop_expired(item.key)
+        metadata = self._retained.prepared(item.key, item.metadata)
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
-            return Admission.EXISTS
+            return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
         if (refusal := self.refuses()) is not None:
             return refusal
-        record = PageRecord(item.key, item.page_bytes, item.metadata)
+        record = PageRecord(item.key, item.page_bytes, metadata)
+        refusal = self._retained.admit(item.key, item.page_bytes, metadata)
+        if refusal is not None:
+            return refusal
 
         def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
             return self._ledger.reserve(peer.session, record)
 
-        return await self._space.find(keyspace.tenant, item.page_bytes, attempt)
+        answer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
+        if answer is Admission.EXISTS:
+            return await self._retained.extend(item.key, item.page_bytes, metadata) or answer
+        return answer
 
     async def _durable(self, committed: Sequence[KvPoolError | DirtyPage | None]) -> list[KvPoolError | None]:
         """The answers of a commit, once the pages among them are durable or could not be made so."""

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
+from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
-
-from kvpool_pagestore.config import PageStoreConfig
-from kvpool_pagestore.engine_locations import Announcer
 
 SILENT_HEARTBEATS = 4  # after so many intervals without a word a session is over
 
@@ -83,6 +83,20 @@ def node_policy(config: PageStoreConfig, *, has_disk: bool) -> NodePolicy:
         selective_min_tokens=config.selective_min_tokens,
         has_disk=has_disk,
     )
+
+
+def make_retained(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    policies: PolicyBook,
+    keyspaces: KeyspaceBook,
+    ledger: Ledger,
+    disk: DiskTier | None,
+    metrics: PageStoreMetrics,
+) -> Retained:
+    tier_bytes = parts.disk_live_bytes if disk is not None else config.arena_bytes
+    pinned_bytes = int(config.max_pinned_share * tier_bytes)
+    return Retained(policies, keyspaces, ledger, disk, metrics, parts.clock, pinned_bytes)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:

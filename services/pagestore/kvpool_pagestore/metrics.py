@@ -32,6 +32,7 @@ class StoreGauges:
     quarantined_sessions: int
     leases: int
     write_back_oldest_seconds: float
+    pinned_bytes: int
     replica_queue_chunks: int
     draining: int  # 1: from the first Drain until it is cancelled
 
@@ -53,6 +54,7 @@ _GAUGE_HELP = {
     "leases": "Leases held by open sessions.",
     "replica_queue_chunks": "Chunks that wait to be copied to other nodes.",
     "draining": "1 from the first Drain on, until it is cancelled.",
+    "pinned_bytes": "Page bytes that are pinned and here.",
     "write_back_oldest_seconds": "Age of the page that has waited longest to become durable.",
 }
 
@@ -142,10 +144,16 @@ class PageStoreMetrics:
             buckets=_LAG_BUCKETS_S,
             registry=registry,
         )
-        self.ended_sessions = Counter(
-            f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=registry
-        )
+        self._count_ends(prefix)
         self._show_zeros()
+
+    def _count_ends(self, prefix: str) -> None:
+        self.expired_pages = Counter(
+            f"{prefix}_expired_pages", "Pages forgotten because their time to live was over.", registry=self._registry
+        )
+        self.ended_sessions = Counter(
+            f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=self._registry
+        )
 
     def _show_zeros(self) -> None:
         """What has not happened yet is exported as 0: the first failure is a change that an alert can see."""

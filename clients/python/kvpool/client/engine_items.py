@@ -8,10 +8,13 @@ from enum import IntEnum
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
-from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool.core.retention import NO_RETENTION, PromptRetention
+from kvpool.core.retention import Retention as Retention
+from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, item_error_from_proto
 from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
 from kvpool.wire.convert_ipc import engine_event_to_proto
+from kvpool.wire.convert_policy import retention_ranges_to_proto, retention_to_proto
 
 
 class EngineSource(IntEnum):
@@ -44,13 +47,8 @@ class EngineMatch:
         return sum(run.estimated_load_ms for run in self.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long and how eagerly pages are kept; see the proto message."""
-
-    ttl_ms: int = 0
-    priority: int = 0
-    pinned_until_us: int = 0
+StoreRetention = Retention | PromptRetention
+"""How a store asks its chunks to be kept: all alike, or by ranges of the prompt's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,7 @@ class ChunkSpan:
     parent_hash: bytes
     group_head_hashes: tuple[bytes, ...]
     chain_head_hash: bytes
+    prompt_tokens: int = 0  # of the whole prompt; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +120,13 @@ def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
 
 
 def store_to_proto(
-    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None
+    span: ChunkSpan, retention: StoreRetention | None, after: EngineEvent | None = None
 ) -> gpuagent_pb2.EngineStoreRequest:
-    """A store of consecutive chunks."""
-    kept = None
-    if retention is not None:
-        kept = common_pb2.Retention(
-            ttl_ms=retention.ttl_ms, priority=retention.priority, pinned_until_us=retention.pinned_until_us
-        )
+    """A store of consecutive chunks. raises: InvalidRequest naming what is wrong with the retention."""
+    wanted = retention if isinstance(retention, PromptRetention) else PromptRetention((), retention or NO_RETENTION)
+    wanted.otherwise.check()
+    for index, one in enumerate(wanted.ranges):
+        one.check(f"retention range {index}")
     return gpuagent_pb2.EngineStoreRequest(
         chunks=[
             gpuagent_pb2.StoreChunk(chunk_hash=chunk.chunk_hash, block_ids=block_ids_to_bytes(chunk.block_ids))
@@ -137,7 +135,9 @@ def store_to_proto(
         first_chunk_index=span.first_chunk_index,
         parent_hash=span.parent_hash,
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
-        retention=kept,
+        retention=retention_to_proto(wanted.otherwise) if wanted.otherwise != NO_RETENTION else None,
+        retention_ranges=retention_ranges_to_proto(wanted.ranges),
+        prompt_tokens=span.prompt_tokens,
         chain_head_hash=span.chain_head_hash,
         after=engine_event_to_proto(after) if after is not None else None,
     )

@@ -14,7 +14,7 @@ from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import (
     ChunkSpan,
     EngineMatch,
-    Retention,
+    StoreRetention,
     load_to_proto,
     match_from_proto,
     store_to_proto,
@@ -176,7 +176,7 @@ class EngineSession:
         self,
         span: ChunkSpan,
         *,
-        retention: Retention | None = None,
+        retention: StoreRetention | None = None,
         kept: Callable[[int], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreHandle:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkSpan, LoadOutcome, Retention, TierTokens
+from kvpool.client.engine_items import ChunkSpan, LoadOutcome, StoreRetention, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.fds import offer_fd
@@ -197,12 +197,14 @@ class KvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: Retention | None = None,
+        retention: StoreRetention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreTicket:
         """Begin to store chunks [first_chunk, end_chunk); their blocks are held until the ticket says otherwise.
 
+        retention: of all chunks, or of ranges of the prompt's tokens; a chunk takes what keeps it longest of all that
+        touch it. None: as the keyspace says.
         kept: asked each time blocks were copied out, whether all blocks of this store held their bytes until now; None
         means the engine keeps to the rule. after: GPU work that computes the blocks, an event that was taken and
         recorded; it is given back here. raises: InvalidRequest for a range outside of the chain.
@@ -217,7 +219,7 @@ class KvPool:
         self,
         spans: Sequence[ChunkSpan],
         chunks: range,
-        retention: Retention | None,
+        retention: StoreRetention | None,
         kept: Callable[[], bool] | None,
         after: EngineEvent | None,
     ) -> StoreTicket:

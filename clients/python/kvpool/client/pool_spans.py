@@ -43,6 +43,7 @@ def spans_of(
                 parent_hash=chain.parent_hash(start),
                 group_head_hashes=chain.group_head_hashes(start, len(part)),
                 chain_head_hash=chain.head_hash,
+                prompt_tokens=chain.token_count,
             )
         )
     return spans

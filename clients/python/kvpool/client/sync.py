@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import Retention
+from kvpool.client.engine_items import StoreRetention
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
@@ -204,7 +204,7 @@ class SyncKvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: Retention | None = None,
+        retention: StoreRetention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> SyncStoreTicket:

@@ -59,6 +59,14 @@ class RetentionRange:
         self.retention.check(f"{name}.retention")
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRetention:
+    """How the tokens of a prompt are kept: those that no range touches as `otherwise` says."""
+
+    ranges: tuple[RetentionRange, ...] = ()
+    otherwise: Retention = NO_RETENTION
+
+
 def retention_of_tokens(
     first_token: int, token_count: int, ranges: Sequence[RetentionRange], otherwise: Retention
 ) -> Retention:

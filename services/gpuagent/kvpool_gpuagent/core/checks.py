@@ -8,10 +8,9 @@ import numpy as np
 
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.errors import InvalidRequest
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank
 
 HASH_BYTES = 16
-_PRIORITY_MAX = 100
 
 
 def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
@@ -21,7 +20,7 @@ def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
         raise InvalidRequest(f"chain_head_hash must have {HASH_BYTES} bytes, got {len(span.chain_head)}")
     if span.first_index == 0 and span.chain_head != span.chunks[0].chunk_hash:
         raise InvalidRequest("chain_head_hash must be the hash of chunk 0, which is in this request and differs")
-    _check_retention(span.retention)
+    span.retention.check()
 
 
 def check_load(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
@@ -125,11 +124,3 @@ def _check_skip(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
             f"in an opaque keyspace",
             item_index=position,
         )
-
-
-def _check_retention(retention: Retention) -> None:
-    for name in ("ttl_ms", "pinned_until_us"):
-        if getattr(retention, name) < 0:
-            raise InvalidRequest(f"retention.{name} must be >= 0, got {getattr(retention, name)}")
-    if abs(retention.priority) > _PRIORITY_MAX:
-        raise InvalidRequest(f"retention.priority must lie in [-100, 100], got {retention.priority}")

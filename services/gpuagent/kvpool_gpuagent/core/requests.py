@@ -16,6 +16,8 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
+from kvpool.core.retention import NO_RETENTION, RetentionRange, retention_of_tokens
+from kvpool.core.retention import Retention as Retention
 from kvpool_gpuagent.core.bandwidth import LoadSource
 
 BlockIds = npt.NDArray[np.int64]
@@ -35,21 +37,14 @@ class ChunkBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """How long and how eagerly stored pages are kept; the defaults ask for nothing special."""
-
-    ttl_ms: int = 0
-    priority: int = 0
-    pinned_until_us: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpan:
     """Consecutive chunks of one chain.
 
     group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
     parent_hash: of the chunk before the first.
     chain_head:  hash of chunk 0; may be empty for a load.
+    retention:   of chunks that none of retention_ranges, which count the prompt's tokens, touches.
+    prompt_tokens: of the whole prompt; 0 if unknown.
     """
 
     chunks: tuple[ChunkBlocks, ...]
@@ -57,21 +52,26 @@ class ChunkSpan:
     parent_hash: bytes
     group_heads: tuple[bytes, ...]
     chain_head: bytes = b""
-    retention: Retention = Retention()
+    retention: Retention = NO_RETENTION
+    retention_ranges: tuple[RetentionRange, ...] = ()
+    prompt_tokens: int = 0
 
     def group_head(self, position: int) -> bytes:
         """Head of the group that the chunk at `position` (in the request) falls into."""
         return self.group_heads[(self.first_index + position) // GROUP_CHUNKS - self.first_index // GROUP_CHUNKS]
 
-    def metadata(self, position: int) -> PageMetadata:
+    def metadata(self, position: int, chunk_tokens: int) -> PageMetadata:
         """What is kept beside the pages of the chunk at `position`."""
+        first_token = (self.first_index + position) * chunk_tokens
+        kept = retention_of_tokens(first_token, chunk_tokens, self.retention_ranges, self.retention)
         return PageMetadata(
             parent_hash=self.chunks[position - 1].chunk_hash if position else self.parent_hash,
             chunk_index=self.first_index + position,
             group_head_hash=self.group_head(position),
-            ttl_ms=self.retention.ttl_ms,
-            priority=self.retention.priority,
-            pinned_until_us=self.retention.pinned_until_us,
+            ttl_ms=kept.ttl_ms,
+            priority=kept.priority,
+            pinned_until_us=kept.pinned_until_us,
+            prompt_tokens=self.prompt_tokens,
         )
 
     @property

@@ -68,6 +68,10 @@ class StagedPages:
         """All visible pages."""
         return [slot.page for slot in self._ready.values()]
 
+    def is_coming(self, key: PageKey) -> bool:
+        """Somebody writes the page, or it is on its way from disk or a peer."""
+        return key in self._writing or key in self._filling
+
     def told(self, key: PageKey) -> Slot | None:
         """The slot of a visible page that others may know of."""
         slot = self._ready.get(key)

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvpool.core.errors import InvalidRequest, NotServed
+from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import check_optional_id, convert_items, page_key_from_proto
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, page_key_from_proto
 from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.servicer.messages import session_request_from_proto
+from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
+from kvpool_pagestore.servicer.messages import chunk_hash_from_proto, session_request_from_proto
 from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
 
 _DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
@@ -78,12 +79,17 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         )
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: _Context) -> pb.PrefetchResponse:
-        keys = convert_items(request.keys, page_key_from_proto, "key", most=_DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
-_PREFETCH_KEYS_MAX)
+        keys = convert_items(request.keys, page_key_from_proto, "key", most=_PREFETCH_KEYS_MAX)
         return pb.PrefetchResponse(started_count=self._engine.prefetch.start(self._tenant(), keys))
 
     async def Pin(self, request: pb.PinRequest, context: _Context) -> pb.PinResponse:
-        raise NotServed("Pin is not served yet: eviction does not honour pins")
+        page_count = await self._engine.retained.pin(
+            self._tenant(),
+            check_id(request.keyspace_id, "keyspace_id"),
+            convert_items(request.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_PIN_CHUNKS),
+            check_count(request.pinned_until_us, "pinned_until_us"),
+        )
+        return pb.PinResponse(page_count=page_count)
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> AsyncIterator[pb.DrainResponse]:
         drain = self._engine.movement.drain

@@ -46,6 +46,10 @@ def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionR
     )
 
 
+def chunk_hash_from_proto(value: bytes) -> bytes:
+    return check_id(value, "chunk hash")
+
+
 def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[ReserveItem]:
     return convert_items(message.items, _reserve_item, most=most)
 

@@ -10,6 +10,7 @@ from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
+from kvpool.core.retention import RetentionRange
 from kvpool_gpuagent.core.checks import check_load, check_store
 from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention, windows
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
@@ -126,10 +127,22 @@ def test_what_only_a_store_names_is_checked(changes: dict[str, Any], named: str)
 
 
 def test_retention_is_kept_beside_every_page() -> None:
-    kept = replace(span(range(2)), retention=Retention(ttl_ms=5, priority=-3, pinned_until_us=7)).metadata(1)
+    kept = replace(span(range(2)), retention=Retention(ttl_ms=5, priority=-3, pinned_until_us=7)).metadata(1, 16)
     assert (kept.ttl_ms, kept.priority, kept.pinned_until_us) == (5, -3, 7)
     assert kept.parent_hash == chunk_hash(0)
-    assert span(range(2)).metadata(0).parent_hash == ROOT_HASH
+    assert span(range(2)).metadata(0, 16).parent_hash == ROOT_HASH
+
+
+def test_ranges_of_tokens_are_kept_as_they_say() -> None:
+    """Counted from the prompt's first token, also when the request begins later; a chunk is kept as a whole."""
+    pinned, brief = Retention(pinned_until_us=9), Retention(ttl_ms=7)
+    ranges = (RetentionRange(0, 17, pinned), RetentionRange(32, 16, brief))
+    wanted = replace(span(range(3)), retention=Retention(priority=4), retention_ranges=ranges, prompt_tokens=60)
+    kept = [wanted.metadata(position, 16) for position in range(3)]
+    assert [(one.pinned_until_us, one.ttl_ms, one.priority) for one in kept] == [(9, 0, 0), (9, 0, 0), (0, 7, 0)]
+    assert {one.prompt_tokens for one in kept} == {60}
+    later = replace(wanted, first_index=3)
+    assert [later.metadata(position, 16).priority for position in range(3)] == [4, 4, 4]
 
 
 def test_a_rank_owns_the_shards_of_its_layers_and_heads() -> None:

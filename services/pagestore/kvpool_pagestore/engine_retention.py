@@ -1,0 +1,216 @@
+"""Retention of pages: told at their store, extended by later ones, changed by pins, ended by a sweep.
+
+The owner's disk is the truth: a change is synced before whoever asked for it is answered. A page that is not durable
+yet takes what was changed along when it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded, StoreFault
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.metrics import PageStoreMetrics
+
+_log = logging.getLogger(__name__)
+
+MAX_PIN_CHUNKS = 4096
+_SWEPT_CHUNKS = 256  # between two turns of the loop
+_SWEEP_PAUSE_S = 60.0  # the wall clock may jump: look at it now and then
+
+
+class Retained:
+    """Knows what expires and what is pinned. Runs only while something will expire."""
+
+    def __init__(
+        self,
+        policies: PolicyBook,
+        keyspaces: KeyspaceBook,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        metrics: PageStoreMetrics,
+        clock: Clock,
+        max_pinned_bytes: int,
+    ) -> None:
+        self._policies = policies
+        self._keyspaces = keyspaces
+        self._ledger = ledger
+        self._disk = disk
+        self._metrics = metrics
+        self._clock = clock
+        self._expiry = ExpiryQueue()
+        self._pins = PinBook(max_pinned_bytes, self._is_here)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_us = 0
+        self._stopped = False
+        if disk is not None:
+            disk.on_stored = self._stored
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page bytes that are pinned now."""
+        return self._pins.pinned_bytes(self._clock.wall_us())
+
+    def stop(self) -> None:
+        """Sweep no more."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def prepared(self, key: PageKey, metadata: PageMetadata) -> PageMetadata:
+        """Metadata of a page that comes here now, with the defaults of its keyspace and the end of its life."""
+        default = self._policies.policy(key.keyspace).retention
+        metadata = with_defaults(metadata, default, self._clock.wall_us())
+        self._note(key.keyspace + key.chunk_hash, metadata)
+        return metadata
+
+    def admit(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> QuotaExceeded | None:
+        """Count the pin of a page that is about to be stored; why it cannot be pinned."""
+        now_us = self._clock.wall_us()
+        if metadata.pinned_until_us <= now_us:
+            return None
+        return self._pins.pin({key: page_bytes}, metadata.pinned_until_us, now_us)
+
+    def drop_expired(self, key: PageKey) -> None:
+        """Forget a page that is past its time, wherever it is: whoever asks for it now must not get it."""
+        if not self._expiry:
+            return
+        now_us = self._clock.wall_us()
+        slot = self._ledger.find(key)
+        if slot is not None and is_expired(slot.page.metadata, now_us):
+            self._ledger.drop(key)
+        on_disk = self._disk.map.metadata(key) if self._disk is not None else None
+        if on_disk is not None and is_expired(on_disk, now_us) and self._disk is not None:
+            self._disk.discard([key])
+
+    async def extend(self, key: PageKey, page_bytes: int, wanted: PageMetadata) -> KvPoolError | None:
+        """A page that is here was asked to be stored again: keep it as long as both wish. None, or why not durably."""
+        kept = self._kept(key)
+        if kept is None or (after := extended(kept, wanted)) == kept:
+            return None
+        if after.pinned_until_us != kept.pinned_until_us:
+            refused = self.admit(key, page_bytes, after)
+            if refused is not None:
+                return refused
+        try:
+            await self._change([(key.keyspace + key.chunk_hash, after)])
+        except KvPoolError as error:
+            return error
+        return None
+
+    async def pin(self, tenant: str, keyspace: bytes, chunk_hashes: Sequence[bytes], until_us: int) -> int:
+        """Pin chunks until then, or (0) end their pins; how many pages of them are here.
+
+        All of them or none. Durable for durable pages when this returns. Raises QuotaExceeded when more than
+        max_pinned_share of the tier would be pinned, StoreFault.
+        """
+        if len(chunk_hashes) > MAX_PIN_CHUNKS:
+            raise InvalidRequest(f"{len(chunk_hashes)} chunks in one Pin, at most {MAX_PIN_CHUNKS}; split the request")
+        known = self._keyspaces.find(keyspace)
+        if known is None or known.tenant != tenant:
+            return 0  # as if it did not exist
+        if self._disk is not None and self._disk.fault:
+            raise StoreFault(f"pins cannot be kept: {self._disk.fault}")
+        pages: dict[PageKey, int] = {}
+        changes: list[tuple[bytes, PageMetadata]] = []
+        for chunk_hash in dict.fromkeys(chunk_hashes):
+            keys = self._keys(keyspace + chunk_hash)
+            kept = self._kept(keys[0]) if keys else None
+            if kept is not None:
+                pages.update((key, known.page_bytes(key.shard)) for key in keys)
+                changes.append((keyspace + chunk_hash, replace(kept, pinned_until_us=until_us)))
+        if until_us <= self._clock.wall_us():
+            self._pins.unpin(pages)
+        elif (refused := self._pins.pin(pages, until_us, self._clock.wall_us())) is not None:
+            raise refused
+        await self._change(changes)
+        return len(pages)
+
+    def sweep(self) -> int:
+        """Forget what has expired, a bounded part of it at once; how many pages went."""
+        now_us, count = self._clock.wall_us(), 0
+        for name in self._expiry.take_due(now_us, _SWEPT_CHUNKS):
+            keys = self._keys(name)
+            expired = [key for key in keys if (kept := self._kept(key)) is not None and is_expired(kept, now_us)]
+            for key in keys:
+                if key not in expired and (kept := self._kept(key)) is not None:
+                    self._note(name, kept)
+            for key in expired:
+                self._ledger.drop(key)
+            on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]
+            if on_disk and self._disk is not None:
+                self._disk.discard(on_disk)
+            count += len(expired)
+        self._metrics.expired_pages.inc(count)
+        return count
+
+    # Inside
+
+    def _stored(self, key: PageKey, metadata: PageMetadata) -> None:
+        """Found on disk at the start."""
+        self._note(key.keyspace + key.chunk_hash, metadata)
+        if metadata.pinned_until_us > self._clock.wall_us():
+            known = self._keyspaces.find(key.keyspace)
+            if known is not None:
+                pages = {key: known.page_bytes(key.shard)}
+                self._pins.pin(pages, metadata.pinned_until_us, 0, force=True)  # it was granted before
+
+    def _note(self, name: bytes, metadata: PageMetadata) -> None:
+        if metadata.expires_us:
+            self._expiry.add(name, metadata.expires_us)
+            if self._timer is None or metadata.expires_us < self._timer_due_us:
+                self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, due_us = None, self._expiry.next_us
+        if due_us is not None and not self._stopped:
+            delay_s = min(max(0.0, (due_us - self._clock.wall_us()) / 1e6), _SWEEP_PAUSE_S)
+            self._timer_due_us = due_us
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._sweep_and_arm)
+
+    def _sweep_and_arm(self) -> None:
+        self.sweep()
+        self._arm()
+
+    def _is_here(self, key: PageKey) -> bool:
+        return self._kept(key) is not None or self._ledger.is_coming(key)
+
+    def _kept(self, key: PageKey) -> PageMetadata | None:
+        """What is kept beside a page that is here; staging knows the latest."""
+        slot = self._ledger.find(key)
+        if slot is not None:
+            return slot.page.metadata
+        return self._disk.map.metadata(key) if self._disk is not None else None
+
+    def _keys(self, name: bytes) -> list[PageKey]:
+        """Pages of a chunk that are here."""
+        known = self._keyspaces.find(name[:16])
+        shards: Iterable[int] = range(known.grid.shard_count) if known is not None else ()
+        keys = (PageKey(name[:16], name[16:], shard) for shard in shards)
+        return [key for key in keys if self._kept(key) is not None]
+
+    async def _change(self, changes: Sequence[tuple[bytes, PageMetadata]]) -> None:
+        """Other metadata for all pages of chunks: at once in memory, synced on disk. Raises StoreFault."""
+        on_disk: list[tuple[PageKey, PageMetadata]] = []
+        for name, metadata in changes:
+            self._note(name, metadata)
+            for key in self._keys(name):
+                slot = self._ledger.find(key)
+                if slot is not None:
+                    self._ledger.set_metadata(slot, metadata)
+                if self._disk is not None and key in self._disk.map:
+                    on_disk.append((key, metadata))
+        if self._disk is not None and on_disk:
+            await self._disk.set_metadata(on_disk)

@@ -1,0 +1,205 @@
+"""Retention in a running engine: time to live, pins, and later stores that want more; over restarts too."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import InvalidRequest, QuotaExceeded, StoreFault
+from kvpool.core.outcome import Admission, Tier
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool.core.retention import PINNED_FOREVER_US, Retention
+from kvpool.testing import ManualClock, eventually
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
+from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    TENANT,
+    Running,
+    World,
+    fill_page,
+    metadata,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import acquire_one, open_session, wanted
+
+HASHES = [page_key(number).chunk_hash for number in range(16)]
+
+
+async def reserve(running: Running, peer: PeerSession, number: int, shard: int = 0, **retention: int) -> ReserveAnswer:
+    kept = replace(metadata(number), **retention)  # type: ignore[arg-type]
+    item = ReserveItem(key=page_key(number, shard), page_bytes=PAGE_BYTES, metadata=kept)
+    (answer,) = await running.engine.pages.reserve(peer, [item])
+    return answer
+
+
+async def put(running: Running, peer: PeerSession, number: int, shard: int = 0, **retention: int) -> None:
+    answer = await reserve(running, peer, number, shard, **retention)
+    assert isinstance(answer, Grant), answer
+    fill_page(running.engine.pages.view(answer), page_key(number, shard))
+    assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
+
+
+def on_disk(world: World) -> dict[int, PageMetadata]:
+    return {page.metadata.chunk_index: page.metadata for page in world.memory.scan()}
+
+
+@asynccontextmanager
+async def engine_at(world: World, **changes: object) -> AsyncIterator[tuple[Running, PeerSession, ManualClock]]:
+    clock = world.clock
+    assert isinstance(clock, ManualClock)
+    async with running_engine(world, **changes) as running:
+        yield running, await open_session(running), clock
+
+
+async def test_an_expired_page_is_a_miss_everywhere_and_is_told_to_the_index() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            await put(running, peer, 1, ttl_ms=1000)
+            await put(running, peer, 2)
+            await running.engine.flush(TENANT, b"")
+            assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 1
+            clock.advance(1.0)
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+            assert (await acquire_one(running, peer, wanted(2))).grant is not None
+            await eventually(lambda: set(on_disk(world)) == {2})
+            assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 0
+
+
+async def test_a_sweep_forgets_what_nobody_asks_for() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            await put(running, peer, 1, ttl_ms=1000)
+            await running.engine.flush(TENANT, b"")
+            assert running.engine.retained.sweep() == 0
+            clock.advance(1.0)
+            assert running.engine.retained.sweep() == 1
+            await eventually(lambda: not on_disk(world))
+            assert running.engine.gauges().staging_pages == 0
+            assert running.metric("expired_pages_total") == 1
+
+
+async def test_the_end_of_a_page_holds_over_a_restart() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, _):
+            await put(running, peer, 1, ttl_ms=1000)
+            await running.engine.flush(TENANT, b"")
+        async with engine_at(world) as (running, peer, clock):
+            assert (await acquire_one(running, peer, wanted(1))).grant is not None
+            clock.advance(1.0)
+            assert running.engine.retained.sweep() == 1
+
+
+async def test_an_expired_page_may_be_stored_anew() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            await put(running, peer, 1, ttl_ms=1000)
+            await running.engine.flush(TENANT, b"")
+            clock.advance(1.0)
+            await put(running, peer, 1, ttl_ms=1000)
+            clock.advance(0.5)
+            assert (await acquire_one(running, peer, wanted(1))).grant is not None
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_a_later_store_that_wants_more_prolongs_the_page_durably(durable: bool) -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world, linger_ms=1 if durable else 60_000) as (running, peer, clock):
+            await put(running, peer, 1, ttl_ms=1000)
+            if durable:
+                await running.engine.flush(TENANT, b"")
+            before_us = clock.wall_us()
+            assert await reserve(running, peer, 1, ttl_ms=9000, priority=5) is Admission.EXISTS
+            assert await reserve(running, peer, 1, ttl_ms=10, priority=-5) is Admission.EXISTS, "shortens nothing"
+            await running.engine.flush(TENANT, b"")
+            kept = on_disk(world)[1]
+            assert (kept.expires_us, kept.priority) == (before_us + 9_000_000, 5)
+            clock.advance(1.0)
+            assert (await acquire_one(running, peer, wanted(1))).grant is not None
+
+
+async def test_the_default_retention_of_a_keyspace_is_that_of_pages_which_say_nothing() -> None:
+    with new_world(clock=ManualClock()) as world:
+        policy = KeyspacePolicy(retention=Retention(ttl_ms=1000, priority=3))
+        world.index.policies[KEYSPACE] = VersionedPolicy(keyspace=KEYSPACE, policy=policy, version=1)
+        async with engine_at(world) as (running, peer, clock):
+            await put(running, peer, 1)
+            await put(running, peer, 2, ttl_ms=5000)
+            await running.engine.flush(TENANT, b"")
+            assert [on_disk(world)[number].priority for number in (1, 2)] == [3, 0]
+            clock.advance(1.0)
+            assert running.engine.retained.sweep() == 1
+
+
+async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            until_us = clock.wall_us() + 1_000_000
+            await put(running, peer, 1)
+            await put(running, peer, 1, shard=1)
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[1:3], until_us) == 2
+            assert {page.metadata.pinned_until_us for page in world.memory.scan()} == {until_us}
+            assert running.engine.gauges().pinned_bytes == 2 * PAGE_BYTES
+        async with engine_at(world, linger_ms=60_000) as (running, peer, clock):
+            assert running.engine.gauges().pinned_bytes == 2 * PAGE_BYTES
+            await put(running, peer, 4)
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, [HASHES[4]], until_us) == 1
+            await running.engine.flush(TENANT, b"")
+            assert on_disk(world)[4].pinned_until_us == until_us
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES, 0) == 3
+            assert {page.metadata.pinned_until_us for page in world.memory.scan()} == {0}
+            assert running.engine.gauges().pinned_bytes == 0
+
+
+async def test_pins_end_by_themselves() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            await put(running, peer, 1, pinned_until_us=clock.wall_us() + 1_000_000)
+            await put(running, peer, 2, pinned_until_us=PINNED_FOREVER_US)
+            assert running.engine.gauges().pinned_bytes == 2 * PAGE_BYTES
+            clock.advance(1.0)
+            assert running.engine.gauges().pinned_bytes == PAGE_BYTES
+
+
+async def test_more_than_a_share_of_the_tier_cannot_be_pinned() -> None:
+    with new_world(clock=ManualClock()) as world:
+        changes = {"disk_bytes": 64 << 20, "max_pinned_share": 2.5 * PAGE_BYTES / (64 << 20)}
+        async with engine_at(world, **changes) as (running, peer, _):
+            for number in range(4):
+                await put(running, peer, number)
+            with pytest.raises(QuotaExceeded, match="max_pinned_share"):
+                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[:4], PINNED_FOREVER_US)
+            assert running.engine.gauges().pinned_bytes == 0
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[:2], PINNED_FOREVER_US) == 2
+            assert isinstance(await reserve(running, peer, 9, pinned_until_us=PINNED_FOREVER_US), QuotaExceeded)
+            assert isinstance(await reserve(running, peer, 3, pinned_until_us=PINNED_FOREVER_US), QuotaExceeded)
+
+
+async def test_another_tenants_pages_cannot_be_pinned_and_do_not_show() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, _):
+            await put(running, peer, 1)
+            assert await running.engine.retained.pin("other", KEYSPACE, HASHES, PINNED_FOREVER_US) == 0
+            assert running.engine.gauges().pinned_bytes == 0
+
+
+async def test_a_pin_that_cannot_be_kept_is_refused() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, _):
+            await put(running, peer, 1)
+            await running.engine.flush(TENANT, b"")
+            world.memory.fault = StoreFault("the disk is gone")
+            with pytest.raises(StoreFault):
+                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES, PINNED_FOREVER_US)
+            with pytest.raises(InvalidRequest, match="at most 4096"):
+                await running.engine.retained.pin(TENANT, KEYSPACE, HASHES * 300, 0)
+            world.memory.fault = None

@@ -1,0 +1,91 @@
+"""What is kept longer or shorter than eviction would: extension, expiry, pins within their bound."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.page import PageKey
+from kvpool.core.retention import Retention
+from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
+
+HASH = b"h" * 16
+
+
+def kept(**fields: int) -> PageMetadata:
+    return PageMetadata(parent_hash=HASH, chunk_index=0, group_head_hash=HASH, **fields)
+
+
+def key(number: int) -> PageKey:
+    return PageKey(HASH, number.to_bytes(16, "big"), 0)
+
+
+def test_a_page_that_says_nothing_takes_the_default_of_its_keyspace() -> None:
+    default = Retention(ttl_ms=2, priority=7)
+    assert with_defaults(kept(), default, 1000) == kept(ttl_ms=2, priority=7, expires_us=3000)
+    assert with_defaults(kept(priority=1), default, 1000) == kept(priority=1), "it said something"
+    assert with_defaults(kept(ttl_ms=1), default, 1000) == kept(ttl_ms=1, expires_us=2000)
+
+
+def test_a_page_that_another_node_kept_before_lives_no_longer_here() -> None:
+    assert with_defaults(kept(ttl_ms=5, expires_us=44), Retention(), 1000).expires_us == 44
+
+
+metadata = st.builds(
+    kept,
+    ttl_ms=st.integers(0, 3),
+    expires_us=st.integers(0, 9),
+    priority=st.integers(-2, 2),
+    pinned_until_us=st.integers(0, 9),
+)
+
+
+@given(metadata, metadata)
+def test_nothing_is_ever_kept_shorter_because_it_was_stored_again(before: PageMetadata, wanted: PageMetadata) -> None:
+    after = extended(before, wanted)
+    for one in (before, wanted):
+        assert not after.expires_us or 0 < one.expires_us <= after.expires_us
+        assert after.priority >= one.priority
+        assert after.pinned_until_us >= one.pinned_until_us
+    assert extended(after, wanted) == after
+
+
+def test_an_expired_page_is_one_whose_time_has_come() -> None:
+    assert [is_expired(kept(expires_us=at), 5) for at in (0, 4, 5, 6)] == [False, True, True, False]
+
+
+def test_chunks_come_due_in_order_once_and_a_bounded_part_at_a_time() -> None:
+    queue = ExpiryQueue()
+    for name, at in ((b"c", 30), (b"a", 10), (b"b", 20), (b"never", 0)):
+        queue.add(name, at)
+    assert (len(queue), queue.next_us) == (3, 10)
+    assert queue.take_due(25, most=1) == [b"a"]
+    assert queue.take_due(25, most=9) == [b"b"]
+    assert queue.take_due(25, most=9) == []
+    queue.add(b"c", 90)
+    assert queue.take_due(80, most=9) == [], "it was extended"
+    assert queue.take_due(90, most=9) == [b"c"]
+    assert len(queue) == 0
+
+
+def test_pins_are_bounded_all_or_none_and_end() -> None:
+    here = {key(number) for number in range(9)}
+    book = PinBook(100, here.__contains__)
+    assert book.pin({key(0): 40, key(1): 40}, until_us=50, now_us=0) is None
+    refused = book.pin({key(2): 10, key(3): 20}, until_us=90, now_us=0)
+    assert refused is not None and "80 bytes are pinned and 30 more" in refused.message
+    assert book.pinned_bytes(0) == 80
+    assert book.pin({key(0): 40, key(2): 20}, until_us=90, now_us=0) is None, "a longer pin costs nothing again"
+    assert book.pin({key(3): 40}, until_us=90, now_us=60) is None, "the pin of 1 has ended"
+    assert book.pinned_bytes(60) == 100
+    book.unpin({key(3): 40, key(8): 5})
+    assert book.pinned_bytes(60) == 60
+    here.discard(key(0))
+    assert book.pinned_bytes(60) == 20, "what is not here is not pinned"
+
+
+def test_what_was_granted_before_a_restart_counts_even_beyond_the_bound() -> None:
+    book = PinBook(10, lambda _: True)
+    assert book.pin({key(1): 40}, until_us=50, now_us=0, force=True) is None
+    assert book.pin({key(2): 1}, until_us=50, now_us=0) is not None
