@@ -60,7 +60,7 @@ class Descriptors:
     def read_into(self, extent: Extent, piece: memoryview) -> bool:
         """Fill `piece` with the first bytes of an extent. False if the file ends before."""
         if self._direct is None or not is_aligned(piece):
-            return _read_fully(self._buffered, [piece], extent.offset_bytes)
+            return not len(piece) or _read_fully(self._buffered, [piece], extent.offset_bytes)
         whole = piece[: len(piece) // BLOCK_BYTES * BLOCK_BYTES]
         rest = piece[len(whole) :]
         tail = _bounce(BLOCK_BYTES if len(rest) else 0)
@@ -99,7 +99,7 @@ def _bounce(size_bytes: int) -> memoryview:
 
 def is_aligned(view: memoryview) -> bool:
     """Whether memory begins at a block bound, as transfers past the page cache want it; empty memory does."""
-    return not len(view) or int(np.frombuffer(view, np.uint8).ctypes.data) % BLOCK_BYTES == 0
+    return not len(view) or int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) % BLOCK_BYTES == 0
 
 
 def _write_fully(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
@@ -110,7 +110,7 @@ def _write_fully(descriptor: int, buffers: Sequence[memoryview], offset: int) ->
 
 
 def _read_fully(descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    while buffers := [each for each in buffers if len(each)]:
+    while buffers:
         read = os.preadv(descriptor, buffers, offset)
         if not read:
             return False
@@ -121,6 +121,8 @@ def _read_fully(descriptor: int, buffers: Sequence[memoryview], offset: int) -> 
 
 def _after(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
     """What is left of buffers of which the first `done` bytes are dealt with."""
+    if done == sum(map(len, buffers)):
+        return ()
     left = []
     for each in buffers:
         if done < len(each):

@@ -44,17 +44,24 @@ class ExtentRecord:
     @classmethod
     def decode(cls, encoded: bytes) -> ExtentRecord:
         """Raises PageCorrupt for bytes that no version of this code wrote."""
-        try:
-            version, page_bytes, number, count = _RECORD.unpack_from(encoded)
-            if version != _VERSION:
-                raise PageCorrupt(f"a page record has version {version}, not {_VERSION}")
-            end = _RECORD.size + count * _EXTENT.size
-            extents = tuple(Extent(*fields) for fields in _EXTENT.iter_unpack(encoded[_RECORD.size : end]))
-            if len(extents) != count:
-                raise PageCorrupt("a page record is cut off")
-            return cls(page_bytes, number, extents, unpack_metadata(encoded[end:]))
-        except struct.error as error:
-            raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
+        page_bytes, extents = decode_place(encoded)
+        end = _RECORD.size + len(extents) * _EXTENT.size
+        return cls(page_bytes, _RECORD.unpack_from(encoded)[2], extents, unpack_metadata(encoded[end:]))
+
+
+def decode_place(encoded: bytes) -> tuple[int, tuple[Extent, ...]]:
+    """Page bytes and extents of an encoded record: all that a read needs. Raises PageCorrupt as `decode` does."""
+    try:
+        version, page_bytes, _, count = _RECORD.unpack_from(encoded)
+        if version != _VERSION:
+            raise PageCorrupt(f"a page record has version {version}, not {_VERSION}")
+        end = _RECORD.size + count * _EXTENT.size
+        extents = tuple(Extent._make(fields) for fields in _EXTENT.iter_unpack(encoded[_RECORD.size : end]))
+        if len(extents) != count:
+            raise PageCorrupt("a page record is cut off")
+        return page_bytes, extents
+    except struct.error as error:
+        raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 from rocksdict import WriteBatch
@@ -15,9 +13,9 @@ from kvpool.core.errors import PageCorrupt, QuotaExceeded
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.extent_files import ExtentFiles
-from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, pack_trailer
+from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, decode_place, pack_trailer
 from kvpool_pagestore.adapters.extent_salvage import Sidecar
-from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, rows
 from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import Extent, FreeExtents
@@ -38,13 +36,14 @@ class ExtentPages:
     def __init__(self, database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, budget: ExtentBudget) -> None:
         """Find out what is free. The records must be readable. Raises StoreFault."""
         self._database = database
+        self._records = database.family(RECORDS)
         self._files = files
         self._sidecar = sidecar
         self._budget = budget
         self._free = FreeExtents()
         self._lock = threading.Lock()
         self._unsynced: _Freed = []  # freed by changes that may not be synced yet
-        self._readers: Counter[PageKey] = Counter()
+        self._readers: dict[PageKey, int] = {}
         self._read_meanwhile: dict[PageKey, list[Extent]] = {}  # freed while they were read
         self._last_number = 0
         self._missing_blocks = 0  # what the file system had no room for when it was asked last
@@ -87,14 +86,20 @@ class ExtentPages:
 
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
         """Page bytes, or None if there is no page. Raises PageCorrupt if its bytes are damaged or gone, StoreFault."""
-        with self._being_read(key):
-            record = self._record(key)
-            if record is None:
+        with self._lock:
+            self._readers[key] = self._readers.get(key, 0) + 1
+        try:
+            encoded = self._encoded(key)
+            if encoded is None:
                 return None
-            if record.page_bytes > len(destination):
-                raise PageCorrupt(f"page {key} has {record.page_bytes} bytes on disk, not {len(destination)}")
-            self._files.read_into(record.extents, destination[: record.page_bytes])
-            return record.page_bytes
+            page_bytes, extents = decode_place(encoded)
+            if page_bytes > len(destination):
+                raise PageCorrupt(f"page {key} has {page_bytes} bytes on disk, not {len(destination)}")
+            self._files.read_into(extents, destination[:page_bytes])
+            return page_bytes
+        finally:
+            with self._lock:
+                self._end_reading(key)
 
     def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
         """Replace what is kept beside pages, synced; absent pages are passed over. Raises StoreFault."""
@@ -255,23 +260,24 @@ class ExtentPages:
                 else:
                     self._free.give(extents)
 
-    @contextmanager
-    def _being_read(self, key: PageKey) -> Iterator[None]:
-        with self._lock:
-            self._readers[key] += 1
+    def _end_reading(self, key: PageKey) -> None:
+        count = self._readers[key] - 1
+        if count:
+            self._readers[key] = count
+        else:
+            del self._readers[key]
+            self._free.give(self._read_meanwhile.pop(key, ()))
+
+    def _encoded(self, key: PageKey) -> bytes | None:
         try:
-            yield
-        finally:
-            with self._lock:
-                self._readers[key] -= 1
-                if not self._readers[key]:
-                    del self._readers[key]
-                    self._free.give(self._read_meanwhile.pop(key, []))
+            encoded: bytes | None = self._records.get(key.pack())
+            return encoded
+        except Exception as error:  # the binding raises nothing narrower; no context manager: this is the way of reads
+            raise fault_of(f"reading the record of page {key}", error) from error
 
     def _record(self, key: PageKey) -> ExtentRecord | None:
-        with store_faults(f"reading the record of page {key}"):
-            encoded = self._database.family(RECORDS).get(key.pack())
-            return ExtentRecord.decode(encoded) if encoded is not None else None
+        encoded = self._encoded(key)
+        return ExtentRecord.decode(encoded) if encoded is not None else None
 
     def _record_or_damaged(self, key: PageKey) -> ExtentRecord | None:
         """As `_record`, but a damaged one counts as none: it is about to be replaced or deleted."""

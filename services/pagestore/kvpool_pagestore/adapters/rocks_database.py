@@ -190,8 +190,13 @@ def store_faults(action: str) -> Iterator[None]:
     except KvPoolError:
         raise
     except Exception as error:  # the binding raises nothing narrower
-        text = _one_line(error)
-        raise (PageCorrupt if _is_damage(text) else StoreFault)(f"{action} failed: {text}") from error
+        raise fault_of(action, error) from error
+
+
+def fault_of(action: str, error: Exception) -> KvPoolError:
+    """What the driver raised, in our words."""
+    text = _one_line(error)
+    return (PageCorrupt if _is_damage(text) else StoreFault)(f"{action} failed: {text}")
 
 
 def _is_damage(text: str) -> bool:
