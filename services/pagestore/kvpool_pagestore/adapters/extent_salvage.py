@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -35,6 +36,7 @@ class Sidecar:
     def __init__(self, files: ExtentFiles) -> None:
         """Raises StoreFault."""
         self._files = files
+        self._lock = threading.Lock()  # two writers may meet a keyspace at the same time
         self.secret = files.kept(_SECRET_NAME).get(_SECRET_NAME, b"")
         if len(self.secret) != _SECRET_BYTES:
             self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -42,8 +44,9 @@ class Sidecar:
 
     def remember_keyspace(self, encoding: bytes) -> None:
         name = blake2b(encoding, digest_size=16).hexdigest() + _KEYSPACE_SUFFIX
-        if name not in self._files.kept(_KEYSPACE_SUFFIX):
-            self._files.keep(name, encoding)
+        with self._lock:
+            if name not in self._files.kept(_KEYSPACE_SUFFIX):
+                self._files.keep(name, encoding)
 
     def keyspaces(self) -> Iterable[bytes]:
         return self._files.kept(_KEYSPACE_SUFFIX).values()
