@@ -16,8 +16,9 @@ import pytest
 
 from kvpool.testing import eventually_sync
 from kvpool.v1 import index_pb2, index_pb2_grpc
-from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
+from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
+from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 pytestmark = pytest.mark.e2e
 
@@ -53,10 +54,11 @@ def _is_ready(path: Path, pid: int) -> bool:
     return path.exists() and f'"pid": {pid}' in path.read_text()
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis"])
-def test_it_serves_and_drains(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    password_free = {"KVPOOL_INDEX_REDIS_URL": redis_server.url} if kind == "redis" else {}
-    with running(tmp_path, **password_free) as (process, ready):
+@pytest.mark.parametrize("store", ["memory", "redis_server", "redis_sentinels", "redis_cluster"])
+def test_it_serves_and_drains(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    kind = "memory" if store == "memory" else "redis"
+    variables = {"KVPOOL_INDEX_REDIS_URL": request.getfixturevalue(store).url} if kind == "redis" else {}
+    with running(tmp_path, **variables) as (process, ready):
         assert ready["store"] == kind
         with grpc.insecure_channel(ready["endpoint"]) as channel:
             stub = index_pb2_grpc.IndexServiceStub(channel)
@@ -102,6 +104,7 @@ def test_what_keeps_it_from_starting_is_said_in_one_line(tmp_path: Path) -> None
             (["--tenant-secret-file", str(short)], {}, "5 bytes"),
             (["--lease-ttl-ms", "0"], {}, "lease_ttl_ms"),
             ([], {"KVPOOL_INDEX_REDIS_URL": "redis://:hunter2@host:port"}, "redis_url"),
+            ([], {"KVPOOL_INDEX_REDIS_URL": "redis+sentinel://:hunter2@host:1"}, "redis_url"),
         ]
         started = [(start(*flags, **variables), named) for flags, variables, named in cases]
         for process, named in started:
