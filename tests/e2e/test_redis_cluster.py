@@ -226,6 +226,24 @@ async def test_lost_scripts_are_loaded_on_each_master(cluster: RedisCluster) -> 
     await store.close()
 
 
+async def test_what_is_sent_again_is_waited_for_again(cluster: RedisCluster) -> None:
+    """A new connection has written nothing yet, so that WAIT alone would say yes to what another one left behind."""
+    prefix = f"t{secrets.token_hex(6)}"
+    careless, fence = await opened(cluster.url, prefix)
+    operations = [stored(fence, secrets.token_bytes(16)) for _ in range(30)]
+    await careless.locations.apply(fence, operations)
+    await careless.close()
+    for server in cluster.servers:
+        ask(server.port, "CONFIG", "RESETSTAT")
+    careful = RedisIndexStore(cluster.url, timeout_s=1.0, key_prefix=prefix, wait_replicas=1)
+    with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas"):
+        await careful.locations.apply(fence, operations)
+    for server in cluster.servers:
+        run = facts(server.port, "commandstats")
+        assert "cmdstat_set" in run and "cmdstat_wait" in run
+    await careful.close()
+
+
 async def test_an_index_serves_from_a_cluster(cluster: RedisCluster) -> None:
     store = RedisIndexStore(cluster.url, timeout_s=TIMEOUT_S, key_prefix=f"t{secrets.token_hex(6)}")
     async with running_index(store) as index:

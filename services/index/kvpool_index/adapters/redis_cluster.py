@@ -15,7 +15,7 @@ from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait
 from kvpool_index.adapters.redis_lua import Script
 from kvpool_index.adapters.redis_slots import SlotMap
 from kvpool_index.adapters.redis_url import Server
-from kvpool_index.adapters.redis_wire import Reply, is_error, pack
+from kvpool_index.adapters.redis_wire import Reply, checked, is_error, is_redirection, pack
 
 _QUICK_ROUNDS: Final = 3  # of redirections without a pause; one is what a call usually needs
 _PAUSE_S: Final = 0.02
@@ -47,7 +47,7 @@ class ClusterLane(RedisLane):
         for at, key in enumerate(keys):
             parts.setdefault(self._slots.owner(key), []).append(at)
         replies: list[Reply] = [None] * len(commands)
-        sends = [self._send(owner, commands, part, replies, scripts, wait_s) for owner, part in parts.items()]
+        sends = [self._send(owner, commands, keys, part, replies, scripts, wait_s) for owner, part in parts.items()]
         await _all(sends)
         if any(map(is_error, replies)):
             await self._redirect(commands, keys, replies, scripts, wait_s, ends_at_s)
@@ -66,6 +66,7 @@ class ClusterLane(RedisLane):
         self,
         server: Server,
         commands: Sequence[bytes],
+        keys: Sequence[bytes],
         part: Sequence[int],
         replies: list[Reply],
         scripts: Sequence[Script],
@@ -73,12 +74,16 @@ class ClusterLane(RedisLane):
     ) -> None:
         """Send some of the commands to one master and put their replies where they belong."""
         chosen = commands if len(part) == len(commands) else [commands[at] for at in part]
+        if self._replicas is not None:
+            chosen = [*chosen, _mark(keys[part[0]])]
         link = self._link(server)
         try:
             answers = await link.exchange(chosen, scripts=scripts, wait_s=wait_s, replicas=self._replicas)
         except StoreUnavailable:
             self._slots.refresh_soon()  # somebody else may own its slots by now
             raise
+        if self._replicas is not None and not is_redirection(marked := answers.pop()):
+            checked(marked)
         for at, answer in zip(part, answers, strict=True):
             replies[at] = answer
 
@@ -106,7 +111,7 @@ class ClusterLane(RedisLane):
                     await _all(
                         self._send_asking(server, commands, part, replies, scripts)
                         if asking
-                        else self._send(server, commands, part, replies, scripts, wait_s)
+                        else self._send(server, commands, keys, part, replies, scripts, wait_s)
                         for (server, asking), part in parts.items()
                     )
         except TimeoutError as error:
@@ -194,6 +199,17 @@ def _target(address: str, sender: Server) -> Server:
     """Where a redirection leads; a member that does not know its own address means itself."""
     host, _, port = address.rpartition(":")
     return Server(host or sender.host, int(port))
+
+
+def _mark(key: bytes) -> bytes:
+    """A write beside a key that is none to anybody.
+
+    A master waits for replicas on behalf of what this connection wrote, and commands that find everything as it is to
+    be have written nothing: it would not wait for what another connection wrote before, which nobody has confirmed.
+    """
+    before, brace, rest = key.partition(b"{")
+    tag = brace + rest[: rest.index(b"}") + 1]
+    return pack(b"SET", before.rsplit(b":", 2)[0] + b":w:" + tag, b"", b"PX", b"1000")
 
 
 async def _all(sends: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -45,6 +45,11 @@ def lacks_script(reply: Reply) -> bool:
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
 
 
+def is_redirection(reply: Reply) -> bool:
+    """Whether a member of a Cluster did not run the command because another one is to."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(("MOVED", "ASK", "TRYAGAIN"))
+
+
 class Connection(asyncio.Protocol):
     """One connection. Replies come in the order of the commands, so a queue tells whose they are."""
 
