@@ -9,10 +9,24 @@ from collections.abc import Sequence
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
+from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_locations import Announcer, NodeTruth
+from kvpool_pagestore.engine_movement import Movement
+from kvpool_pagestore.engine_pages import PageCalls
+from kvpool_pagestore.engine_parts import (
+    EngineParts,
+    disk_tier,
+    ledger_limits,
+    make_flights,
+    make_retained,
+    node_policy,
+    session_times,
+    write_back_limits,
+)
 from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_quarantine import Quarantine
@@ -21,8 +35,6 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
-
-from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
 
 _log = logging.getLogger(__name__)
 
