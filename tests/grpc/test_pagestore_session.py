@@ -10,10 +10,18 @@ import pytest
 from kvpool.client.page_items import AcquireItem, AcquireResult, PageSource, ReserveItem
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, KvPoolError, PageCorrupt, StaleIncarnation, TenantDenied
+from kvpool.core.errors import (
+    InvalidRequest,
+    KvPoolError,
+    PageCorrupt,
+    QuotaExceeded,
+    StaleIncarnation,
+    TenantDenied,
+)
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import verify
+from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
@@ -125,13 +133,29 @@ async def test_flush_clear_and_status_over_the_control_service() -> None:
             await control.close()
 
 
+async def test_pins_over_the_control_service() -> None:
+    with new_world() as world:
+        async with served(world, disk_bytes=64 << 20, max_pinned_share=1.5 * PAGE_BYTES / (64 << 20)) as store:
+            session, control = await store.open(), store.control()
+            await write(session, [1, 2])
+            hashes = [page_key(number).chunk_hash for number in (1, 2, 3)]
+            assert await control.pin(KEYSPACES[0][0], hashes[:1], PINNED_FOREVER_US) == 1
+            with pytest.raises(QuotaExceeded, match="max_pinned_share"):
+                await control.pin(KEYSPACES[0][0], hashes, PINNED_FOREVER_US)
+            await control.flush()
+            pinned = {page.metadata.chunk_index: page.metadata.pinned_until_us for page in world.memory.scan()}
+            assert pinned == {1: PINNED_FOREVER_US, 2: 0}
+            assert await control.pin(KEYSPACES[0][0], hashes, 0) == 2
+            with pytest.raises(InvalidRequest, match="chunk hash 0"):
+                await control.pin(KEYSPACES[0][0], [b"short"], 0)
+            await session.close()
+            await control.close()
+
+
 async def test_what_is_not_served_says_so() -> None:
     with new_world() as world:
         async with served(world) as store, grpc.aio.insecure_channel(store.endpoint) as channel:
             stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Pin(pb.PinRequest())
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in stub.Drain(pb.DrainRequest()):
                     raise AssertionError("a node without an index was drained")

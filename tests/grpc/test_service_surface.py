@@ -24,7 +24,6 @@ SERVICES = {name: service for file in FILES for name, service in file.DESCRIPTOR
 METHODS = [method for service in SERVICES.values() for method in service.methods]
 NOT_SERVED = {
     "IndexService.Route",
-    "PageStoreService.Pin",
 }
 # Refused at once, where an empty request would be served for as long as the client likes.
 REQUESTS: dict[str, Any] = {"IndexService.Watch": index_pb2.WatchRequest(keyspace_id=b"short")}

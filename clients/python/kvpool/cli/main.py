@@ -36,6 +36,7 @@ COMMANDS = {
     "drain": _Command("drain", "move a pagestore's pages to others, then end its lease"),
     "clear": _Command("clear", "drop the pages of a keyspace, or all"),
     "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
+    "policy": _Command("policy", "what pagestores do with a keyspace: disk writes, staging, replicas, quota"),
     "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
 }
 

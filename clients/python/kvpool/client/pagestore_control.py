@@ -117,6 +117,19 @@ class PageStoreControl:
             replica_queue_chunks=answer.replica_queue_chunks,
         )
 
+    async def pin(
+        self, keyspace: bytes, chunk_hashes: Sequence[bytes], pinned_until_us: int, *, timeout_s: float | None = None
+    ) -> int:
+        """Pin chunks until a wall time, or (0) end their pins; how many pages of them the node has.
+
+        raises: QuotaExceeded when more than the node's share of pinned bytes would be, StoreFault.
+        """
+        request = pagestore_pb2.PinRequest(
+            keyspace_id=keyspace, chunk_hashes=chunk_hashes, pinned_until_us=pinned_until_us
+        )
+        answer = await self._endpoints.call(lambda stub: stub.Pin, request, timeout_s=timeout_s)
+        return answer.page_count
+
     async def prefetch(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> int:
         """Begin to bring pages from the node's disk to its staging tier; how many were begun."""
         request = pagestore_pb2.PrefetchRequest(keys=[key.pack() for key in keys])
