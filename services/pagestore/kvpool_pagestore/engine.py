@@ -100,6 +100,7 @@ class PageStoreEngine:
         )
 
         self.movement.attach(self._announcer, self.pages)
+        self.movement.never_durable = lambda keyspace: policies.plan(keyspace).write_at_uses is None
         self.movement.keyspace_factor = lambda keyspace: policies.policy(keyspace).replication_factor
         share_bytes = config.arena_bytes // PROMOTION_SHARE
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, share_bytes)

@@ -32,11 +32,14 @@ class Announcer:
         self._index = index
         self._buffer = LocationBuffer()
         self._scheduled = False
+        self.on_staged: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it is in staging
         self.on_stored: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it became durable
         self.staged: dict[bytes, StagedChunk] = {}  # by keyspace id + chunk hash: what others may know is in staging
 
     def staging(self, record: PageRecord, present: bool) -> None:
         """A page became visible in staging or left it."""
+        if present:
+            self.on_staged(record.key, record.metadata.group_head_hash)
         self._note_staged(record, present)
         self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, present)
 

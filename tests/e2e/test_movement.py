@@ -1,0 +1,272 @@
+"""Real pagestores that copy pages to each other, and are killed, stopped, drained and joined while they do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.pagestore import PageStoreSession
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.cluster import ChainQuery, RemoteSource
+from kvpool.core.errors import DrainBlocked, KvPoolError
+from kvpool.core.outcome import Tier
+from kvpool.testing import eventually, eventually_sync
+from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, metadata, page_key, shared_memory_directory
+from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, start_process, write
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+BATCH = 16
+NUMBERS = range(10 * BATCH)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """An index and pagestores, each on a host of its own."""
+
+    directory: Path
+    shm: Path
+    endpoint: str
+    index: IndexClient
+    stack: AsyncExitStack
+    stores: list[Process] = field(default_factory=list)
+
+    def start(self, *flags: str) -> Process:
+        name = f"store-{len(self.stores)}"
+        given = ("--index-endpoints", self.endpoint, "--host-id", name, "--sweep-interval-ms", "500", *flags)
+        store = start_process(self.directory / name, self.shm, *given)
+        self.stack.callback(store.kill)
+        self.stores.append(store)
+        return store
+
+    async def session(self, store: Process) -> PageStoreSession:
+        session = await store.open()
+        self.stack.push_async_callback(_close, session)
+        return session
+
+    def control(self, store: Process) -> PageStoreControl:
+        control = PageStoreControl(store.endpoint, CLIENT)
+        self.stack.push_async_callback(control.close)
+        return control
+
+    async def fill(self, store: Process, numbers: range = NUMBERS) -> None:
+        session, control = await self.session(store), self.control(store)
+        for start in range(numbers.start, numbers.stop, BATCH):
+            await write(session, range(start, start + BATCH))
+        await control.flush()
+
+    async def nodes_with(self, number: int, tier: Tier = Tier.DISK) -> set[str]:
+        """Node ids of those that the index names for a page."""
+        query = ChainQuery(
+            keyspace=KEYSPACE,
+            chunk_hashes=page_key(number).chunk_hash,
+            first_chunk_index=number,
+            group_head_hash=metadata(number).group_head_hash,
+            shards=1,
+        )
+        try:
+            match = await self.index.match(query)
+        except KvPoolError:
+            return set()
+        return {one.node_id.hex() for run in match.runs for one in run.locations if one.tier is tier}
+
+    async def sources(self, number: int) -> tuple[RemoteSource, ...]:
+        """What a match names for a page, as an engine's agent would."""
+        ids = await self.nodes_with(number)
+        return tuple(source(store) for store in self.stores if store.ready["node_id"] in ids)
+
+    async def copies(self, numbers: Sequence[int], count: int) -> bool:
+        found = await asyncio.gather(*(self.nodes_with(number) for number in numbers))
+        return all(len(one) >= count for one in found)
+
+
+def source(store: Process) -> RemoteSource:
+    return RemoteSource(
+        node_id=bytes.fromhex(store.ready["node_id"]),
+        incarnation=store.ready["incarnation"],
+        bulk_endpoint=store.ready["bulk_endpoint"],
+    )
+
+
+async def _close(session: PageStoreSession) -> None:
+    with contextlib.suppress(KvPoolError):
+        await session.close()
+
+
+@asynccontextmanager
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Everything is killed in the end."""
+    async with AsyncExitStack() as stack:
+        shm = stack.enter_context(shared_memory_directory())
+        ready = tmp_path / "index.ready"
+        argv = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--tenant", TENANT]
+        argv += ["--lease-ttl-ms", "1000", "--ready-file", str(ready)]
+        process = subprocess.Popen(argv, env=environment())
+        stack.callback(process.wait, 60)
+        stack.callback(process.kill)
+        eventually_sync(ready.exists, 60)
+        endpoint: str = json.loads(ready.read_text())["endpoint"]
+        index = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        stack.push_async_callback(index.close)
+        await index.open_keyspace("test", SPEC)
+        yield Fleet(tmp_path, shm, endpoint, index, stack)
+
+
+async def hits(reader: PageStoreSession, numbers: range, sources: dict[int, tuple[RemoteSource, ...]]) -> int:
+    """How many of the pages a reader gets, verified."""
+    found = 0
+    for start in range(numbers.start, numbers.stop, BATCH):
+        part = range(start, min(numbers.stop, start + BATCH))
+        results = await read(reader, part, *sources[start])
+        found += sum(one.slot is not None for one in results)
+    return found
+
+
+async def test_two_copies_survive_the_loss_of_either_without_a_miss(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
+        first, *_ = (cluster.start(*flags) for _ in range(3))
+        await cluster.fill(first)
+        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        first.kill()
+        await eventually(lambda: cluster.copies(NUMBERS, 1), 10)
+        reader = await cluster.session(cluster.start())
+        sources = {number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)}
+        assert await hits(reader, NUMBERS, sources) == len(NUMBERS)
+        # A second copy comes again by itself, from those that are left.
+        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+
+
+async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        first, second, _ = (cluster.start() for _ in range(3))
+        await cluster.fill(first)
+        reader = await cluster.session(first)
+        writer = await cluster.session(second)
+        stop = asyncio.Event()
+
+        async def load() -> int:
+            """Reads of the node that is drained, and writes to another one, until told to stop."""
+            missed, number = 0, 10_000
+            while not stop.is_set():
+                results = await read(reader, NUMBERS[:BATCH])
+                missed += sum(one.slot is None for one in results)
+                await write(writer, range(number, number + 4))
+                number += 4
+            return missed
+
+        loading = asyncio.ensure_future(load())
+        argv = [sys.executable, "-m", "kvpool.cli.main", "drain", "store-0", "--index", cluster.endpoint]
+        drain = await asyncio.create_subprocess_exec(
+            *argv, env=environment(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        output, errors = await asyncio.wait_for(drain.communicate(), 60)
+        stop.set()
+        assert await loading == 0, "a node serves reads while and after it is drained"
+        assert drain.returncode == 0, errors.decode()
+        assert f"{len(NUMBERS)} pages" in output.decode()
+        left = {store.ready["node_id"] for store in cluster.stores[1:]}
+        for number in NUMBERS:
+            named = await cluster.nodes_with(number)
+            assert named and named <= left, number
+        assert (await cluster.control(first).status()).draining
+        first.kill()
+        elsewhere = await cluster.session(cluster.start())
+        sources = {number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)}
+        assert await hits(elsewhere, NUMBERS, sources) == len(NUMBERS)
+
+
+async def test_a_drain_goes_on_after_its_node_was_killed_in_the_middle(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        first, _ = cluster.start(), cluster.start()
+        await cluster.fill(first)
+        with contextlib.suppress(KvPoolError):
+            async for progress in cluster.control(first).drain(timeout_s=30):
+                if progress.moved_page_count:
+                    first.kill()
+        again = start_process(
+            tmp_path / "store-0", cluster.shm, "--index-endpoints", cluster.endpoint, "--host-id", "store-0"
+        )
+        cluster.stack.callback(again.kill)
+        told = [progress async for progress in cluster.control(again).drain(timeout_s=30)]
+        assert told[-1].done and told[-1].moved_page_count <= len(NUMBERS)
+        other = cluster.stores[1].ready["node_id"]
+        assert all([await cluster.nodes_with(number) == {other} for number in NUMBERS])
+
+
+async def test_a_drain_without_another_node_says_so_and_can_be_cancelled(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        only = cluster.start()
+        await cluster.fill(only, range(BATCH))
+        control = cluster.control(only)
+        with pytest.raises(DrainBlocked, match="no other pagestore has room"):
+            async for _ in control.drain(timeout_s=30):
+                pass
+        assert (await control.status()).draining
+        assert [progress.done async for progress in control.drain(cancel=True)] == [True]
+        assert not (await control.status()).draining
+        await write(await cluster.session(only), range(100, 104))
+
+
+async def test_a_source_that_is_stopped_is_overtaken_by_another(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
+        first, second = cluster.start(*flags), cluster.start(*flags)
+        await cluster.fill(first)
+        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        reader = await cluster.session(cluster.start("--hedge-ms", "100"))
+        os.kill(first.child.pid, signal.SIGSTOP)
+        try:
+            sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
+            began_s = asyncio.get_running_loop().time()
+            assert await hits(reader, NUMBERS[: 2 * BATCH], sources) == 2 * BATCH
+            assert asyncio.get_running_loop().time() - began_s < 5.0, "the deadline of a pull is 20 s"
+        finally:
+            os.kill(first.child.pid, signal.SIGCONT)
+
+
+async def test_a_source_that_dies_in_the_middle_costs_only_what_had_not_come(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
+        first, second = cluster.start(*flags), cluster.start(*flags)
+        await cluster.fill(first)
+        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        reader = await cluster.session(cluster.start())
+        sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
+        reading = asyncio.ensure_future(hits(reader, NUMBERS, sources))
+        await eventually(lambda: cluster.nodes_with(0, Tier.STAGING), 10)
+        first.kill()
+        assert await reading == len(NUMBERS)
+
+
+async def test_a_node_that_joins_gets_its_share_and_the_others_give_it_up(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as cluster:
+        flags = ("--rebalance-bytes-per-s", str(64 << 20), "--sweep-interval-ms", "200")
+        first = cluster.start(*flags)
+        await cluster.fill(first)
+        joined = cluster.start(*flags)
+        new_id, old_id = joined.ready["node_id"], first.ready["node_id"]
+
+        async def settled() -> bool:
+            """Some groups have gone over; no page is on both disks or on none."""
+            named = [await cluster.nodes_with(number) for number in NUMBERS]
+            return any(one == {new_id} for one in named) and all(len(one) == 1 for one in named)
+
+        await eventually(settled, 30)
+        named = [await cluster.nodes_with(number) for number in NUMBERS]
+        assert {frozenset(one) for one in named} == {frozenset({new_id}), frozenset({old_id})}
+        for start in NUMBERS[::BATCH]:
+            assert len({frozenset(one) for one in named[start : start + BATCH]}) == 1, "a chain group moves as a whole"
