@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
+from kvpool.client import hashing
 from kvpool.core.errors import KvPoolError, LeaseLost, StoreUnavailable
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2
@@ -20,6 +21,8 @@ from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_topologies import RedisSentinels, ask, running_sentinels
 from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
+from tests.grpc.test_client_index import Node, client_of, matched
+from tests.unit.client.servers import SPEC
 
 pytestmark = pytest.mark.e2e
 
@@ -133,6 +136,33 @@ async def sees(watch: grpc.aio.UnaryStreamCall[index_pb2.WatchRequest, index_pb2
         if event.WhichOneof("event") == "resync" or event.chunk.chunk_hash == chunk:
             return True
     return False
+
+
+async def test_a_node_goes_on_by_itself(sentinels: RedisSentinels) -> None:
+    """With the client that pagestores use, and without waiting for replicas."""
+    store = RedisIndexStore(sentinels.url, timeout_s=TIMEOUT_S)
+    async with running_index(store) as index:
+        client = client_of(index)
+        opened = await client.open_keyspace("chat", SPEC)
+        chain = hashing.Chain.of(opened.hash_key, list(range(16 * 40)), 16)
+        node = Node(client, opened.keyspace, chain, opened.grid.all_shards)
+        await node.link.start()
+        node.put(*range(10))
+        await node.link.wait_announced()
+        sentinels.master().kill()
+        for held in range(10, 40):
+            node.put(held)
+        started_at_s = time.monotonic()
+        await node.link.wait_announced(FAILOVER_S)
+
+        async def all_matched() -> bool:
+            return await matched(client, node) == 40
+
+        await eventually(all_matched, FAILOVER_S)
+        assert time.monotonic() - started_at_s < FAILOVER_S and not node.superseded
+        await node.link.close()
+        await client.close()
+    await store.close()
 
 
 async def test_a_stopped_master_is_left_and_not_gone_back_to(sentinels: RedisSentinels, index: RunningIndex) -> None:
