@@ -37,6 +37,7 @@ COMMANDS = {
     "clear": _Command("clear", "drop the pages of a keyspace, or all"),
     "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
     "policy": _Command("policy", "what pagestores do with a keyspace: disk writes, staging, replicas, quota"),
+    "replay": _Command("replay", "hit rate of a trace of requests, by eviction policy and capacity"),
     "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
 }
 

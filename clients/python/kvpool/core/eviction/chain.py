@@ -1,0 +1,190 @@
+"""Chain-aware eviction: only ends of chains go, and of these the one whose place brings the fewest hits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic
+
+from kvpool.core.eviction.chain_nodes import HELD, MAX_HITS, NONE, PINNED, PRESENT, QUEUED, ChainNodes
+from kvpool.core.eviction.chain_queues import ChainQueues
+from kvpool.core.eviction.ghosts import GhostTable
+from kvpool.core.eviction.port import PLAIN, K, Retention
+from kvpool.core.eviction.retention import RetentionBook
+from kvpool.core.eviction.reuse import ReuseModel
+
+_HEATS = 7
+"""Classes of heat: below 1/4, 1/2, 1, 2, 4 and 8 hits on the average key of the path, and above. Steps of two, because
+chances of reuse differ by about that; few, because each has to be learned."""
+_RANKS = 2 * _HEATS  # of keys that never had a child, and of others
+_GHOSTS = 2
+"""Ghost cells for each key inside. More remember longer; beyond twice the cache little came of it, at 8 bytes each."""
+_SAME_USE_SHARE = 128
+"""Uses within a 128th of a turnover of the cache are one: several shards of a chunk, and a lookup and its load."""
+_OLD_HITS = 64
+"""A note of a ghost is its hits, at most this many less one, and beside them whether it ever had a child."""
+_MIN_REBUILD_USES = 4096  # the model costs about a millisecond
+
+
+class ChainPolicy(Generic[K]):
+    """Never gives up a key while one of its descendants is inside, whatever the order in which they came.
+
+    Which end of a chain goes: each key has a rank, made of the hits on its path per key (its heat) and of whether it
+    ever had a child; of each rank a model learns online how likely reuse is at which age; the longest unused ends of
+    each rank are compared by what their place is worth by that. Keys that come back after they were given up are known
+    by ghosts and keep their hits.
+
+    The rank does without lengths, times or depths of any one workload. A path's heat is diluted where chains part, or
+    a popular system prompt would recommend every prompt that begins with it.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: ChainNodes[K] = ChainNodes()
+        self._queues: ChainQueues[K] = ChainQueues(self._nodes, _RANKS)
+        self._model: ReuseModel[K] = ReuseModel(_RANKS)
+        self._ghosts = GhostTable()
+        self._book: RetentionBook[K] = RetentionBook()
+        self._uses = 0
+        self._rebuild_at = _MIN_REBUILD_USES
+
+    def __len__(self) -> int:
+        return self._nodes.present_count
+
+    def __contains__(self, key: K) -> bool:
+        node = self._nodes.number_of.get(key, NONE)
+        return node >= 0 and self._nodes.flags[node] & PRESENT != 0
+
+    def insert(self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN) -> None:
+        nodes = self._nodes
+        if nodes.find(key) >= 0:
+            self.touch(key)
+            self.retain(key, retention)
+            return
+        self._count_use()
+        node = nodes.add(key, parent)
+        note = self._ghosts.take(key)
+        if note is None:
+            nodes.hits[node] = 0
+            nodes.forks[node] = nodes.children[node] > 0
+        else:
+            nodes.hits[node] = note % _OLD_HITS + 1
+            nodes.forks[node] = note // _OLD_HITS
+        above = nodes.parent[node]
+        if above >= 0 and (note is None or not nodes.forks[above]):
+            self._fork(above)
+        nodes.last_use[node] = self._uses
+        rank = nodes.rank[node] = self._rank(node)
+        if retention is not PLAIN:
+            self._book.note(key, retention)
+            if self._book.pinned(key):
+                nodes.flags[node] |= PINNED
+        priority = self._book.priority(key) if len(self._book) else 0
+        nodes.shelf[node] = self._queues.shelf(priority, domain)
+        if not nodes.children[node]:
+            self._queues.offer(node)
+        self._model.observe(key, self._uses, rank, is_new=True)
+
+    def touch(self, key: K) -> None:
+        nodes = self._nodes
+        node = nodes.find(key)
+        if node < 0 or self._uses - nodes.last_use[node] < nodes.present_count // _SAME_USE_SHARE:
+            return
+        self._count_use()
+        nodes.last_use[node] = self._uses
+        if nodes.hits[node] < MAX_HITS:
+            nodes.hits[node] += 1
+        rank = nodes.rank[node] = self._rank(node)
+        nodes.flags[node] &= ~QUEUED
+        if not nodes.children[node]:
+            self._queues.offer(node)
+        self._model.observe(key, self._uses, rank, is_new=False)
+
+    def hold(self, key: K) -> None:
+        node = self._nodes.find(key)
+        if node >= 0:
+            self._nodes.flags[node] |= HELD
+
+    def release(self, key: K) -> None:
+        node = self._nodes.find(key)
+        if node >= 0:
+            self._nodes.flags[node] &= ~HELD
+            if not self._nodes.children[node]:
+                self._queues.offer(node)
+
+    def retain(self, key: K, retention: Retention) -> None:
+        node = self._nodes.find(key)
+        if node >= 0 and (retention != PLAIN or len(self._book)):
+            self._book.note(key, retention)
+            self._settle(node, key)
+
+    def remove(self, key: K) -> None:
+        node = self._nodes.find(key)
+        if node >= 0:
+            self._take_out(node, key)
+
+    def evict(self, now_us: int = 0, *, domain: Hashable = None, spare: Callable[[K], bool] | None = None) -> K | None:
+        nodes = self._nodes
+        for key in self._book.advance(now_us):
+            self._settle(nodes.find(key), key)
+        spared: list[int] = []
+        found: K | None = None
+        while (node := self._queues.take(domain, self._model.values, self._uses)) >= 0:
+            key = nodes.keys[node]
+            assert key is not None
+            if spare is None or not spare(key):
+                self._ghosts.resize(_GHOSTS * nodes.present_count)
+                note = min(nodes.hits[node], _OLD_HITS - 1) + _OLD_HITS * (nodes.forks[node] > 0)
+                self._ghosts.put(key, note)
+                self._take_out(node, key)
+                found = key
+                break
+            spared.append(node)
+        for node in spared:
+            self._queues.offer(node)
+        return found
+
+    # Inside
+
+    def _count_use(self) -> None:
+        self._uses += 1
+        if self._uses >= self._rebuild_at:
+            self._model.rebuild(self._uses, self._nodes.present_count)
+            self._rebuild_at = self._uses + max(_MIN_REBUILD_USES, self._nodes.present_count // 2)
+
+    def _fork(self, node: int) -> None:
+        """It got a child that it never had before."""
+        nodes = self._nodes
+        nodes.forks[node] += 1
+        key = nodes.keys[node]
+        if nodes.forks[node] == 1 and nodes.flags[node] & PRESENT and key is not None:
+            rank = nodes.rank[node] = self._rank(node)
+            nodes.flags[node] &= ~QUEUED
+            self._model.reclassify(key, rank)
+
+    def _rank(self, node: int) -> int:
+        """The class of a key for the model; brings its heat up to date from its parent's."""
+        nodes = self._nodes
+        heat = float(nodes.hits[node])
+        above = nodes.parent[node]
+        if above >= 0:
+            # One child of a parent is the turn that went on, another the end that it left behind; a third is a fork.
+            forks = nodes.forks[above] - 1
+            heat += nodes.heat[above] / forks if forks > 1 else nodes.heat[above]
+        nodes.heat[node] = heat
+        rank = min(int(4 * heat / (nodes.depth[node] + 1)).bit_length(), _HEATS - 1)
+        return rank if nodes.forks[node] else rank + _HEATS
+
+    def _settle(self, node: int, key: K) -> None:
+        """Its pin or priority is another one."""
+        nodes = self._nodes
+        nodes.flags[node] &= ~(PINNED | QUEUED)
+        if self._book.pinned(key):
+            nodes.flags[node] |= PINNED
+        nodes.shelf[node] = self._queues.other_priority(nodes.shelf[node], self._book.priority(key))
+        if not nodes.children[node]:
+            self._queues.offer(node)
+
+    def _take_out(self, node: int, key: K) -> None:
+        self._book.forget(key)
+        above = self._nodes.drop(node)
+        if above >= 0:
+            self._queues.offer(above)

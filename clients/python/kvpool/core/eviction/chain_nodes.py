@@ -1,0 +1,111 @@
+"""The forest of chains that a cache holds, kept in arrays: a large disk has a million chunks."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Generic
+
+from kvpool.core.eviction.port import K
+
+NONE = -1
+# Flags of a node; one with only PRESENT may be a victim when it has no children.
+PRESENT = 1  # inside; else it only stands for a parent of which children are inside
+HELD = 2
+PINNED = 4
+QUEUED = 8  # a queue has an entry for it as it is now
+MAX_HITS = 255
+
+
+class ChainNodes(Generic[K]):
+    """Nodes by number. A node whose key is not inside is kept while it has children, and no longer.
+
+    About 40 bytes a node, beside the key, the dictionary's entry for it, and the number in it.
+    """
+
+    def __init__(self) -> None:
+        self.number_of: dict[K, int] = {}
+        self.present_count = 0
+        self.keys: list[K | None] = []
+        self.parent = array("i")
+        self.children = array("i")  # inside, or with children themselves
+        self.forks = array("i")  # children that it has ever had, while it was inside
+        self.depth = array("i")
+        self.last_use = array("q")
+        self.hits = array("B")
+        self.heat = array("f")  # hits along the path from the head, as far as they are this path's own
+        self.rank = array("B")  # class of the reuse model
+        self.shelf = array("H")
+        self.flags = array("B")
+        self._free: list[int] = []
+
+    def find(self, key: K) -> int:
+        """The number of a key that is inside, or NONE."""
+        node = self.number_of.get(key, NONE)
+        return node if node >= 0 and self.flags[node] & PRESENT else NONE
+
+    def add(self, key: K, parent: K | None) -> int:
+        """Bring a key inside, below its parent, which need not be inside."""
+        node = self.number_of.get(key, NONE)
+        if node < 0:
+            node = self._new(key)
+            if parent is not None:
+                self._link(node, parent)
+        elif parent is not None and self.parent[node] < 0:  # until now it only stood for a parent
+            self._link(node, parent)
+        self.flags[node] = PRESENT
+        self.present_count += 1
+        return node
+
+    def drop(self, node: int) -> int:
+        """Take a key out. Its parent's number if that is inside and without children now, else NONE."""
+        self.flags[node] = 0
+        self.present_count -= 1
+        if self.children[node]:
+            return NONE  # stays to stand for itself
+        while True:
+            above = self.parent[node]
+            self._release(node)
+            if above < 0:
+                return NONE
+            self.children[above] -= 1
+            if self.children[above]:
+                return NONE
+            if self.flags[above] & PRESENT:
+                return above
+            node = above
+
+    # Inside
+
+    def _new(self, key: K) -> int:
+        if self._free:
+            node = self._free.pop()
+            self.keys[node] = key
+        else:
+            node = len(self.keys)
+            self.keys.append(key)
+            for column in (self.parent, self.children, self.forks, self.depth, self.last_use, self.hits):
+                column.append(0)
+            for column in (self.heat, self.rank, self.shelf, self.flags):
+                column.append(0)
+        self.number_of[key] = node
+        self.parent[node] = NONE
+        self.children[node] = self.forks[node] = self.depth[node] = self.hits[node] = 0
+        self.heat[node] = 0.0
+        return node
+
+    def _link(self, node: int, parent: K) -> None:
+        above = self.number_of.get(parent, NONE)
+        if above < 0:
+            above = self._new(parent)
+            self.flags[above] = 0
+        self.parent[node] = above
+        self.children[above] += 1
+        self.depth[node] = self.depth[above] + 1
+
+    def _release(self, node: int) -> None:
+        key = self.keys[node]
+        assert key is not None
+        del self.number_of[key]
+        self.keys[node] = None
+        self.last_use[node] = NONE  # no entry of any queue fits it
+        self._free.append(node)

@@ -1,0 +1,125 @@
+"""Ends of chains that may go, in a queue for each priority, domain and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Generic
+
+from kvpool.core.eviction.chain_nodes import NONE, PRESENT, QUEUED, ChainNodes
+from kvpool.core.eviction.port import K
+from kvpool.core.eviction.reuse import age_bucket
+
+_READY = PRESENT | QUEUED  # and neither held nor pinned
+_SLACK = 64
+_TAKES_A_CHOICE = 8
+"""Victims taken from a queue before the queues are compared again: most of a chain's end goes together anyway."""
+
+_Entry = tuple[int, int]  # last use, node
+
+
+class ChainQueues(Generic[K]):
+    """Entries are left where they are when a node changes; `take` throws out those that fit their node no more."""
+
+    def __init__(self, nodes: ChainNodes[K], rank_count: int) -> None:
+        self._nodes = nodes
+        self._rank_count = rank_count
+        self._shelves: list[tuple[int, Hashable]] = []  # priority, domain
+        self._shelf_of: dict[tuple[int, Hashable], int] = {}
+        self._queues: list[list[list[_Entry]]] = []  # by shelf and rank
+        self._limits: list[list[int]] = []  # entries of a queue before it is cleaned
+        self._by_priority: list[list[int]] = []  # shelves, the lowest priority first
+        self._run: tuple[int, int] = (0, 0)
+        self._run_left = 0
+
+    def shelf(self, priority: int, domain: Hashable) -> int:
+        """The number of a shelf."""
+        known = self._shelf_of.get((priority, domain))
+        if known is not None:
+            return known
+        number = len(self._shelves)
+        self._shelves.append((priority, domain))
+        self._shelf_of[priority, domain] = number
+        self._queues.append([[] for _ in range(self._rank_count)])
+        self._limits.append([_SLACK] * self._rank_count)
+        priorities = sorted({its_priority for its_priority, _ in self._shelves})
+        self._by_priority = [
+            [at for at, (its_priority, _) in enumerate(self._shelves) if its_priority == one] for one in priorities
+        ]
+        return number
+
+    def other_priority(self, shelf: int, priority: int) -> int:
+        """The shelf of the same domain and another priority."""
+        return self.shelf(priority, self._shelves[shelf][1])
+
+    def offer(self, node: int) -> None:
+        """An end of a chain. One that is held or pinned is let go of when its turn comes."""
+        nodes = self._nodes
+        if nodes.flags[node] & QUEUED:
+            return
+        nodes.flags[node] |= QUEUED
+        shelf, rank = nodes.shelf[node], nodes.rank[node]
+        queue = self._queues[shelf][rank]
+        if len(queue) >= self._limits[shelf][rank]:
+            queue[:] = [entry for entry in queue if self._is_current(entry, shelf, rank)]
+            heapify(queue)
+            self._limits[shelf][rank] = 2 * len(queue) + _SLACK
+        heappush(queue, (nodes.last_use[node], node))
+
+    def take(self, domain: Hashable, values: Sequence[Sequence[float]], now: int) -> int:
+        """The next victim, no longer offered, or NONE.
+
+        values: what a place is worth, by rank and age bucket.
+        """
+        if self._run_left and domain is None and len(self._by_priority) == 1:
+            self._run_left -= 1
+            shelf, rank = self._run
+            if self._head(shelf, rank) >= 0:
+                return self._pop(shelf, rank)
+        for shelves in self._by_priority:
+            lowest: tuple[float, int, int] | None = None
+            for shelf in shelves:
+                if domain is not None and domain != self._shelves[shelf][1]:
+                    continue
+                for rank in range(self._rank_count):
+                    if (node := self._head(shelf, rank)) >= 0:
+                        value = values[rank][age_bucket(now - self._nodes.last_use[node])]
+                        if lowest is None or value < lowest[0]:
+                            lowest = (value, shelf, rank)
+            if lowest is not None:
+                self._run = lowest[1:]
+                self._run_left = _TAKES_A_CHOICE - 1
+                return self._pop(*self._run)
+        return NONE
+
+    # Inside
+
+    def _head(self, shelf: int, rank: int) -> int:
+        """The longest unused end of a chain in the queue, or NONE."""
+        queue = self._queues[shelf][rank]
+        nodes = self._nodes
+        while queue:
+            entry = queue[0]
+            node = entry[1]
+            if self._is_current(entry, shelf, rank):
+                if nodes.flags[node] == _READY and not nodes.children[node]:
+                    return node
+                nodes.flags[node] &= ~QUEUED  # offered again when it may go
+            heappop(queue)
+        return NONE
+
+    def _pop(self, shelf: int, rank: int) -> int:
+        node = heappop(self._queues[shelf][rank])[1]
+        self._nodes.flags[node] &= ~QUEUED
+        return node
+
+    def _is_current(self, entry: _Entry, shelf: int, rank: int) -> bool:
+        """Whether the entry is that of its node as it is now."""
+        nodes = self._nodes
+        last_use, node = entry
+        return (
+            nodes.last_use[node] == last_use
+            and nodes.rank[node] == rank
+            and nodes.shelf[node] == shelf
+            and nodes.flags[node] & QUEUED != 0
+        )
