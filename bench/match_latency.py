@@ -15,10 +15,11 @@ import random
 import socket
 import time
 
+from bench.index_fill import MadeChains
 from bench.match_rig import Server, filled, percentile, query_of, rig
+from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainQuery
-from kvpool.testing import eventually
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.core.groups import group_reads
 
@@ -55,11 +56,17 @@ async def measure(redis: Server, index: Server, chunk_count: int, matches: int) 
         return result | await _with_replica(client, chains, matches)
 
 
-async def _with_replica(client, chains, matches: int) -> dict[str, float]:  # type: ignore[no-untyped-def]
+async def _with_replica(client: IndexClient, chains: MadeChains, matches: int) -> dict[str, float]:
     answered: list[MatchedBy] = []
-    replica = LocationReplica(client, ReplicaConfig(), on_match=answered.append)
+    current = asyncio.Event()
+
+    def on_event(replica: LocationReplica) -> None:
+        if replica.is_current:
+            current.set()
+
+    replica = LocationReplica(client, ReplicaConfig(), on_match=answered.append, on_event=on_event)
     replica.open_keyspace(chains.keyspace, 0xFFFF)
-    await eventually(lambda: replica.is_current)
+    await current.wait()
     known = min(200, max(1, chains.chunk_count // chains.chain_chunks))
     for chain in range(known):
         await replica.match(query_of(chains, chain, CHUNKS))

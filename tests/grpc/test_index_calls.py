@@ -86,18 +86,10 @@ async def test_specs_that_are_refused(index: RunningIndex) -> None:
     assert not (await index.stub.ListKeyspaces(index_pb2.ListKeyspacesRequest())).keyspaces
 
 
-async def test_exactly_this_is_not_served(index: RunningIndex) -> None:
-    calls: list[Any] = [
-        index.stub.Route(index_pb2.RouteRequest()),
-    ]
-    for call in calls:
-        error = await refusal(call)
-        assert isinstance(error, errors.NotServed) and "not served" in error.message
-        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+async def test_every_unary_method_is_served(index: RunningIndex) -> None:
     service = index_pb2.DESCRIPTOR.services_by_name["IndexService"]
     unary = {method.name for method in service.methods if not (method.client_streaming or method.server_streaming)}
-    served = unary - {"Route", "ReconcileDigests"}
-    for name in served:
+    for name in unary:
         method = getattr(index.stub, name)
         request = getattr(index_pb2, f"{name}Request")()
         try:

@@ -38,6 +38,10 @@ class IndexConfig:
     max_match_chunks: Annotated[int, "hashes of one match"] = 8192
     max_batch_items: Annotated[int, "items of one announce batch or stale report"] = 4096
     max_matches_in_flight: Annotated[int, "matches of one stream at once"] = 64
+    route_weight_gpu: Annotated[float, "what Route counts a chunk in an engine's cache on the host as"] = 1.0
+    route_weight_staging: Annotated[float, "the same for a chunk in staging on the host"] = 0.8
+    route_weight_disk: Annotated[float, "the same for a chunk on disk on the host"] = 0.5
+    route_weight_remote: Annotated[float, "the same for a chunk that another host would send"] = 0.3
     event_streams: Annotated[int, "partitions of the log of chunk events; the same on all replicas"] = 4
     event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks each at most"] = 512
     watch_buffer_events: Annotated[int, "events that wait for one watcher before it gets RESYNC"] = 16384
@@ -67,6 +71,9 @@ class IndexConfig:
             raise ValueError(f"log_format must be one of {', '.join(_LOG_FORMATS)}, got {self.log_format!r}")
         if not self.tenant:
             raise ValueError("tenant must not be empty")
+        for name in ("route_weight_gpu", "route_weight_staging", "route_weight_disk", "route_weight_remote"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
 

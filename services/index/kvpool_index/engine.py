@@ -15,6 +15,7 @@ from kvpool.core.cluster import (
     NodeKind,
     NodeLease,
     NodeLoad,
+    RouteAnswer,
     StaleLocation,
 )
 from kvpool.core.errors import InvalidRequest, KvPoolError, StoreUnavailable
@@ -28,6 +29,7 @@ from kvpool_index.engine_match import MatchService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.engine_policies import PolicyService
 from kvpool_index.engine_reconcile import ReconcileService
+from kvpool_index.engine_route import RouteService
 from kvpool_index.engine_streams import OpenStreams
 from kvpool_index.engine_watch import WatchService
 from kvpool_index.metrics import IndexMetrics
@@ -60,6 +62,7 @@ class IndexEngine:
         self._policies = PolicyService(store.keyspaces, store.policies)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
+        self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(
             store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
         )
@@ -148,6 +151,10 @@ class IndexEngine:
             return await self._matches.match(tenant, query)
         except KvPoolError as error:
             return error
+
+    async def route(self, tenant: str, query: ChainQuery, *, with_unmatched: bool, count: int) -> RouteAnswer:
+        """Hosts by what they have of a chain. Raises InvalidRequest, KeyspaceUnknown."""
+        return await self._routes.route(tenant, query, with_unmatched=with_unmatched, count=count)
 
     async def place(self, tenant: str, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
         """Raises InvalidRequest, KeyspaceUnknown."""

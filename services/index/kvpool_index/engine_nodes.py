@@ -93,6 +93,10 @@ class NodeService:
                 await self.refresh()
         return self.table.record(node_id)
 
+    def live_nodes_now(self) -> list[LiveNode]:
+        """Live nodes by node id, as this replica knows them."""
+        return self.table.live_nodes(self._clock.monotonic_s())
+
     def place(self, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
         """Nodes for new chunks, best first."""
         alive = (node.info for node in self.table.live_nodes(self._clock.monotonic_s()))

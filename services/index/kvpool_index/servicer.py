@@ -7,10 +7,10 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from kvpool.core import cluster
-from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
+from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
-from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy
+from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -225,7 +225,11 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def Route(
         self, request: pb.RouteRequest, context: Context[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
-        raise NotServed("Route is not served by this version; use Match and score its locations")
+        query = convert_cluster.chain_query_from_proto(request.match, chunks_max=self._max_chunks)
+        answer = await self._engine.route(
+            self._tenant(), query, with_unmatched=request.with_unmatched, count=request.count
+        )
+        return convert_route.route_to_proto(answer)
 
     async def ReconcileDigests(
         self,

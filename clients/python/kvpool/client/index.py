@@ -23,6 +23,7 @@ from kvpool.core.cluster import (
     NodeKind,
     NodeLease,
     NodeLoad,
+    RouteAnswer,
     StaleLocation,
 )
 from kvpool.core.errors import ServiceUnavailable
@@ -44,6 +45,7 @@ from kvpool.wire.convert_cluster import (
 )
 from kvpool.wire.convert_keyspace import grid_from_proto, spec_from_proto, spec_to_proto
 from kvpool.wire.convert_policy import policy_to_proto, versioned_policy_from_proto, versioned_policy_to_proto
+from kvpool.wire.convert_route import route_from_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
@@ -171,6 +173,17 @@ class IndexClient:
         limit_s = self._endpoints.config.match_timeout_s if timeout_s is None else timeout_s
         answer = await self._endpoints.call(lambda stub: stub.Match, request, timeout_s=limit_s)
         return chain_match_from_proto(answer)
+
+    async def route(
+        self, query: ChainQuery, *, with_unmatched: bool = False, count: int = 0, timeout_s: float | None = None
+    ) -> RouteAnswer:
+        """Hosts by what an engine there would find of a chain, best first. raises: KeyspaceUnknown, InvalidRequest.
+
+        with_unmatched: also hosts that hold nothing. count: at most so many; 0: all.
+        """
+        request = index_pb2.RouteRequest(match=chain_query_to_proto(query), with_unmatched=with_unmatched, count=count)
+        limit_s = self._endpoints.config.match_timeout_s if timeout_s is None else timeout_s
+        return route_from_proto(await self._endpoints.call(lambda stub: stub.Route, request, timeout_s=limit_s))
 
     @property
     def match_stream(self) -> MatchStream:

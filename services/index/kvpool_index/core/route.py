@@ -1,0 +1,101 @@
+"""Which hosts would serve a prompt best, by what an engine there would find of its prefix."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.core.cluster import ChainMatch, LiveNode, NodeInfo, RouteCandidate, RouteNode
+from kvpool.core.outcome import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteWeights:
+    """What a chunk is worth to an engine by where its shards are, >= 0; a shard counts once, as the first of these."""
+
+    gpu: float
+    staging: float
+    disk: float
+    remote: float  # on another host, in staging or on disk
+
+
+@dataclass(slots=True)
+class _Host:
+    """What is summed up of one host."""
+
+    score: float = 0.0
+    matched: int = 0
+    is_whole: bool = True  # its own prefix has not ended
+    nodes: dict[bytes, list[int]] = field(default_factory=dict)  # chunks by tier, by node id
+
+
+def route(
+    match: ChainMatch, alive: Sequence[LiveNode], *, wanted: int, weights: RouteWeights, with_unmatched: bool
+) -> list[RouteCandidate]:
+    """Hosts, best first: by score, then the emptier arenas, then the name.
+
+    match: for the wanted shards. Each chunk of it gives a host the mean weight of its shards: of the best tier that the
+    host itself has of them, else of `remote` where another host could send them. A cache of another host's engine can
+    send nothing, so that it counts as nothing. Hosts on which all nodes drain are left out.
+    """
+    hosts = {name: _Host() for name in _open_hosts(alive)}
+    for run in match.runs:
+        held: dict[str, list[int]] = {}
+        sendable = 0
+        for location in run.locations:
+            node = match.nodes[location.node_id]
+            shards = location.shards & wanted
+            held.setdefault(host_of(node), [0, 0, 0])[location.tier - Tier.GPU] |= shards
+            sendable |= shards if location.tier != Tier.GPU else 0
+            if host_of(node) in hosts:
+                counts = hosts[host_of(node)].nodes.setdefault(node.node_id, [0, 0, 0])
+                counts[location.tier - Tier.GPU] += run.chunk_count
+        for name, host in hosts.items():
+            gpu, staging, disk = held.get(name, (0, 0, 0))
+            host.score += run.chunk_count * _worth(gpu, staging, disk, sendable, wanted, weights)
+            host.is_whole = host.is_whole and (gpu | staging | disk) == wanted
+            host.matched += run.chunk_count if host.is_whole else 0
+    fills = {name: _fill(name, alive) for name in hosts}
+    found = [
+        RouteCandidate(
+            host_id=name,
+            matched_chunks=host.matched,
+            score=host.score,
+            arena_fill=fills[name],
+            nodes=tuple(_node(match.nodes[node_id], counts) for node_id, counts in sorted(host.nodes.items())),
+        )
+        for name, host in hosts.items()
+        if host.nodes or with_unmatched
+    ]
+    return sorted(found, key=lambda each: (-each.score, each.arena_fill, each.host_id))
+
+
+def host_of(node: NodeInfo) -> str:
+    """The host of a node; one that names none is a host of its own."""
+    return node.host_id or node.node_id.hex()
+
+
+def _open_hosts(alive: Iterable[LiveNode]) -> list[str]:
+    return sorted({host_of(node.info) for node in alive if not node.info.draining})
+
+
+def _worth(gpu: int, staging: int, disk: int, sendable: int, wanted: int, weights: RouteWeights) -> float:
+    left, worth = wanted, 0.0
+    for shards, weight in (
+        (gpu, weights.gpu),
+        (staging, weights.staging),
+        (disk, weights.disk),
+        (sendable, weights.remote),
+    ):
+        worth += weight * (shards & left).bit_count()
+        left &= ~shards
+    return worth / wanted.bit_count()
+
+
+def _fill(name: str, alive: Iterable[LiveNode]) -> float:
+    loads = [node.load for node in alive if host_of(node.info) == name]
+    capacity = sum(load.arena_capacity_bytes for load in loads)
+    return sum(load.arena_used_bytes for load in loads) / capacity if capacity else 0.0
+
+
+def _node(node: NodeInfo, counts: Sequence[int]) -> RouteNode:
+    gpu, staging, disk = counts
+    return RouteNode(node=node, gpu_chunks=gpu, staging_chunks=staging, disk_chunks=disk)
