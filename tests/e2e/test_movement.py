@@ -30,7 +30,7 @@ from tests.fixtures.pagestore_process import CLIENT, Process, environment, read,
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 BATCH = 16
-NUMBERS = range(10 * BATCH)
+NUMBERS = range(6 * BATCH)
 
 
 @dataclass(slots=True)
@@ -106,19 +106,24 @@ async def _close(session: PageStoreSession) -> None:
         await session.close()
 
 
+def start_index(ready: Path, stack: AsyncExitStack) -> str:
+    """Its endpoint."""
+    argv = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--tenant", TENANT]
+    argv += ["--lease-ttl-ms", "1000", "--ready-file", str(ready)]
+    process = subprocess.Popen(argv, env=environment())
+    stack.callback(process.wait, 60)
+    stack.callback(process.kill)
+    eventually_sync(ready.exists, 60)
+    endpoint: str = json.loads(ready.read_text())["endpoint"]
+    return endpoint
+
+
 @asynccontextmanager
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     """Everything is killed in the end."""
     async with AsyncExitStack() as stack:
         shm = stack.enter_context(shared_memory_directory())
-        ready = tmp_path / "index.ready"
-        argv = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--tenant", TENANT]
-        argv += ["--lease-ttl-ms", "1000", "--ready-file", str(ready)]
-        process = subprocess.Popen(argv, env=environment())
-        stack.callback(process.wait, 60)
-        stack.callback(process.kill)
-        eventually_sync(ready.exists, 60)
-        endpoint: str = json.loads(ready.read_text())["endpoint"]
+        endpoint = start_index(tmp_path / "index.ready", stack)
         index = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
         stack.push_async_callback(index.close)
         await index.open_keyspace("test", SPEC)

@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _SLICE_CHUNKS = 512  # looked at between two answers of progress
 _GROUPS_AT_ONCE = 4
 _PASSES_MAX = 8
+_WRITERS_LOOKS = 50
+_WRITERS_LOOK_S = 0.1
 _PASS_PAUSE_S = 0.1  # receivers announce what they got within it
 
 
@@ -47,9 +49,14 @@ class DrainProgress:
 
 
 class Drain:
-    """One node's drain. flush: makes dirty pages durable; it raises StoreFault."""
+    """One node's drain.
 
-    def __init__(self, copying: Copying, flush: Callable[[], Awaitable[object]]) -> None:
+    flush: makes dirty pages durable; it raises StoreFault. writing: whether pages are being written that were admitted
+    before the drain began.
+    """
+
+    def __init__(self, copying: Copying, flush: Callable[[], Awaitable[object]], writing: Callable[[], bool]) -> None:
+        self._writing = writing
         self._copying = copying
         self._flush = flush
         self._task: asyncio.Task[None] | None = None
@@ -117,6 +124,7 @@ class Drain:
 
     async def _run(self) -> None:
         try:
+            await self._writers()
             for _ in range(_PASSES_MAX):
                 await self._flush()
                 if not await self._pass():
@@ -139,6 +147,14 @@ class Drain:
             if self._task is asyncio.current_task():
                 self._task = None
             self._tell()
+
+    async def _writers(self) -> None:
+        """Wait for pages that are being written; not for ever, since a writer may have died over its slots."""
+        for _ in range(_WRITERS_LOOKS):
+            if not self._writing():
+                return
+            await asyncio.sleep(_WRITERS_LOOK_S)
+        _log.warning("pages that somebody still writes are not waited for any longer")
 
     async def _pass(self) -> int:
         """Look at everything once; how many pages had to be moved."""

@@ -23,6 +23,7 @@ from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_sweep import Sweep, SweepLimits
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports_movement import NoPlacement
 
 _RETRY_FIRST_S = 0.5
 _RETRY_LAST_S = 60.0
@@ -45,6 +46,8 @@ class Movement:
     ) -> None:
         self._disk = disk
         self._keyspaces = keyspaces
+        self._alone = isinstance(parts.placement, NoPlacement)
+        self.never_durable: Callable[[bytes], bool] = lambda keyspace: disk is None  # its pages stay in staging
         self._default_factor = config.replication_factor
         self.keyspace_factor: Callable[[bytes], int] = lambda keyspace: 0  # copies that one wants; 0: the default
         timeout_s = config.push_timeout_ms / 1e3
@@ -66,13 +69,16 @@ class Movement:
             interval_s=config.sweep_interval_ms / 1e3, rebalance_bytes_per_s=config.rebalance_bytes_per_s
         )
         self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._nothing_to_heal, clock)
-        self.drain = Drain(copying, flush)
+        self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes)
 
     def attach(self, announcer: Announcer, pages: PageCalls) -> None:
         """Hear of what is stored and read, and have pages refused while the node is drained."""
-        announcer.on_stored = self.replication.stored
-        pages.on_read = self._read
         pages.refuses = self._refusal
+        if self._alone:
+            return
+        announcer.on_stored = self.replication.stored
+        announcer.on_staged = self._staged
+        pages.on_read = self._read
 
     def factor(self, keyspace: bytes) -> int:
         """Nodes that should hold each page of a keyspace."""
@@ -80,7 +86,8 @@ class Movement:
 
     def start(self) -> None:
         """Begin to look after copies. Call once the node serves."""
-        self.sweep.start()
+        if not self._alone:
+            self.sweep.start()
 
     async def stop(self) -> None:
         """Begin nothing more."""
@@ -90,6 +97,10 @@ class Movement:
 
     def _read(self, record: PageRecord) -> None:
         self.replication.used(record.key, record.metadata.group_head_hash)
+
+    def _staged(self, key: PageKey, group_head_hash: bytes) -> None:
+        if self.never_durable(key.keyspace):
+            self.replication.stored(key, group_head_hash)
 
     def _refusal(self) -> KvPoolError | None:
         return Draining("this pagestore is being drained") if self.drain.refuses_pages else None

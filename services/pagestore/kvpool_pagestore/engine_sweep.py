@@ -130,15 +130,20 @@ class Sweep:
             if target.node_id not in joined or target.node_id == me.node_id:
                 continue
             wanted = lacking(durable, await self._copying.holders(durable), target.node_id)
-            await self._paced_copy(target, wanted)
+            if not await self._paced_copy(target, wanted):
+                return
         if me.node_id not in {node.node_id for node in placed}:
             await self._forget(durable, me, factor, {node.node_id for node in placed} & joined)
 
-    async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted]) -> None:
+    async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted]) -> bool:
+        """Whether the node took all of it."""
         assert self._pace is not None
         for one in wanted:
             await asyncio.sleep(self._pace.wait_s(self._copying.bytes_of([one]), self._clock.monotonic_s()))
-            await self._copying.copy(target, [one], Purpose.REBALANCE)
+            report = await self._copying.copy(target, [one], Purpose.REBALANCE)
+            if report.failed:
+                return False
+        return True
 
     async def _forget(self, chunks: Sequence[HeldChunk], me: NodeInfo, factor: int, targets: set[bytes]) -> None:
         """Only what the index, too, knows of enough others, a new node among them: durable there, and to be found."""

@@ -6,8 +6,10 @@ import pytest
 
 from kvpool.core.errors import ArenaFull
 from kvpool.core.outcome import Tier
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
 from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip
+from tests.fixtures.pagestore import KEYSPACE
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 PAGES = range(20)  # two chain groups
@@ -28,8 +30,8 @@ async def test_every_page_gets_its_copies_on_other_hosts() -> None:
         # Groups go where placement says, so that not all goes to one node; a group stays together.
         for start in (0, 16):
             assert len({tuple(cluster.holders_of(number)) for number in PAGES if number // 16 == start // 16}) == 1
-        moved = cluster.members[0].run.metric("moved_pages_total", purpose="replica")
-        assert moved == len(PAGES)
+        running = cluster.members[0].run
+        await eventually(lambda: running.metric("moved_pages_total", purpose="replica") == len(PAGES))
 
 
 async def test_without_another_host_a_node_of_the_same_host_serves() -> None:
@@ -132,4 +134,19 @@ async def test_a_hot_chunk_gets_copies_on_more_nodes(hot_copies: int) -> None:
             running.engine.pages.release(peer, [answer.grant.lease_id])
         await eventually(lambda: len(cluster.holders_of(1)) == hot_copies)
         assert cluster.holders_of(0) == [0]
-        assert running.metric("moved_pages_total", purpose="hot") == hot_copies - 1
+        await eventually(lambda: running.metric("moved_pages_total", purpose="hot") == hot_copies - 1)
+
+
+async def test_what_never_reaches_a_disk_is_copied_from_staging_to_staging() -> None:
+    async with cluster_of(3, disk=False, replication_factor=2) as cluster:
+        await fill(cluster)
+        await eventually(lambda: all(len(cluster.holders_of(number, Tier.STAGING)) == 2 for number in PAGES))
+
+
+async def test_a_keyspace_has_a_factor_of_its_own() -> None:
+    async with cluster_of(3) as cluster:
+        for member in cluster.members:
+            told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(replication_factor=3), version=1)
+            member.run.engine.policies._book.tell(told)
+        await fill(cluster)
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
