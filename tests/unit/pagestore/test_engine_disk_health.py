@@ -1,0 +1,106 @@
+"""What a disk tier is good for while it fails: read-only or off, said so, and well again by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool.core.page import PageKey
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_disk_health import DiskState
+from kvpool_pagestore.engine_flights import Source
+from kvpool_pagestore.ports import PageWrite
+from tests.fixtures.pagestore import TENANT, World, new_world, running_engine
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+
+async def stored(world: World, numbers: Sequence[int]) -> None:
+    """These pages are on disk, and their engine has ended."""
+    async with running_engine(world) as running:
+        await store(running, await open_session(running), list(numbers))
+        await running.engine.flush(TENANT, b"")
+
+
+def full(pages: Sequence[PageWrite], on_durable: Callable[[PageKey, KvPoolError | None], None]) -> None:
+    for page in pages:
+        on_durable(page.key, StoreFault("no space left"))
+
+
+def failing(*_: object) -> None:
+    raise StoreFault("no space left")
+
+
+async def test_a_full_disk_is_read_only_and_loses_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        await stored(world, range(1, 5))
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            with monkeypatch.context() as patch:
+                patch.setattr(world.memory, "put_batch", full)
+                patch.setattr(world.memory, "probe", failing)
+                await store(running, peer, [9])
+                await eventually(lambda: engine.disk_fault)
+                assert engine.gauges().disk_state == DiskState.READ_ONLY and engine.gauges().disk_faulty == 1
+                assert "no space left" in engine.disk_fault
+                for number in range(1, 5):
+                    assert (await acquire_one(running, peer, wanted(number))).source is Source.DISK
+                assert (await acquire_one(running, peer, wanted(9))).source is Source.STAGING
+                assert engine.gauges().disk_pages == 4
+            await eventually(lambda: not engine.disk_fault)
+            assert engine.gauges().disk_state == DiskState.READ_WRITE
+            await engine.flush(TENANT, b"")
+            assert engine.gauges().disk_pages == 5
+
+
+async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        await stored(world, [1, 2])
+        async with running_engine(world, disk_bytes=world.memory.used_bytes()) as running:
+            engine, peer = running.engine, await open_session(running)
+            engine_disk = engine._disk  # the state is what is tested, not how it came about
+            assert engine_disk is not None
+            monkeypatch.setattr(world.memory, "probe", failing)
+            engine_disk.health.write_failed(StoreFault("no space left"))
+            await store(running, peer, [9])
+            with pytest.raises(StoreFault):
+                await engine.flush(TENANT, b"")
+            assert engine.gauges().disk_pages == 2
+
+
+async def test_a_disk_that_fails_at_every_read_is_off_until_it_reads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        await stored(world, range(1, 9))
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            with monkeypatch.context() as patch:
+                patch.setattr(world.memory, "get_into", failing)
+                patch.setattr(world.memory, "probe", failing)
+                for number in range(1, 4):
+                    missed = await acquire_one(running, peer, wanted(number))
+                    assert isinstance(missed.error, StoreFault)
+                assert engine.gauges().disk_state == DiskState.OFF
+                gone = await acquire_one(running, peer, wanted(4))  # a plain miss: nobody waits for a dead disk
+                assert gone.grant is None and gone.error is None
+            await eventually(lambda: not engine.disk_fault)
+            assert (await acquire_one(running, peer, wanted(4))).source is Source.DISK
+
+
+async def test_bad_sectors_here_and_there_do_not_end_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        await stored(world, range(1, 13))
+        get_into, bad = world.memory.get_into, {bytes(15) + bytes([number]) for number in range(1, 13, 2)}
+
+        def some(key: PageKey, destination: memoryview) -> int | None:
+            if key.chunk_hash in bad:
+                raise StoreFault("Input/output error")
+            return get_into(key, destination)
+
+        monkeypatch.setattr(world.memory, "get_into", some)
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            for number in range(1, 13):
+                answer = await acquire_one(running, peer, wanted(number))
+                assert isinstance(answer.error, StoreFault) if number % 2 else answer.source is Source.DISK
+            assert running.engine.gauges().disk_state == DiskState.READ_WRITE

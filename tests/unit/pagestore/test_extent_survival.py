@@ -1,0 +1,198 @@
+"""Pages in extents after damage to any kind of file: it costs itself alone, and a start is never refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import PageCorrupt
+from kvpool.core.page import PageKey
+from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
+from kvpool_pagestore.core.extents import BLOCK_BYTES
+from kvpool_pagestore.ports import PageWrite
+from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
+
+COUNT = 300
+
+
+def filled(directory: Path) -> None:
+    """COUNT small pages, of which each tenth was deleted; records in tables and in the log."""
+    store = opened(directory, "extents")
+    store.remember_keyspace(b"a keyspace")
+    for start in range(0, COUNT, 50):
+        pages = [page_write(number, b"page %d" % number) for number in range(start, start + 50)]
+        store.put_batch(pages, lambda _, failure: None)
+        if start == 150:
+            store.close()
+            store = opened(directory, "extents")
+    store.delete_batch([key(number) for number in range(0, COUNT, 10)])
+    store.close()
+
+
+LIVE = {number for number in range(COUNT) if number % 10}
+
+
+def right(store: RocksPageStore) -> set[int]:
+    """Pages that are found, all of them right."""
+    contents = {number: get(store, number) for number in range(COUNT)}
+    found = {number for number, content in contents.items() if content is not None}
+    assert all(contents[number] == b"page %d" % number for number in found)
+    assert scanned(store) == found
+    return found
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x40
+    path.write_bytes(content)
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "flipped at the start": lambda path: flip(path, 3),
+    "flipped in the middle": lambda path: flip(path, path.stat().st_size // 2),
+    "flipped at the end": lambda path: flip(path, path.stat().st_size - 3),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "removed": lambda path: path.unlink(),
+    "noise": lambda path: path.write_bytes(os.urandom(path.stat().st_size)) and None,
+}
+CASES = [
+    *(("*.sst", harm) for harm in HARMS),
+    *(("MANIFEST-*", harm) for harm in HARMS),
+    *(("CURRENT", harm) for harm in ("flipped at the start", "emptied", "removed", "noise")),
+    *((kind, harm) for kind in ("OPTIONS-*", "IDENTITY") for harm in ("removed", "noise")),
+]
+
+
+@pytest.mark.parametrize(("kind", "harm"), CASES)
+def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path, kind: str, harm: str) -> None:
+    filled(tmp_path)
+    damaged = max(tmp_path.glob(kind), key=lambda path: path.stat().st_size)
+    HARMS[harm](damaged)
+    store = opened(tmp_path, "extents")
+    found = right(store)
+    assert found >= LIVE  # deleted ones may be back where nothing tells of their deletion any more
+    assert list(store.keyspaces()) == [b"a keyspace"]
+    store.put_batch([page_write(0, b"page 0")], lambda _, failure: None)
+    store.close()
+    store = opened(tmp_path, "extents")
+    assert right(store) == found | {0}
+    store.close()
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Path, harm: str) -> None:
+    filled(tmp_path)
+    store = opened(tmp_path, "extents")
+    for number in range(0, COUNT, 10):
+        store.put_batch([page_write(number, b"page %d" % number)], lambda _, failure: None)
+    # As a kill leaves it: copied while it is open.
+    copy = tmp_path / "copy"
+    (copy / "extents").mkdir(parents=True)
+    for path in [*tmp_path.glob("*"), *tmp_path.glob("extents/*")]:
+        if path.is_file() and path.name != "LOCK":
+            (copy / path.relative_to(tmp_path)).write_bytes(path.read_bytes())
+    store.close()
+    HARMS[harm](max(copy.glob("*.log"), key=lambda path: path.stat().st_size))
+    store = opened(copy, "extents")
+    assert right(store) >= LIVE
+    store.close()
+
+
+def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.unlink()
+    store = opened(tmp_path, "extents")
+    assert right(store) >= LIVE
+    kept = {found.metadata.chunk_index: found.metadata for found in store.scan()}
+    assert kept[7] == page_write(7).metadata
+    put(store, 1000)
+    assert get(store, 1000) == page(1000)
+    store.close()
+
+
+def test_pages_that_were_cleared_do_not_come_back_when_the_database_is_lost(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store = opened(tmp_path, "extents")
+    store.delete_keyspace(b"k" * 16)
+    put(store, 7)
+    store.close()
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.unlink()
+    store = opened(tmp_path, "extents")
+    assert scanned(store) == {7}
+    store.close()
+
+
+def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A tenant may write anything into its pages: blocks of somebody else's, with all that lies behind them."""
+    other = opened(tmp_path / "other", "extents")
+    put(other, 5)
+    other.close()
+    blocks = next((tmp_path / "other" / "extents").glob("*.pages")).read_bytes()[: 60 * 4096]
+    store = opened(tmp_path / "disk", "extents")
+    store.put_batch(
+        [PageWrite(key=PageKey(b"x" * 16, bytes(16), 0), page=memoryview(blocks), metadata=page_write(1).metadata)],
+        lambda _, failure: None,
+    )
+    store.close()
+    for path in (tmp_path / "disk").iterdir():
+        if path.is_file():
+            path.unlink()
+    store = opened(tmp_path / "disk", "extents")
+    assert [found.key.keyspace for found in store.scan()] == [b"x" * 16]
+    store.close()
+
+
+@pytest.mark.parametrize("harm", ["flipped in the middle", "cut", "emptied", "removed", "noise"])
+def test_a_damaged_file_of_pages_costs_the_pages_in_it(tmp_path: Path, harm: str) -> None:
+    store = opened(tmp_path, "extents", capacity_bytes=220 << 20)
+    for start in range(0, 600, 50):  # two files
+        put(store, *range(start, start + 50))
+    store.close()
+    files = sorted((tmp_path / "extents").glob("*.pages"))
+    assert len(files) == 2
+    HARMS[harm](files[0])
+    store = opened(tmp_path, "extents", capacity_bytes=220 << 20)
+
+    def kept(number: int) -> bool:
+        try:
+            return get(store, number) == page(number)
+        except PageCorrupt:
+            return False
+
+    survivors = {number for number in range(600) if kept(number)}
+    in_first = (64 << 20) // (page_blocks(PAGE_BYTES) * BLOCK_BYTES)
+    assert survivors >= set(range(in_first + 1, 600))
+    if harm == "flipped in the middle":
+        assert len(survivors) == 599
+    store.delete_batch([key(number) for number in range(600) if number not in survivors])
+    put(store, *range(600, 650))
+    assert all(get(store, number) == page(number) for number in range(600, 650))
+    store.close()
+
+
+def test_a_fragmented_page_survives_as_any_other(tmp_path: Path) -> None:
+    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    small = [page_write(number, b"x" * 9000) for number in range(1200)]
+    failures: list[object] = []
+    for start in range(0, 1200, 100):
+        store.put_batch(small[start : start + 100], lambda _, failure: failures.append(failure))
+    assert failures == [None] * 1200
+    contiguous = ExtentBudget(40 << 20).block_count - 1200 * page_blocks(9000)
+    assert 12 * page_blocks(PAGE_BYTES) > contiguous  # some have to be in pieces
+    store.delete_batch([write.key for write in small[::2]])
+    put(store, *range(2000, 2000 + 12))
+    assert all(get(store, number) == page(number) for number in range(2000, 2012))
+    store.close()
+    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    assert all(get(store, number) == page(number) for number in range(2000, 2012))
+    assert len(scanned(store)) == 612
+    store.close()
