@@ -38,6 +38,7 @@ COMMANDS = {
     "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
     "policy": _Command("policy", "what pagestores do with a keyspace: disk writes, staging, replicas, quota"),
     "replay": _Command("replay", "hit rate of a trace of requests, by eviction policy and capacity"),
+    "route": _Command("route", "which hosts would serve a token sequence best, by what they hold of it"),
     "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
 }
 
