@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,19 @@ START_S = 30.0
 class Process:
     """One service process with a data directory of its own."""
 
-    def __init__(self, module: str, directory: Path, *flags: str) -> None:
+    def __init__(self, module: str, directory: Path, *flags: str, variables: Mapping[str, str] | None = None) -> None:
         directory.mkdir()
         self._ready, self._log = directory / "ready.json", directory / "log"
         command = [sys.executable, "-m", f"{module}.main", "--ready-file", str(self._ready), *flags]
         self._command = [*command, "--parent-pid", str(os.getpid())]
+        self._variables = dict(variables or {})
         self.ready: dict[str, Any] = {}
         self.start()
 
     def start(self) -> None:
         """Returns when it runs; `wait_ready` when it serves."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+        kept |= self._variables
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, env=kept, stderr=log, stdout=log)
@@ -55,6 +57,10 @@ class Process:
         """SIGKILL, and wait for the end."""
         self._process.kill()
         self._process.wait()
+
+    def wait(self, timeout_s: float) -> int:
+        """Until it ends by itself; its exit code."""
+        return self._process.wait(timeout_s)
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""

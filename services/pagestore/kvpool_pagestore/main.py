@@ -98,6 +98,8 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))
+    if isinstance(index, NodeIndexLink):
+        metrics.watch_reconciliation(index.reconcile_figures)
     await servers.start()
     engine.movement.start()
     _publish(config, node, engine.incarnation)

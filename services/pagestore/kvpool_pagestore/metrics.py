@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from kvpool_pagestore.core.reconciliation import ReconcileFigures
 
 _REQUEST_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0)
 _LAG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -74,6 +76,31 @@ class _GaugeCollector(Collector):
         """Names only, so that registering does not ask."""
         for name, text in _GAUGE_HELP.items():
             yield GaugeMetricFamily(f"kvpool_pagestore_{name}", text)
+
+
+class _ReconcileCollector(Collector):
+    """Asks when it is scraped; nothing before the node has an index."""
+
+    def __init__(self, read: Callable[[], ReconcileFigures | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        figures = self._read()
+        if figures is None:
+            return
+        prefix = "kvpool_pagestore_reconcile"
+        text = "What the index lost of this node longer ago than this has been restored."
+        yield GaugeMetricFamily(f"{prefix}_age_seconds", text, value=figures.age_s)
+        text = "Duration of the last complete comparison with the index, repairs included."
+        yield GaugeMetricFamily(f"{prefix}_round_seconds", text, value=figures.last_round_s)
+        text = "Complete comparisons with the index."
+        yield CounterMetricFamily(f"{prefix}_rounds", text, value=figures.round_count)
+        text = "Bucket ranges that were told as a whole because they differed."
+        yield CounterMetricFamily(f"{prefix}_ranges", text, value=figures.replaced_ranges)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing, so that registering does not ask."""
+        return iter(())
 
 
 class PageStoreMetrics:
@@ -175,3 +202,7 @@ class PageStoreMetrics:
     def watch(self, read: Callable[[], StoreGauges]) -> None:
         """Have the gauges read at each scrape; `read` is called from the scraping thread."""
         self._registry.register(_GaugeCollector(read))
+
+    def watch_reconciliation(self, read: Callable[[], ReconcileFigures | None]) -> None:
+        """Have these read at each scrape, too; None while there is nothing to tell."""
+        self._registry.register(_ReconcileCollector(read))

@@ -258,7 +258,7 @@ class NodeLink:
 
     def _check_progress(self) -> None:
         silent_s = asyncio.get_running_loop().time() - self._announcer.last_progress_s
-        if self._queue.in_flight and silent_s > self._config.ack_timeout_s:
+        if self._queue.in_flight and silent_s > min(self._config.ack_timeout_s, 2 * self._held().lease_ttl_ms / 1e3):
             self._announcer.break_stream(f"no acknowledgement for {silent_s:.0f} s")
 
     async def _keep_announcing(self) -> None:

@@ -13,7 +13,7 @@ class NodeLinkConfig:
     batch_max: int = 512
     in_flight_max: int = 2  # batches sent and not acknowledged; a second one only if it is full
     linger_s: float = 0.02  # changes of one chunk that come within it are merged
-    ack_timeout_s: float = 10.0  # no acknowledgement for so long: the stream is taken for dead
+    ack_timeout_s: float = 10.0  # no acknowledgement for so long, or for two leases: the stream is taken for dead
     reconcile_interval_s: float = 60.0  # everything held is compared with what the index knows so often
     reconcile_share: float = 0.25  # of the event loop's time, while it is compared
     stale_pending_max: int = 4096

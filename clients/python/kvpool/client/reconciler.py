@@ -74,15 +74,16 @@ class Reconciler:
         self._touched: set[int] = set()  # ranges of changes since a slice was begun
         self._asked = asyncio.Event()
         self._progress = asyncio.Event()
-        self._covered_s = asyncio.get_running_loop().time()  # start of the last complete round
+        self._loop = asyncio.get_running_loop()
+        self._covered_s = self._loop.time()  # start of the last complete round
         self.round_count = 0  # complete ones
         self.replaced_count = 0  # ranges told as a whole because they differed
         self.last_round_s = 0.0  # how long the last complete round took
 
     @property
     def age_s(self) -> float:
-        """What the index lost longer ago than this has been restored."""
-        return asyncio.get_running_loop().time() - self._covered_s
+        """What the index lost longer ago than this has been restored. May be asked from any thread."""
+        return self._loop.time() - self._covered_s
 
     def note(self, changes: Iterable[LocationChange]) -> None:
         """Learn what is announced; to be called before it is queued."""
@@ -117,8 +118,7 @@ class Reconciler:
                 self._asked.set()
 
     async def _round(self) -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s = self._loop.time()
         unsure = self._queue.unsure
         undecided: list[int] = []
         for first in range(0, RANGE_COUNT, _SLICE_RANGES):
@@ -138,7 +138,7 @@ class Reconciler:
         if unsure:
             self._queue.unsure = False
             self._wake()
-        self._covered_s, self.last_round_s = began_s, loop.time() - began_s
+        self._covered_s, self.last_round_s = began_s, self._loop.time() - began_s
         self.round_count += 1
 
     async def _compare(self, ranges: Sequence[int]) -> list[int]:

@@ -12,11 +12,11 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.client.node_link_config import NodeLinkConfig
-from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
+from kvpool_pagestore.core.reconciliation import ReconcileFigures
 
 _log = logging.getLogger(__name__)
 
@@ -103,10 +103,17 @@ class NodeIndexLink:
         if self._link is not None:
             self._link.announce(changes)
 
-    @property
-    def reconciler(self) -> Reconciler | None:
-        """For its figures; None before `register`."""
-        return self._link.reconciler if self._link is not None else None
+    def reconcile_figures(self) -> ReconcileFigures | None:
+        """How the comparison with the index goes; None before `register`. May be called from any thread."""
+        if self._link is None:
+            return None
+        rounds = self._link.reconciler
+        return ReconcileFigures(
+            age_s=rounds.age_s,
+            last_round_s=rounds.last_round_s,
+            round_count=rounds.round_count,
+            replaced_ranges=rounds.replaced_count,
+        )
 
     async def wait_announced(self) -> None:
         await self._registered().wait_announced(self._timeout_s)
