@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
+import hiredis
 import pytest
 
 from kvpool.client import hashing
@@ -91,7 +92,7 @@ class Load:
             try:
                 async with self.node.announcing() as stream:
                     await self._announce(stream)
-            except (StoreUnavailable, LeaseLost):
+            except (StoreUnavailable, LeaseLost, asyncio.InvalidStateError):  # the last: it ended before it was used
                 self.interruptions += 1
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await self.node.register()
@@ -180,8 +181,10 @@ async def test_a_stopped_master_is_left_and_not_gone_back_to(sentinels: RedisSen
     await load.advance()
 
     def demoted() -> bool:
-        role = ask(stopped.port, "ROLE")
-        return isinstance(role, list) and role[0] == "slave"
+        with contextlib.suppress(OSError):  # a Sentinel closes all connections to what it demotes
+            role = ask(stopped.port, "ROLE")
+            return isinstance(role, list) and role[0] == "slave"
+        return False
 
     await eventually(demoted, FAILOVER_S)
     await load.advance()
@@ -196,8 +199,13 @@ async def test_a_planned_failover_loses_nothing_if_all_replicas_have_it(sentinel
         load = await loaded(index)
         await load.advance()
         demoted = sentinels.master()
-        ask(sentinels.sentinel_ports[0], "SENTINEL", "FAILOVER", "kvpool")
-        await eventually(lambda: sentinels.master() is not demoted, FAILOVER_S)
+
+        def replaced() -> bool:
+            with contextlib.suppress(hiredis.ReplyError):  # it is on its way; a Sentinel may give up, though
+                ask(sentinels.sentinel_ports[0], "SENTINEL", "FAILOVER", "kvpool")
+            return sentinels.master() is not demoted
+
+        await eventually(replaced, FAILOVER_S)
         await eventually(lambda: index.metric("kvpool_index_redis_failovers_total") == 1)
         await load.advance()
         acknowledged = await load.stop()
@@ -225,13 +233,13 @@ async def test_a_server_that_is_no_master_is_not_used(redis_sentinels: RedisSent
 
 
 @contextlib.asynccontextmanager
-async def lying_sentinel(named: RedisServer) -> AsyncIterator[str]:
-    """Answers everything with the address of one server."""
-    facts, address = (packed_list(*words) for words in (("config-epoch", "7"), ("127.0.0.1", str(named.port))))
+async def lying_sentinel(named: RedisServer, facts: Sequence[str] = ("config-epoch", "7")) -> AsyncIterator[str]:
+    """Names one server as the master, whatever it is asked for."""
+    answer = packed_list(*facts) + packed_list("127.0.0.1", str(named.port))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while command := await reader.read(1 << 16):
-            writer.write(facts + address if b"MASTER" in command else b"+PONG\r\n")
+            writer.write(answer if b"MASTER" in command else b"+PONG\r\n")
             await writer.drain()
         writer.close()
 
@@ -242,6 +250,24 @@ async def lying_sentinel(named: RedisServer) -> AsyncIterator[str]:
 
 def packed_list(*words: str) -> bytes:
     return f"*{len(words)}\r\n".encode() + b"".join(f"${len(word)}\r\n{word}\r\n".encode() for word in words)
+
+
+async def test_servers_that_are_something_else_are_told_so(redis_sentinels: RedisSentinels) -> None:
+    server = redis_sentinels.master()
+    hosts = f"127.0.0.1:{server.port}"
+    for url, cause in (
+        (f"redis+sentinel://{hosts}/kvpool", "unknown command 'SENTINEL'"),
+        (f"redis+cluster://{hosts}", "cluster support disabled"),
+    ):
+        store = RedisIndexStore(url, timeout_s=TIMEOUT_S)
+        with pytest.raises(StoreUnavailable, match=cause):
+            await store.ping()
+        await store.close()
+    async with lying_sentinel(server, facts=()) as url:
+        store = RedisIndexStore(url, timeout_s=TIMEOUT_S)
+        with pytest.raises(StoreUnavailable, match="is no Sentinel, by its answer"):
+            await store.ping()
+        await store.close()
 
 
 async def test_too_few_replicas_acknowledge_nothing(redis_sentinels: RedisSentinels) -> None:

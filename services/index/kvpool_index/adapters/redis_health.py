@@ -8,7 +8,7 @@ from typing import Final
 from kvpool.core.errors import KvPoolError, StoreUnavailable
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_link import RedisLink
-from kvpool_index.adapters.redis_wire import checked, is_error, pack
+from kvpool_index.adapters.redis_wire import checked, pack
 from kvpool_index.core.redis_stats import RedisFacts, RedisStats, problems_of
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RedisHealth:
     async def _check(self, master: RedisLink) -> frozenset[str]:
         """What is wrong with one master. Raises StoreUnavailable; INFO is needed, CONFIG GET is not."""
         info, save = await master.exchange([pack(b"INFO"), pack(b"CONFIG", b"GET", b"save")])
-        saves = None if is_error(save) else bool(dict(zip(save[::2], save[1::2], strict=True)).get(b"save"))
+        saves = bool(save[1]) if isinstance(save, list) and len(save) == 2 else None
         found = problems_of(
             _facts(checked(info)), saves=saves, topology=self._topology, wait_replicas=self._wait_replicas
         )

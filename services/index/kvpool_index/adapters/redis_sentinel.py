@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.core.errors import StoreUnavailable
+from kvpool.core.errors import KvPoolError, StoreUnavailable
 from kvpool_index.adapters.redis_lanes import OneMasterLane, RedisLane, new_lane
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait, shared
 from kvpool_index.adapters.redis_url import Server
@@ -97,7 +97,7 @@ class SentinelMaster:
                 for each in asyncio.as_completed(asked):
                     try:
                         answers.append(await each)
-                    except StoreUnavailable as error:
+                    except KvPoolError as error:
                         causes.append(str(error))
                     if len(answers) == enough:
                         break
@@ -122,8 +122,9 @@ class SentinelMaster:
     async def _ask(self, link: RedisLink) -> tuple[int, Server]:
         """Number of the failover that made the master, and the master. Raises StoreUnavailable."""
         facts, address = map(checked, await link.exchange(self._questions))
-        # Of the two only the address is right while a failover is on its way; they are answered as of one moment.
-        if address is None:
-            raise StoreUnavailable("a Sentinel has no address of the master")
-        epoch = dict(zip(facts[::2], facts[1::2], strict=True))[b"config-epoch"]
-        return int(epoch), Server(address[0].decode(), int(address[1]))
+        try:
+            # Of the two only the address is right while a failover is on its way; they are answered as of one moment.
+            epoch = dict(zip(facts[::2], facts[1::2], strict=True))[b"config-epoch"]
+            return int(epoch), Server(address[0].decode(), int(address[1]))
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise StoreUnavailable(f"{link.server} is no Sentinel, by its answer") from error

@@ -7,7 +7,7 @@ from binascii import crc_hqx
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.core.errors import StoreUnavailable
+from kvpool.core.errors import KvPoolError, StoreUnavailable
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, link_to, shared
 from kvpool_index.adapters.redis_url import Server
 
@@ -100,7 +100,7 @@ class SlotMap:
             for each in asyncio.as_completed(asked):
                 try:
                     found = await each
-                except StoreUnavailable as error:
+                except KvPoolError as error:
                     self._cause = str(error)
                     continue
                 if any(found):
@@ -116,10 +116,14 @@ class SlotMap:
         if link is None:
             link = self._links[server] = link_to(server, self._options)
         owners: list[Server | None] = [None] * SLOT_COUNT
-        for first, last, master, *_ in await link.call(b"CLUSTER", b"SLOTS"):
-            # A member that does not know its own address leaves it out.
-            owner = Server((master[0] or b"").decode() or server.host, master[1])
-            owners[first : last + 1] = [owner] * (last + 1 - first)
+        ranges = await link.call(b"CLUSTER", b"SLOTS")
+        try:
+            for first, last, master, *_ in ranges:
+                # A member that does not know its own address leaves it out.
+                owner = Server((master[0] or b"").decode() or server.host, master[1])
+                owners[first : last + 1] = [owner] * (last + 1 - first)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise StoreUnavailable(f"{server} is no member of a Cluster, by its answer") from error
         return owners
 
     def _take(self, found: list[Server | None]) -> None:
