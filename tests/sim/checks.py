@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
-from kvpool.client.node_link import NodeLinkConfig
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
 from kvpool_pagestore.engine import PageStoreEngine
@@ -48,8 +48,6 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
 
 async def check_calm(world: World) -> None:
     """The index knows exactly what the nodes hold, within the bound that reconciliation promises."""
-    if not hasattr(NodeLinkConfig, "reconcile_share"):
-        return
     until_s = world.loop.time() + world.heal_s
     while wrong := [what for store in world.pagestores if (what := _wrong_in_index(world, store))]:
         if world.loop.time() > until_s:
@@ -93,9 +91,12 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     """What the store of the index has wrong of a node, without any replica's cache in between; empty if nothing."""
     if not store.serving or store.engine is None:
         return f"{store.name} does not serve"
-    truth: dict[tuple[bytes, Tier], int] = {}
-    for change in store.engine.snapshot():
-        truth[change.chunk_hash[:8], change.tier] = change.added_shards
+    truth: Counter[tuple[bytes, Tier]] = Counter()
+    for key in store.engine._ledger._ready:
+        truth[key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
+    if store.engine._disk is not None:
+        for chunk in store.engine._disk.map.chunks():
+            truth[chunk.chunk_hash[:8], Tier.DISK] |= chunk.shards
     found = _known(world, store)
     missing = {at: shards for at, shards in truth.items() if shards & ~found.get(at, 0)}
     surplus = {at: shards for at, shards in found.items() if shards & ~truth.get(at, 0)}

@@ -170,9 +170,7 @@ class ClientNode:
         session, rng = self._session, self.world.rng
         assert session is not None
         keys = [key_of(chain, position, shard) for position in range(count) for shard in range(2)]
-        items = [
-            ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2)) for at, key in enumerate(keys)
-        ]
+        items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2)) for at, key in enumerate(keys)]
         results = await session.reserve(items)
         granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
         holds = [self._hold(slot, writes=True) for _, slot in granted]
@@ -206,7 +204,7 @@ class ClientNode:
         page, half = true_page(key), PAGE_BYTES // 2
         view = session.slot_view(slot)
         view[:half] = b"\xaa" * half
-        await asyncio.sleep(self.world.some_s(0.02))
+        await asyncio.sleep(self._copy_s())
         view[:half] = page[:half]
         if not whole:
             view[half:] = b"\xaa" * (PAGE_BYTES - half)
@@ -241,7 +239,7 @@ class ClientNode:
             view = session.slot_view(slot)
             first = bytes(view[:half])
             if not self.leaving:
-                await asyncio.sleep(self.world.some_s(0.02))
+                await asyncio.sleep(self._copy_s())
             if first + bytes(view[half:]) != page:
                 raise self._violation(f"page {key} was read with wrong bytes")
         finally:
@@ -274,6 +272,10 @@ class ClientNode:
         """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""
         outcome = await self._control.flush(timeout_s=10.0)
         del outcome
+
+    def _copy_s(self) -> float:
+        """What half a copy takes: sometimes long, whatever has become of the session meanwhile."""
+        return self.world.some_s(1.0 if self.world.rng.random() < 0.04 else 0.02)
 
     def _hold(self, slot: Slot, *, writes: bool) -> Hold:
         return self.store.host.hold(self.process, slot.segment_id, slot.offset, slot.page_bytes, writes=writes)

@@ -148,6 +148,13 @@ class SimPageStore:
         disk.written = {key: value for key, value in disk.written.items() if key.keyspace != keyspace}
         disk.synced = {key: value for key, value in disk.synced.items() if key.keyspace != keyspace}
 
+    def charged_bytes(self, page_bytes: int) -> int:
+        return page_bytes
+
+    def probe(self) -> None:
+        self._pause()
+        self._may_fail()
+
     def used_bytes(self) -> int:
         return self._disk.used_bytes
 

@@ -16,8 +16,10 @@ from unittest import mock
 
 import kvpool.client.channel
 import kvpool.client.pagestore
+import kvpool.client.reconciler
 import kvpool.client.retry
 import kvpool_pagestore.engine_sessions
+import kvpool_pagestore.engine_sweep
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import disarm_all
 from kvpool_index.adapters.memory import MemoryIndexStore
@@ -247,6 +249,11 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),
         mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
+        mock.patch.object(kvpool.client.reconciler, "_SLICE_RANGES", 4096),  # few messages for few chunks
+        mock.patch.object(kvpool.client.reconciler, "time", SimpleNamespace(perf_counter=world.loop.time)),
+        mock.patch.object(
+            kvpool_pagestore.engine_sweep, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
+        ),
         mock.patch.object(secrets, "token_bytes", rng.randbytes),
         mock.patch.object(secrets, "randbits", rng.getrandbits),
         mock.patch.object(kvpool_pagestore.engine_sessions, "os", SimpleNamespace(close=_close_fd)),

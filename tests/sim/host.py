@@ -175,7 +175,9 @@ class SimSegmentMap:
     network: Network
     servers: dict[str, tuple[Process, SimHost, SimArena, Fetch]]  # by descriptor socket; replaced at each start
 
-    def __init__(self, socket_path: str, token: bytes, *, timeout_s: float, fetch: Any = None, on_map: Any = None) -> None:
+    def __init__(
+        self, socket_path: str, token: bytes, *, timeout_s: float, fetch: Any = None, on_map: Any = None
+    ) -> None:
         self._socket_path = socket_path
         self._token = token
         self._timeout_s = timeout_s

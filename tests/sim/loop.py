@@ -33,7 +33,9 @@ class SimHandle:
 
     __slots__ = ("arguments", "at_s", "callback", "context", "is_cancelled")
 
-    def __init__(self, at_s: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context) -> None:
+    def __init__(
+        self, at_s: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context
+    ) -> None:
         self.at_s, self.callback, self.arguments, self.context = at_s, callback, arguments, context
         self.is_cancelled = False
 

@@ -50,7 +50,9 @@ def _visible_before_verified() -> AbstractContextManager[object]:
         for slot in slots:
             self._ledger.finish_commit(slot, verified=True, dirty=False)
         await asyncio.sleep(0.005)
-        errors = [self._verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)]
+        errors = [
+            self._verify(slot) if slot.record is record else None for slot, record in zip(slots, records, strict=True)
+        ]
         for record, error in zip(records, errors, strict=True):
             if error is not None:
                 self._ledger.drop(record.key)

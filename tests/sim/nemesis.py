@@ -65,14 +65,15 @@ class Nemesis:
         faults: list[tuple[int, Callable[[], object]]] = [
             (6, self._crash_store),
             (2, self._lose_power),
-            (3, self._pause_store),
+            (4, self._pause_store),
             (3, self._crash_client),
             (2, self._pause_client),
-            (2, self._partition),
+            (4, self._partition),
             (2, self._crash_index),
             (1, self._pause_index),
             (1, self._redis_down),
             (1, self._wipe_redis),
+            (1, self._roll_redis_back),
             (2, self._disk_fails),
             (2, self._damage_disk),
             (3, self._kill_at_point),
@@ -125,6 +126,9 @@ class Nemesis:
         world, rng = self._world, self._world.rng
         names = [one.name for one in (*world.pagestores, *world.indexes, *self._clients)]
         one, other = rng.sample(names, 2)
+        if rng.random() < 0.5:
+            client = self._a_client()
+            one, other = client.name, client.store.name
         duration_s = world.some_s(4.0)
         world.network.partition(one, other, duration_s)
         await asyncio.sleep(duration_s / 2)
@@ -149,6 +153,13 @@ class Nemesis:
 
     async def _wipe_redis(self) -> None:
         self._world.redis.wipe()
+
+    async def _roll_redis_back(self) -> None:
+        """A failover to a replica that had not got everything yet."""
+        redis = self._world.redis
+        redis.save()
+        await asyncio.sleep(self._world.some_s(0.5))
+        redis.roll_back()
 
     async def _disk_fails(self) -> None:
         disk = self._a_store().disk

@@ -76,7 +76,7 @@ class World:
     pagestores: list[PageStoreNode] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     lease_ttl_ms: int = 3000
-    heal_s: float = 10.0  # within it the index must agree with the nodes, once nothing goes wrong any more
+    heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
 
     def some_s(self, most_s: float) -> float:
         return self.rng.random() * most_s
@@ -211,6 +211,7 @@ class PageStoreNode:
             pull_timeout_ms=3000,
             index_timeout_ms=500,
             index_start_wait_ms=500,
+            reconcile_interval_ms=8000,
             max_leases=8,
             tenant=TENANT,
         )
@@ -220,7 +221,8 @@ class PageStoreNode:
         world, config, loop = self.world, self._config(), self.world.loop
         arena = SimArena(self.host, process)
         store = self._store(process) if self.shape.disk_pages else None
-        link = NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3)
+        link = pagestore_main._index(config)
+        assert isinstance(link, NodeIndexLink)
         parts = EngineParts(
             arena=arena,
             store=store,

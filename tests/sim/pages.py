@@ -14,7 +14,6 @@ from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
 
 
-
 def small_shards() -> AbstractContextManager[object]:
     """Shards of 1 KiB. True ones have 64 KiB at least, and simulated bytes cost real time."""
     return mock.patch.object(grid, "SMALLEST_COLUMN_BYTES", 1 << 10)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -94,10 +95,18 @@ class _Part:
         self._redis, self._name = redis, name
 
     def __getattr__(self, method: str) -> Any:
+        if inspect.isasyncgenfunction(getattr(getattr(self._redis.store, self._name), method)):
+            return lambda *args, **kwargs: self._iterate(method, *args, **kwargs)
+
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await self._redis.call(self._name, method, *args, **kwargs)
 
         return call
+
+    async def _iterate(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        await self._redis._reach()
+        async for step in getattr(getattr(self._redis.store, self._name), method)(*args, **kwargs):
+            yield step
 
 
 class _Locations(_Part):
@@ -111,11 +120,6 @@ class _Locations(_Part):
             states += await self._redis.store.locations.apply(fence, [operation])
         await self._redis._return()
         return states
-
-    async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[Any]]:
-        await self._redis._reach()
-        async for states in self._redis.store.locations.drop(keyspace, ordinal):
-            yield states
 
 
 class _Events(_Part):

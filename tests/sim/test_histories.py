@@ -1,0 +1,59 @@
+"""Thousands of short histories of a simulated cluster, and bugs planted to see that they would be found.
+
+Each chunk runs in a process of its own, so that a seed does there what it does on the command line:
+`python -m tests.sim --seed N --trace` replays one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.mutants import MUTANTS
+
+_ROOT = Path(__file__).parents[2]
+_CHUNK = 125
+_HISTORIES = 2000
+_SEEDS_FOR_A_MUTANT = {"leak-late-words": 700, "serve-old-incarnations": 300}
+_SEEDS_FOR_OTHERS = 150
+
+
+def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-m", "tests.sim", *arguments],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("first", range(0, _HISTORIES, _CHUNK))
+def test_histories_keep_every_promise(first: int) -> None:
+    ended = _simulate("--seeds", f"{first}-{first + _CHUNK - 1}", "--keep-going")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("mutant", sorted(MUTANTS))
+def test_a_planted_bug_is_found(mutant: str) -> None:
+    count = _SEEDS_FOR_A_MUTANT.get(mutant, _SEEDS_FOR_OTHERS)
+    ended = _simulate("--seeds", str(count), "--mutant", mutant)
+    assert ended.returncode == 1, f"{count} histories did not find it: {ended.stdout}{ended.stderr}"
+    assert "broke a promise" in ended.stdout
+
+
+def test_a_seed_does_the_same_in_every_process() -> None:
+    """Else a failing seed could not be replayed."""
+    first, second = (_simulate("--seeds", "3-5", "--trace") for _ in range(2))
+    assert first.returncode == second.returncode == 0
+    assert _without_rate(first.stdout) == _without_rate(second.stdout)
+
+
+def _without_rate(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "per second of processor time" not in line]
