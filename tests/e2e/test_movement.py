@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +130,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield Fleet(tmp_path, shm, endpoint, index, stack)
 
 
-async def hits(reader: PageStoreSession, numbers: range, sources: dict[int, tuple[RemoteSource, ...]]) -> int:
+async def hits(reader: PageStoreSession, numbers: range, sources: Mapping[int, tuple[RemoteSource, ...]]) -> int:
     """How many of the pages a reader gets, verified."""
     found = 0
     for start in range(numbers.start, numbers.stop, BATCH):

@@ -72,7 +72,7 @@ class PageStoreConfig:
     sweep_interval_ms: Annotated[int, "about how often lost copies and new nodes are looked for"] = 60_000
     hot_uses_per_minute: Annotated[int, "chunks read so often here get copies on more nodes; 0: none does"] = 600
     hot_copies: Annotated[int, "copies of a hot chunk in all, at least"] = 3
-    rebalance_bytes_per_s: Annotated[int, "rate at which pages move to nodes that join; 0: none do"] = 0
+    rebalance_bytes_per_s: Annotated[int, "rate at which all others fill a node that joins; 0: not"] = 0
     pull_streams_per_peer: Annotated[int, "pulls from one other node at once"] = 2
     hedge_ms: Annotated[int, "a pull is slow, and another node asked too, after this at the least; 0: never"] = 200
     index_timeout_ms: Annotated[int, "deadline of one call to the index"] = 2_000

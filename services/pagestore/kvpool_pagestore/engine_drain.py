@@ -136,7 +136,7 @@ class Drain:
                 )
             await self._copying.placement.leave()
             self.state = DrainState.DRAINED
-            self._update(done=True)
+            self.progress = replace(self.progress, done=True)
         except KvPoolError as error:
             _log.error("the drain stopped and can be called again: %s", error)
             self._failure = error
@@ -232,8 +232,8 @@ class Drain:
         failed = {(key.keyspace, key.chunk_hash) for key in report.failed}
         return [chunk for chunk in alone if (chunk.keyspace, chunk.chunk_hash) in failed]
 
-    def _update(self, **changes: int | bool) -> None:
-        self.progress = replace(self.progress, **changes)
+    def _update(self, **changes: int) -> None:
+        self.progress = replace(self.progress, **changes)  # type: ignore[arg-type]  # all but `done` are counts
         self._tell()
 
     def _tell(self) -> None:

@@ -172,8 +172,8 @@ class PageMover:
 
         try:
             await self._pushers.run(push)
-        except KvPoolError as error:
-            errors = [error] * len(items)
+        except KvPoolError as refused:  # no room in the queue, or closing
+            errors = [refused] * len(items)
         for item, error in zip(items, errors, strict=True):
             if error is None:
                 report.copied.append(item.key)

@@ -37,7 +37,7 @@ class SweepLimits:
     """When the walk begins, and how much it may move."""
 
     interval_s: float
-    rebalance_bytes_per_s: int  # 0: new nodes get nothing
+    rebalance_bytes_per_s: int  # to one new node, from all others together; 0: new nodes get nothing
 
 
 class Sweep:
@@ -130,16 +130,17 @@ class Sweep:
             if target.node_id not in joined or target.node_id == me.node_id:
                 continue
             wanted = lacking(durable, await self._copying.holders(durable), target.node_id)
-            if not await self._paced_copy(target, wanted):
+            senders = max(1, len({info.node_id for info in infos} - joined))
+            if not await self._paced_copy(target, wanted, senders):
                 return
         if me.node_id not in {node.node_id for node in placed}:
             await self._forget(durable, me, factor, {node.node_id for node in placed} & joined)
 
-    async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted]) -> bool:
-        """Whether the node took all of it."""
+    async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted], senders: int) -> bool:
+        """Whether the node took all of it. The rate is what it gets from all `senders` together."""
         assert self._pace is not None
         for one in wanted:
-            await asyncio.sleep(self._pace.wait_s(self._copying.bytes_of([one]), self._clock.monotonic_s()))
+            await asyncio.sleep(self._pace.wait_s(senders * self._copying.bytes_of([one]), self._clock.monotonic_s()))
             report = await self._copying.copy(target, [one], Purpose.REBALANCE)
             if report.failed:
                 return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 from kvpool.core.errors import ArenaFull
 from kvpool.testing import eventually
@@ -11,7 +13,7 @@ from tests.fixtures.pagestore import PAGE_BYTES, TENANT
 from tests.fixtures.pagestore_calls import open_session, store
 
 PAGES = range(64)  # four chain groups
-FAST = {"rebalance_bytes_per_s": 1 << 30}
+FAST: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
 
 
 async def fill(member: Member) -> None:
@@ -49,6 +51,19 @@ async def test_it_is_off_unless_a_rate_is_given() -> None:
         cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
         await sweep(cluster)
         assert joined.pushed_bytes == 0
+
+
+async def test_the_new_node_is_filled_at_the_rate_and_no_faster() -> None:
+    rate: dict[str, Any] = {"rebalance_bytes_per_s": 128 * PAGE_BYTES}
+    async with cluster_of(1, **rate) as cluster, AsyncExitStack() as stack:
+        await fill(cluster.members[0])
+        await sweep(cluster)
+        joined = await join(cluster, stack, 1, host="new", **rate)
+        cluster.members[0].run.engine.movement.sweep._copying._nodes_until_s = 0.0
+        began_s = time.monotonic()
+        await sweep(cluster)
+        pages_moved = joined.pushed_bytes // PAGE_BYTES
+        assert pages_moved and time.monotonic() - began_s >= (pages_moved - 1) / 128
 
 
 async def test_what_the_new_node_does_not_take_or_gets_spoiled_stays() -> None:
