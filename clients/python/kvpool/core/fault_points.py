@@ -22,6 +22,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "pagestore.write.durable": "on_durable was called for a batch that is not announced yet",
         "pagestore.evict.delete": "pages were chosen for eviction and are still on disk",
         "pagestore.promote.read": "a slot is taken for a page that is about to be read from disk",
+        "pagestore.push.start": "pages are held and about to be sent to another node",
+        "pagestore.push.end": "another node has answered for pages that were sent to it",
         "pagestore.pull.received": "one page of a pull has arrived, others may not have",
         "index.announce.begin": "a batch of changes is about to be applied",
         "index.announce.applied": "a batch is in the store, its events are not",
