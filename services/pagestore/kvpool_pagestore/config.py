@@ -8,6 +8,7 @@ from typing import Annotated
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
+from kvpool_pagestore.core.quota import TenantQuotas
 
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
@@ -45,6 +46,9 @@ class PageStoreConfig:
     selective_min_uses: Annotated[int, "write policy selective: a page goes to disk at this use"] = 2
     selective_min_tokens: Annotated[int, "write policy selective: pages of a prompt this long go at once"] = 2048
     max_pinned_share: Annotated[float, "part of the disk tier (of the arena without one) that may be pinned"] = 0.25
+    tenant_quotas: Annotated[
+        tuple[str, ...], "bytes of staging and disk together, tenant=bytes, comma separated; * for all other tenants"
+    ] = ()
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
@@ -102,6 +106,10 @@ class PageStoreConfig:
         if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
             raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
         self._check_policy()
+        try:
+            TenantQuotas.parse(self.tenant_quotas)
+        except InvalidRequest as error:
+            raise ValueError(f"tenant_quotas: {error}") from error
         if not 0.0 <= self.max_pinned_share <= 1.0:
             raise ValueError(f"max_pinned_share must lie in [0, 1], got {self.max_pinned_share}")
         if not self.tenant:

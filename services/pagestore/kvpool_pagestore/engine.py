@@ -22,6 +22,7 @@ from kvpool_pagestore.engine_parts import (
     disk_tier,
     ledger_limits,
     make_flights,
+    make_quotas,
     make_retained,
     node_policy,
     session_times,
@@ -81,6 +82,10 @@ class PageStoreEngine:
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
         )
+        self.quotas = make_quotas(
+            config, parts, self._keyspaces, self._ledger, self._disk, self._write_back, metrics
+        )
+        self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
         self.retained = make_retained(
             config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics
         )
@@ -114,6 +119,8 @@ class PageStoreEngine:
             return 0
         await self.policies.load()
         await self._disk.load()
+        self.policies.repeat()  # the quotas of keyspaces that only the disk knew
+        self.quotas.enforce()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0
 

@@ -117,6 +117,10 @@ class DiskTier:
         self._unreadable.discard(key)
         return None
 
+    def is_read(self, key: PageKey) -> bool:
+        """Somebody reads the page now."""
+        return key in self._reading
+
     async def recheck(self, key: PageKey, keyspace: Keyspace) -> None:
         """A reader found this page corrupt: drop the disk's copy too unless it verifies."""
         if key in self:

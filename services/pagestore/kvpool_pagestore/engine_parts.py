@@ -10,16 +10,19 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
+from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
@@ -97,6 +100,18 @@ def make_retained(
     tier_bytes = parts.disk_live_bytes if disk is not None else config.arena_bytes
     pinned_bytes = int(config.max_pinned_share * tier_bytes)
     return Retained(policies, keyspaces, ledger, disk, metrics, parts.clock, pinned_bytes)
+
+
+def make_quotas(
+    config: PageStoreConfig,
+    parts: EngineParts,
+    keyspaces: KeyspaceBook,
+    ledger: Ledger,
+    disk: DiskTier | None,
+    write_back: WriteBack | None,
+    metrics: PageStoreMetrics,
+) -> Quotas:
+    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, metrics, parts.clock)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:

@@ -65,6 +65,11 @@ class Policies:
         except (InvalidRequest, struct.error) as error:  # the index tells again
             _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
 
+    def repeat(self) -> None:
+        """Tell `on_change` again of every policy that is known."""
+        for told in self._book.known():
+            self.on_change(told.keyspace, told.policy)
+
     async def learn(self, keyspaces: Iterable[bytes]) -> None:
         """Ask the index for the policies of keyspaces that it was never asked of; nothing if it cannot say now."""
         new = [keyspace for keyspace in keyspaces if keyspace not in self._asked]

@@ -50,6 +50,8 @@ class ArenaSpace:
             elif not isinstance(answer, SpaceNeed):
                 self._grow_ahead(tenant, slot_bytes_for(page_bytes))
                 return answer
+            elif answer is SpaceNeed.QUOTA:
+                return ArenaFull("the quota is used up by pages that are in use, pinned or not yet durable")
             else:
                 break
         return ArenaFull("every slot of the arena is leased, not yet durable or in quarantine")

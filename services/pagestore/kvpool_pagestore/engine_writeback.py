@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
@@ -48,6 +48,9 @@ class WriteBack:
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
+        # Whether a page may take so many bytes on disk; if so, they are told again once the write has ended.
+        self.admit: Callable[[PageKey, int], KvPoolError | None] = lambda key, size_bytes: None
+        self.on_settled: Callable[[PageKey, int], None] = lambda key, size_bytes: None
         disk.on_change = self._disk_changed
 
     @property
@@ -137,10 +140,14 @@ class WriteBack:
             for page in batch
         ]
         written = {write.key: write.metadata for write in writes}
-        results: Mapping[PageKey, KvPoolError | None] = {}
+        refused = {write.key: self.admit(write.key, len(write.page)) for write in writes}
+        admitted = [write for write in writes if refused[write.key] is None]
+        results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
         try:
-            results = await self._disk.write(writes)
+            results |= await self._disk.write(admitted) if admitted else {}
         finally:  # whatever went wrong, slots come back and waiters go on
+            for write in admitted:
+                self.on_settled(write.key, len(write.page))
             unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
             for page in batch:
                 self._settle(page, written[page.record.key], results.get(page.record.key, unforeseen))

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.core.errors import StoreFault
 from kvpool.core.outcome import Tier
-from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy, WritePolicy
 from kvpool.testing.waiting import eventually
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.slots import SlotState

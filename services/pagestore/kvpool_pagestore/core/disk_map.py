@@ -45,6 +45,7 @@ class DiskMap:
 
     def __init__(self, page_bytes: PageBytes) -> None:
         self._page_bytes = page_bytes
+        self.on_bytes: Callable[[bytes, int], None] = lambda keyspace, size_bytes: None  # pages came (> 0) or went
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()  # by keyspace id + chunk hash
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
@@ -65,7 +66,7 @@ class DiskMap:
             return False
         chunk.shards |= 1 << key.shard
         self.page_count += 1
-        self.size_bytes += self._page_bytes(key)
+        self._count(key, self._page_bytes(key))
         return True
 
     def metadata(self, key: PageKey) -> PageMetadata | None:
@@ -114,7 +115,7 @@ class DiskMap:
             return False
         chunk.shards &= ~(1 << key.shard)
         self.page_count -= 1
-        self.size_bytes -= self._page_bytes(key)
+        self._count(key, -self._page_bytes(key))
         if not chunk.shards:
             del self._chunks[at]
         return True
@@ -140,6 +141,10 @@ class DiskMap:
                 chosen.append(chunk)
                 free_bytes -= sum(self._page_bytes(key) for key in keys)
         return chosen
+
+    def _count(self, key: PageKey, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        self.on_bytes(key.keyspace, size_bytes)
 
     def chunks(self) -> Iterator[DiskChunk]:
         """Everything, the longest unused first. Do not change the map while iterating."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.core.errors import ArenaFull, LeaseLost, SessionBusy
+from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.sessions import Session, SessionState, SessionTable
@@ -33,7 +33,7 @@ class Ledger(StagedPages):
 
     # Writing
 
-    def reserve(self, session: Session, record: PageRecord) -> Grant | Admission | SessionBusy | ArenaFull | SpaceNeed:
+    def reserve(self, session: Session, record: PageRecord) -> Grant | Admission | KvPoolError | SpaceNeed:
         """Ask to be the one writer of a page that is not on disk (the caller has looked there)."""
         ready = self._ready.get(record.key)
         if ready is not None:
@@ -46,6 +46,9 @@ class Ledger(StagedPages):
         slot_bytes = slot_bytes_for(record.page_bytes)
         if self.writer_bytes + slot_bytes > self._limits.writer_bytes:
             return ArenaFull(f"{self.writer_bytes} bytes are being written or not yet durable, the cap")
+        refused = self.admit(record, slot_bytes)
+        if refused is not None:
+            return refused
         slot = self.space.allocate(session.tenant, slot_bytes)
         if isinstance(slot, SpaceNeed):
             return slot

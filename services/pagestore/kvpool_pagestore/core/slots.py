@@ -38,6 +38,7 @@ class SpaceNeed(Enum):
 
     SEGMENT = "segment"  # the budget has room: make a segment and ask again
     RETIREMENT = "retirement"  # a segment was taken out of service: destroy it and ask again
+    QUOTA = "quota"  # nothing: its owner's quota is used up by pages that are in use
     FULL = "full"  # nothing: everything is leased, dirty or quarantined
 
 
@@ -71,6 +72,7 @@ class Slot:
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     fleeting: bool = False
     uses: int = 0  # of the page since it came here: leases, and stores that found it
+    used_at: int = 0  # grows with each use of any page
     stay: int = 0  # counts the pages that have been here: tells one page's stay from the next one's
 
     @property

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.segments import SegmentTable
+
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
 
 OnStaging = Callable[[PageRecord, bool], None]
@@ -40,6 +42,8 @@ class StagedPages:
         self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
         # Whether staging is a tier of its own for a keyspace, so that others may know what is there.
         self.tells: Callable[[bytes], bool] = lambda keyspace: True
+        # Whether a keyspace may take so many slot bytes for a page; it may throw out others of its own.
+        self.admit: Callable[[PageRecord, int], KvPoolError | None] = lambda record, size_bytes: None
         # A visible page was leased, or asked to be stored again.
         self.on_used: Callable[[Slot], None] = lambda slot: None
         # Slot bytes were taken for a page, or (< 0) came back.
@@ -52,6 +56,7 @@ class StagedPages:
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
+        self._tick = 0
         self._ready: dict[PageKey, Slot] = {}
         self._writing: dict[PageKey, Slot] = {}
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
@@ -89,7 +94,10 @@ class StagedPages:
 
     def begin_fill(self, tenant: str, record: PageRecord) -> Slot | SpaceNeed:
         """A slot that the owner fills from disk or a peer. Several of one page may be filled; the first one counts."""
-        slot = self.space.allocate(tenant, slot_bytes_for(record.page_bytes))
+        slot_bytes = slot_bytes_for(record.page_bytes)
+        if self.admit(record, slot_bytes) is not None:
+            return SpaceNeed.QUOTA
+        slot = self.space.allocate(tenant, slot_bytes)
         if isinstance(slot, SpaceNeed):
             return slot
         self._take(slot, SlotState.FILLING, record)
@@ -205,14 +213,19 @@ class StagedPages:
 
     def _use(self, slot: Slot) -> None:
         slot.uses += 1
-        self.space.touch(slot)
+        self._touch(slot)
         self.on_used(slot)
+
+    def _touch(self, slot: Slot) -> None:
+        self._tick += 1
+        slot.used_at = self._tick
+        self.space.touch(slot)
 
     def _publish(self, slot: Slot) -> None:
         slot.state = SlotState.READY
         self._ready[slot.page.key] = slot
         self.space.settle(slot)
-        self.space.touch(slot)
+        self._touch(slot)
         self._tell(slot.page, True)
 
     def _evicted(self, slot: Slot) -> None:

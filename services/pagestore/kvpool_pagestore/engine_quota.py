@@ -1,0 +1,146 @@
+"""Quotas enforced: whoever is over one gives up pages of its own, never those of others, or is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from kvpool.core.clock import Clock
+from kvpool.core.errors import QuotaExceeded
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.metrics import PageStoreMetrics
+
+_log = logging.getLogger(__name__)
+
+_SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top
+
+
+class Quotas:
+    """Counts what keyspaces use, in staging and on disk, and admits what is to come."""
+
+    def __init__(
+        self,
+        tenants: TenantQuotas,
+        keyspaces: KeyspaceBook,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        metrics: PageStoreMetrics,
+        clock: Clock,
+    ) -> None:
+        self._book = QuotaBook(tenants)
+        self._keyspaces = keyspaces
+        self._ledger = ledger
+        self._disk = disk
+        self._metrics = metrics
+        self._clock = clock
+        ledger.on_held = lambda record, size_bytes: self._add(record.key.keyspace, size_bytes)
+        ledger.admit = self._admit_slot
+        if disk is not None:
+            disk.map.on_bytes = self._add
+        if write_back is not None:
+            write_back.admit = self._admit_write
+            write_back.on_settled = lambda key, size_bytes: self._add(key.keyspace, -size_bytes)
+
+    def used_bytes(self, keyspace: bytes) -> int:
+        """What a keyspace takes in staging and on disk."""
+        return self._book.used_bytes(keyspace)
+
+    def set_limit(self, keyspace: bytes, limit_bytes: int) -> None:
+        """A keyspace's own quota has changed; what is too much is given up at once, as far as it is not in use."""
+        self._know(keyspace)
+        self._book.limit(keyspace, limit_bytes)
+        self.enforce()
+
+    def enforce(self) -> None:
+        """Give up whatever is beyond a quota."""
+        for one in self._keyspaces.all():
+            self._know(one.keyspace)
+            self._make_room(one.keyspace, 0, None)
+
+    # Inside
+
+    def _know(self, keyspace: bytes) -> None:
+        if not self._book.knows(keyspace):
+            known = self._keyspaces.find(keyspace)
+            # A policy may come before the keyspace itself: nothing of it is here then, nor counted.
+            if known is not None:
+                self._book.know(keyspace, known.tenant)
+
+    def _add(self, keyspace: bytes, size_bytes: int) -> None:
+        self._know(keyspace)
+        self._book.add(keyspace, size_bytes)
+
+    def _admit_slot(self, record: PageRecord, size_bytes: int) -> QuotaExceeded | None:
+        return self._make_room(record.key.keyspace, size_bytes, record.key)
+
+    def _admit_write(self, key: PageKey, size_bytes: int) -> QuotaExceeded | None:
+        """Counted until `on_settled`, by when the disk's map has counted the page itself."""
+        refused = self._make_room(key.keyspace, size_bytes, key)
+        if refused is None:
+            self._add(key.keyspace, size_bytes)
+        return refused
+
+    def _make_room(self, keyspace: bytes, more_bytes: int, spare: PageKey | None) -> QuotaExceeded | None:
+        self._know(keyspace)
+        if not self._book.knows(keyspace):
+            return None
+        for shortfall in self._book.shortfalls(keyspace, more_bytes):
+            self._give_up(shortfall, spare)
+        left = self._book.shortfalls(keyspace, more_bytes)
+        if left:
+            return QuotaExceeded(f"{left[0].owner} is used up by pages that are in use, pinned or not yet durable")
+        return None
+
+    def _give_up(self, shortfall: Shortfall, spare: PageKey | None) -> None:
+        """Pages of the shortfall's keyspaces, the longest unused first: copies in staging of what is on disk, which
+        lose nothing; then pages on disk; then pages that are in staging alone."""
+        used_bytes = sum(self._book.used_bytes(one) for one in shortfall.keyspaces)
+        aim_bytes = used_bytes - shortfall.size_bytes - used_bytes // _SPARE_PART
+
+        def enough() -> bool:
+            return sum(self._book.used_bytes(one) for one in shortfall.keyspaces) <= aim_bytes
+
+        for slot in self._idle(shortfall.keyspaces, spare):
+            if enough():
+                return
+            if self._disk is not None and slot.page.key in self._disk:
+                self._ledger.give_up(slot)
+        for keys in self._stored(shortfall.keyspaces, spare):
+            if enough():
+                return
+            assert self._disk is not None
+            self._metrics.evicted_pages.labels("disk").inc(len(keys))
+            self._disk.discard(keys)
+        for slot in self._idle(shortfall.keyspaces, spare):
+            if enough():
+                return
+            self._ledger.give_up(slot)
+
+    def _idle(self, keyspaces: frozenset[bytes], spare: PageKey | None) -> list[Slot]:
+        now_us = self._clock.wall_us()
+        slots = [
+            slot
+            for keyspace in keyspaces
+            for slot in self._ledger.ready_slots(keyspace)
+            if slot.evictable and slot.page.key != spare and slot.page.metadata.pinned_until_us <= now_us
+        ]
+        return sorted(slots, key=lambda slot: (slot.page.metadata.priority, slot.used_at))
+
+    def _stored(self, keyspaces: frozenset[bytes], spare: PageKey | None) -> Iterator[list[PageKey]]:
+        if self._disk is None or self._disk.fault:
+            return
+        now_us = self._clock.wall_us()
+        names = [name for name in self._disk.map.names() if name[:16] in keyspaces]
+        for name in names:
+            chunk = self._disk.map.chunk(name[:16], name[16:])
+            if chunk is not None and chunk.metadata.pinned_until_us <= now_us:
+                keys = chunk.keys
+                if spare not in keys and not any(self._disk.is_read(key) for key in keys):
+                    yield keys

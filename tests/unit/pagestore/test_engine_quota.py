@@ -1,0 +1,158 @@
+"""Quotas in a running engine: hard, paid with pages of one's own, and over restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpool.core.errors import KvPoolError, QuotaExceeded
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
+from kvpool.core.page import PageKey
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool.testing import eventually
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    SLOT_BYTES,
+    SPEC,
+    TENANT,
+    Running,
+    World,
+    fill_page,
+    metadata,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+OTHER_SPEC = replace(SPEC, model_id="other")
+OTHER = keyspace_id(encode_keyspace(TENANT, OTHER_SPEC))
+STRANGER = keyspace_id(encode_keyspace("stranger", SPEC))
+BOTH_BYTES = SLOT_BYTES + PAGE_BYTES  # of a page that is staged and on disk
+
+
+async def put(running: Running, peer: PeerSession, keyspace: bytes, number: int, **kept: int) -> KvPoolError | None:
+    key = PageKey(keyspace, page_key(number).chunk_hash, 0)
+    item = ReserveItem(key=key, page_bytes=PAGE_BYTES, metadata=replace(metadata(number), **kept))  # type: ignore[arg-type]
+    (answer,) = await running.engine.pages.reserve(peer, [item])
+    if isinstance(answer, KvPoolError):
+        return answer
+    assert isinstance(answer, Grant), answer
+    fill_page(running.engine.pages.view(answer), key)
+    (error,) = await running.engine.pages.commit(peer, [answer.lease_id])
+    return error
+
+
+async def here(running: Running, peer: PeerSession, number: int) -> bool:
+    found = await acquire_one(running, peer, wanted(number))
+    if found.grant is not None:
+        running.engine.pages.release(peer, [found.grant.lease_id])
+    return found.grant is not None
+
+
+def quota(world: World, size_bytes: int, version: int = 1) -> VersionedPolicy:
+    told = VersionedPolicy(keyspace=KEYSPACE, policy=KeyspacePolicy(quota_bytes=size_bytes), version=version)
+    world.index.policies[KEYSPACE] = told
+    return told
+
+
+async def test_a_writer_over_its_keyspaces_quota_gives_up_its_own_oldest_pages() -> None:
+    with new_world() as world:
+        quota(world, 6 * BOTH_BYTES)
+        async with running_engine(world) as running:
+            peer = await open_session(running, keyspaces=((KEYSPACE, SPEC), (OTHER, OTHER_SPEC)))
+            assert [await put(running, peer, OTHER, number) for number in range(5)] == [None] * 5
+            for number in range(30):
+                assert await put(running, peer, KEYSPACE, number) is None
+                await running.engine.flush(TENANT, b"")
+                assert running.engine.quotas.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES
+            assert running.engine.quotas.used_bytes(OTHER) == 5 * BOTH_BYTES, "another keyspace paid"
+            assert [await here(running, peer, number) for number in (0, 28, 29)] == [False, True, True]
+            assert running.engine.quotas.used_bytes(KEYSPACE) <= 6 * BOTH_BYTES, "reading took more than the quota"
+
+
+async def test_what_is_in_use_is_not_given_up_and_the_page_is_refused() -> None:
+    with new_world() as world:
+        quota(world, 2 * SLOT_BYTES)
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running)
+            assert await store(running, peer, [1, 2]) == [None, None]
+            leased = [await acquire_one(running, peer, wanted(number)) for number in (1, 2)]
+            assert isinstance(await put(running, peer, KEYSPACE, 3), QuotaExceeded)
+            assert leased[0].grant is not None
+            running.engine.pages.release(peer, [leased[0].grant.lease_id])
+            assert await put(running, peer, KEYSPACE, 3) is None
+            assert [await here(running, peer, number) for number in (1, 2, 3)] == [False, True, True]
+
+
+async def test_pinned_pages_are_not_given_up() -> None:
+    with new_world() as world:
+        quota(world, 2 * SLOT_BYTES)
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running)
+            assert await put(running, peer, KEYSPACE, 1, pinned_until_us=PINNED_FOREVER_US) is None
+            for number in range(2, 9):
+                assert await put(running, peer, KEYSPACE, number) is None
+            assert [await here(running, peer, number) for number in (1, 7, 8)] == [True, False, True]
+
+
+async def test_a_tenants_quota_is_that_of_all_its_keyspaces_and_of_no_other_tenant() -> None:
+    with new_world() as world:
+        async with running_engine(
+            world, write_policy="staging-only", tenant_quotas=(f"{TENANT}={4 * SLOT_BYTES}",)
+        ) as running:
+            stranger = await open_session(running, tenant="stranger", keyspaces=((STRANGER, SPEC),))
+            peer = await open_session(running, keyspaces=((KEYSPACE, SPEC), (OTHER, OTHER_SPEC)))
+            for number in range(8):
+                assert await put(running, stranger, STRANGER, number) is None
+                assert await put(running, peer, KEYSPACE if number % 2 else OTHER, number) is None
+            used = [running.engine.quotas.used_bytes(one) for one in (KEYSPACE, OTHER, STRANGER)]
+            assert used[0] + used[1] <= 4 * SLOT_BYTES
+            assert used[2] == 8 * SLOT_BYTES
+
+
+async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None:
+    with new_world() as world:
+        quota(world, 0)
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(10))
+            await running.engine.flush(TENANT, b"")
+            assert running.engine.quotas.used_bytes(KEYSPACE) == 10 * BOTH_BYTES
+            quota(world, 5 * PAGE_BYTES, version=2)
+            running.engine.policies.version_seen(2)
+            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) <= 5 * PAGE_BYTES)
+            await eventually(lambda: len(list(world.memory.scan())) <= 5)
+        async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
+            assert running.engine.quotas.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
+            assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
+
+
+async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:
+    with new_world() as world:
+        quota(world, 3 * BOTH_BYTES)
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), range(3))
+        world.index.policies.clear()
+        world.index.reachable = False
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            for number in range(10, 20):
+                assert await put(running, peer, KEYSPACE, number) is None
+                await running.engine.flush(TENANT, b"")
+            assert running.engine.quotas.used_bytes(KEYSPACE) <= 3 * BOTH_BYTES
+
+
+async def test_all_that_was_counted_is_given_back() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(5))
+            await running.engine.flush(TENANT, b"")
+            assert await here(running, peer, 3)
+            await running.engine.clear(TENANT, b"")
+            assert running.engine.quotas.used_bytes(KEYSPACE) == 0
