@@ -3,6 +3,7 @@
 import pytest
 
 from kvpool.cli.bench_match import CHUNK_COUNTS, measure_matches
+from kvpool.cli.bench_match_more import AT_ONCE, BUSY_CHUNKS, REPLICA_CHUNKS
 from kvpool.cli.bench_pages import PagesPlan, measure_pages
 
 pytestmark = pytest.mark.e2e
@@ -21,5 +22,8 @@ def test_pages_of_every_way_arrive() -> None:
 
 def test_matches_of_every_length_are_found() -> None:
     document = measure_matches(None, 5).document()
-    assert set(document) == {f"match {count} chunks, {part}" for count in CHUNK_COUNTS for part in ("p50", "p99")}
-    assert all(case["unit"] == "ms" and case["value"] > 0 for case in document.values())
+    lengths = [f"match {count} chunks" for count in CHUNK_COUNTS] + [f"match {REPLICA_CHUNKS} chunks from a replica"]
+    busy = f"matches of {BUSY_CHUNKS} chunks, {AT_ONCE} at once"
+    assert set(document) == {busy} | {f"{length}, {part}" for length in lengths for part in ("p50", "p99")}
+    assert all(case["unit"] == ("1/s" if name == busy else "ms") for name, case in document.items())
+    assert all(case["value"] > 0 for case in document.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpool.cli.bench_cluster import bench_cluster, endpoint_of, running_cluster
 from kvpool.cli.bench_machine import tune_process
+from kvpool.cli.bench_match_more import add_busy, add_replica
 from kvpool.cli.bench_results import Results, progress
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import CommandFailed, say
@@ -57,7 +58,10 @@ async def _measure(state: ClusterState, repetitions: int) -> Results:
         plain = _redis_of(state, keyspace.keyspace, hashes)
         if plain is not None:
             stack.callback(plain.close)
-        return await _take_turns(index, keyspace.keyspace, hashes, plain, repetitions)
+        results = await _take_turns(index, keyspace.keyspace, hashes, plain, repetitions)
+        await add_replica(results, index, keyspace, hashes, repetitions)
+        await add_busy(results, index, keyspace, hashes, repetitions)
+        return results
 
 
 async def _announce(
