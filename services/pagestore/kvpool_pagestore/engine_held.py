@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.copies import HeldChunk
@@ -21,16 +21,14 @@ class HeldPages:
         self._disk = disk
         self._keyspaces = keyspaces
 
-    def names(self, keyspaces: Iterable[bytes] | None = None) -> list[bytes]:
+    def names(self, keyspaces: Collection[bytes] | None = None) -> list[bytes]:
         """Keyspace id + chunk hash of all there is now, or of these keyspaces."""
-        staged = {record.key.keyspace + record.key.chunk_hash for record in self._ledger.ready_pages()}
-        stored = self._disk.map.names() if self._disk is not None and self._disk.is_readable else []
-        staged.difference_update(stored)
-        found = [*stored, *staged]
-        if keyspaces is None:
-            return found
-        wanted = set(keyspaces)
-        return [name for name in found if name[:16] in wanted]
+        disk = self._disk if self._disk is not None and self._disk.is_readable else None
+        found = disk.map.names() if disk is not None else []
+        for name in dict.fromkeys(page.key.keyspace + page.key.chunk_hash for page in self._ledger.ready_pages()):
+            if disk is None or disk.map.chunk(name[:16], name[16:]) is None:
+                found.append(name)
+        return found if keyspaces is None else [name for name in found if name[:16] in keyspaces]
 
     def chunk(self, name: bytes) -> list[HeldChunk]:
         """What is here of one chunk now: its durable shards, and those in staging only; nothing if it is gone."""
@@ -72,7 +70,3 @@ class HeldPages:
                 )
             )
         return held
-
-    def page_count(self, names: Iterable[bytes]) -> int:
-        """Pages of these chunks that are here now."""
-        return sum(chunk.shards.bit_count() for name in names for chunk in self.chunk(name))

@@ -68,7 +68,7 @@ class Movement:
         sweeps = SweepLimits(
             interval_s=config.sweep_interval_ms / 1e3, rebalance_bytes_per_s=config.rebalance_bytes_per_s
         )
-        self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._nothing_to_heal, clock)
+        self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._replicated, clock)
         self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes)
 
     def attach(self, announcer: Announcer, pages: PageCalls) -> None:
@@ -105,8 +105,9 @@ class Movement:
     def _refusal(self) -> KvPoolError | None:
         return Draining("this pagestore is being drained") if self.drain.refuses_pages else None
 
-    def _nothing_to_heal(self) -> bool:
-        return all(self.factor(one.keyspace) <= 1 for one in self._keyspaces.all())
+    def _replicated(self) -> set[bytes]:
+        """Keyspaces that want more copies than one."""
+        return {one.keyspace for one in self._keyspaces.all() if self.factor(one.keyspace) > 1}
 
     def _drop(self, keys: Sequence[PageKey]) -> None:
         """Others hold them on disk: here they go from disk. A copy in staging stays as long as it is used."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
@@ -50,16 +50,16 @@ class Sweep:
         replication: Replication,
         factor: Callable[[bytes], int],
         drop: Callable[[Sequence[PageKey]], None],
-        idle: Callable[[], bool],
+        replicated: Callable[[], Collection[bytes]],
         clock: Clock,
     ) -> None:
-        """`idle` tells whether there is nothing to heal for any keyspace; `factor` how many copies one wants."""
+        """`replicated` names the keyspaces that want more copies than one; `factor` how many one wants."""
         self._limits = limits
         self._copying = copying
         self._replication = replication
         self._factor = factor
         self._drop = drop
-        self._idle = idle
+        self._replicated = replicated
         self._clock = clock
         self._pace = Pace(limits.rebalance_bytes_per_s) if limits.rebalance_bytes_per_s else None
         self._known: set[bytes] | None = None  # nodes that have had their share, or were there before us
@@ -83,10 +83,8 @@ class Sweep:
         if self._known is None:
             self._known = ids
         joined = ids - self._known if self._pace is not None else set()
-        if not joined and self._idle():
-            self._known |= ids
-            return
-        names = self._copying.held.names()
+        replicated = self._replicated()
+        names = self._copying.held.names(None if joined else replicated) if joined or replicated else []
         for start in range(0, len(names), _SLICE_CHUNKS):
             chunks = (
                 chunk for name in names[start : start + _SLICE_CHUNKS] for chunk in self._copying.held.chunk(name)
@@ -94,7 +92,7 @@ class Sweep:
             for group in by_group(chunks):
                 if joined:
                     await self._rebalance(group, me, nodes, joined)
-                if self._factor(group[0].keyspace) > 1:
+                if group[0].keyspace in replicated:
                     await self._heal(group)
                 await asyncio.sleep(_PAUSE_S)
         self._known |= ids

@@ -9,10 +9,12 @@ import pytest
 
 from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, StoreUnavailable
 from kvpool.core.outcome import Admission
+from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool_pagestore.engine_drain import DrainProgress, DrainState
+from kvpool_pagestore.ports import PushItem
 from tests.fixtures.movement import Cluster, cluster_of, join
-from tests.fixtures.pagestore import KEYSPACE, TENANT, new_world, running_engine
+from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 
 PAGES = range(40)
@@ -173,6 +175,31 @@ async def test_pages_that_are_evicted_or_cleared_meanwhile_do_not_matter() -> No
         await running.engine.clear(TENANT, KEYSPACE)
         assert (await watching)[-1].done
         assert running.engine.gauges().disk_pages == 0
+
+
+async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_nobodys_fault() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster)
+        engine = cluster.members[0].run.engine
+        disk, evicted = engine._disk, list(range(0, len(PAGES), 3))
+        assert disk is not None
+
+        def evict(item: PushItem) -> None:
+            """With the first page that arrives, others go: from disk and staging, some of them in the same window."""
+            keys = [page_key(number) for number in evicted if page_key(number) != item.key]
+            asyncio.run_coroutine_threadsafe(forget(keys), loop).result(5)
+            cluster.members[1].refuse = lambda item: None
+
+        async def forget(keys: list[PageKey]) -> None:
+            disk.discard(keys)
+            for key in keys:
+                engine._ledger.drop(key)
+
+        loop = asyncio.get_running_loop()
+        cluster.members[1].refuse = evict
+        assert (await drained(cluster))[-1].done
+        assert all(cluster.holders_of(number) == [1] for number in PAGES if number not in evicted)
+        assert engine.gauges().arena_used_bytes <= len(PAGES) * SLOT_BYTES, "no slot stays pinned"
 
 
 async def test_a_page_that_is_here_already_but_not_durable_is_made_durable_before_it_counts() -> None:
