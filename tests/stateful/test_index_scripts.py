@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from kvpool.core.cluster import ALL_SHARDS, NodeInfo, NodeKind
 from kvpool.core.errors import LeaseLost
+from kvpool.core.location_digest import range_of
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
@@ -84,6 +85,9 @@ class Side:
             return "fenced"
         return state.value
 
+    async def digests(self) -> list[list[int]]:
+        return [await self.store.locations.digests(number, [range_of(HEAD)]) for number in range(1, 5)]
+
     async def values(self) -> list[bytes | None]:
         return await self.store.locations.read(KEYSPACE, [GroupRead(HEAD, [chunk[:8] for chunk in CHUNKS])])
 
@@ -99,6 +103,7 @@ def compare(url: str, history: History, grid: int) -> None:
                 expected = await memory.step(number, chunk, added, removed, kind, grid)
                 assert await real.step(number, chunk, added, removed, kind, grid) == expected
                 assert await real.values() == await memory.values()
+                assert await real.digests() == await memory.digests()
         finally:
             await real.store.close()
 

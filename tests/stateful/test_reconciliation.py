@@ -1,0 +1,242 @@
+"""Whatever is announced, lost, rolled back or reported in between: after a comparison the index knows the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from prometheus_client import CollectorRegistry
+
+from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
+from kvpool.client.chunk_directory import ChunkDirectory
+from kvpool.client.reconciler import Reconciler
+from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeKind, NodeLease, StaleLocation
+from kvpool.core.errors import LeaseLost
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
+from kvpool.core.location_digest import RANGE_COUNT, ChunkPlace, HeldChunk
+from kvpool.core.outcome import Tier
+from kvpool.testing import ManualClock
+from kvpool_index.adapters.memory import MemoryIndexStore
+from kvpool_index.config import IndexConfig
+from kvpool_index.core.entries import decode_value
+from kvpool_index.core.groups import GroupRead
+from kvpool_index.engine import IndexEngine
+from kvpool_index.metrics import IndexMetrics
+
+SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)
+ENCODING = encode_keyspace("default", SPEC)
+KEYSPACE, GRID = keyspace_id(ENCODING), 0b11
+NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1")
+CHUNKS = 6
+TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
+HASHES = [bytes([number + 1]) * 16 for number in range(CHUNKS)]
+HEADS = [bytes(15) + bytes([20 * (number // 2)]) for number in range(CHUNKS)]  # two chunks a group, and a range
+
+changes = st.tuples(st.just("change"), st.integers(0, CHUNKS - 1), st.integers(1, 2), st.integers(0, 3), st.booleans())
+steps = st.one_of(
+    changes,
+    changes,
+    st.tuples(st.sampled_from(["send", "send", "lose_reply", "wipe", "checkpoint", "roll_back", "round", "reopen"])),
+    st.tuples(st.just("stale"), st.integers(0, CHUNKS - 1), st.integers(1, 2)),
+)
+
+
+class World:
+    """A node with its real queue, directory and reconciler; an index with its real engine; no wire between them."""
+
+    def __init__(self) -> None:
+        self.truth: dict[int, list[int]] = {}
+        self.store = MemoryIndexStore(ManualClock())
+        self.engine = self.make_engine(self.store)
+        self.checkpoint: MemoryIndexStore | None = None
+        directory = ChunkDirectory(self)
+        self.queue = AnnounceQueue(directory.changes, pending_max=3, batch_max=2, in_flight_max=2)
+        self.queue.limit_items(2)
+        self.lease = NodeLease(incarnation=0, lease_ttl_ms=1, renew_interval_ms=1, announce_epoch=0)
+        self.reconciler = Reconciler(
+            cast(Any, self),
+            NODE.node_id,
+            self.queue,
+            directory,
+            self,
+            lease=lambda: self.lease,
+            wake=lambda: None,
+            interval_s=60.0,
+            share=1.0,
+        )
+        self.endpoints = SimpleNamespace(config=SimpleNamespace(backoff_initial_s=0.0, backoff_max_s=0.0))
+        self.wire: list[AnnounceBatch] = []
+        self.stream: Any = None
+
+    @staticmethod
+    def make_engine(store: MemoryIndexStore) -> IndexEngine:
+        return IndexEngine(
+            store=store,
+            config=IndexConfig(lease_ttl_ms=600_000),
+            clock=ManualClock(),
+            metrics=IndexMetrics(CollectorRegistry()),
+            secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
+            version="test",
+        )
+
+    # LocationTruth
+
+    def chunks(self) -> list[ChunkPlace]:
+        return []
+
+    def settle(self) -> None:
+        pass
+
+    def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
+        number = HASHES.index(chunk_hash)
+        gpu, staging, disk = self.truth.get(number, [0, 0, 0])
+        return [HeldChunk(HEADS[number], (gpu, staging, disk), GRID)]
+
+    def keyspace_encodings(self) -> list[bytes]:
+        return [ENCODING]
+
+    # What Reconciler asks of the index
+
+    async def reconcile_digests(
+        self, node_id: bytes, incarnation: int, *, first_range: int, range_count: int, encodings: Sequence[bytes]
+    ) -> list[int]:
+        try:
+            digests, _ = await self.engine.reconcile_digests(node_id, incarnation, first_range, range_count, encodings)
+        except LeaseLost:
+            await self.register()
+            raise
+        return digests
+
+    async def register(self) -> None:
+        known = NodeInfo(
+            node_id=NODE.node_id, kind=NODE.kind, endpoint=NODE.endpoint, incarnation=self.lease.incarnation
+        )
+        self.lease = await self.engine.register_node(known, 0)
+        self.reconciler.start_round(unsure=True)
+        await self.reopen()
+
+    async def reopen(self) -> None:
+        self.wire.clear()
+        self.queue.rewind()
+        self.stream = await self.engine.open_announce(NODE.node_id, self.lease.incarnation, self.lease.announce_epoch)
+
+    async def step(self, kind: str, *values: Any) -> None:
+        if kind == "change":
+            self.change(*values)
+        elif kind in ("send", "lose_reply"):
+            await self.send(reply=kind == "send")
+        elif kind == "wipe":
+            self.use(MemoryIndexStore(ManualClock()))
+        elif kind == "checkpoint":
+            self.checkpoint = copy.deepcopy(self.store)
+        elif kind == "roll_back" and self.checkpoint is not None:
+            self.use(copy.deepcopy(self.checkpoint))
+        elif kind == "reopen":
+            await self.after_loss(self.reopen())
+        elif kind == "stale":
+            number, tier = values
+            place = Location(node_id=NODE.node_id, incarnation=self.lease.incarnation, tier=TIERS[tier], shards=GRID)
+            stale = StaleLocation(
+                keyspace=KEYSPACE, chunk_hash=HASHES[number], group_head_hash=HEADS[number], location=place
+            )
+            await self.engine.report_stale("default", [stale])
+        elif kind == "round":
+            await self.round([])
+
+    def use(self, store: MemoryIndexStore) -> None:
+        """The store is another one, with other contents, all at once."""
+        self.store, self.engine = store, self.make_engine(store)
+        self.stream = None
+
+    def change(self, number: int, tier: int, shards: int, present: bool) -> None:
+        held = self.truth.setdefault(number, [0, 0, 0])
+        held[tier] = held[tier] | shards if present else held[tier] & ~shards
+        told = LocationChange(
+            keyspace=KEYSPACE,
+            chunk_hash=HASHES[number],
+            group_head_hash=HEADS[number],
+            tier=TIERS[tier],
+            added_shards=shards if present else 0,
+            removed_shards=0 if present else shards,
+        )
+        self.reconciler.note([told])
+        self.queue.add([told])
+
+    async def send(self, *, reply: bool = True) -> None:
+        batch = self.queue.next_batch()
+        if batch is None:
+            return
+        await self.after_loss(self.apply(batch, reply=reply))
+
+    async def apply(self, batch: AnnounceBatch, *, reply: bool) -> None:
+        if self.stream is None:
+            raise LeaseLost("the store is another one")
+        if batch.buckets is not None:
+            from kvpool_index.core.replacement import BucketSpan
+
+            await self.stream.replace(batch.sequence, BucketSpan(*batch.buckets), batch.changes)
+        else:
+            await self.stream.apply(batch.sequence, batch.changes)
+        if reply:
+            self.queue.acknowledge(batch.sequence)
+            self.reconciler.acknowledged()
+        else:
+            await self.reopen()
+
+    async def after_loss(self, work: Any) -> None:
+        try:
+            await work
+        except LeaseLost:
+            await self.register()
+
+    async def round(self, meanwhile: list[tuple[Any, ...]]) -> None:
+        """A whole comparison, while the announcer works and the node goes on changing."""
+        task = asyncio.create_task(self.reconciler._round())
+        self.reconciler._asked.clear()
+        while not task.done():
+            await asyncio.sleep(0)
+            if meanwhile:
+                await self.step(*meanwhile.pop())
+            await self.send()
+        await task
+
+    async def known(self) -> dict[int, tuple[int, ...]]:
+        """What the index has of this node."""
+        reads = [GroupRead(HEADS[number], [HASHES[number][:8]]) for number in range(CHUNKS)]
+        (record,) = await self.store.nodes.snapshot()
+        found: dict[int, tuple[int, ...]] = {}
+        for number, value in enumerate(await self.store.locations.read(KEYSPACE, reads)):
+            for entry in decode_value(value):
+                if entry.ordinal == record.ordinal:
+                    found[number] = tuple(shards & GRID for shards in entry.shards)
+        return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(history=st.lists(steps, max_size=25), during=st.lists(changes, max_size=6))
+def test_the_index_ends_with_the_truth(history: list[tuple[Any, ...]], during: list[tuple[Any, ...]]) -> None:
+    async def play() -> None:
+        world = World()
+        await world.register()
+        for step in history:
+            await world.step(*step)
+        await world.after_loss(world.reopen())  # a node whose store is another one finds out by its lease
+        await world.round(list(during))
+        for _ in range(3):
+            if not world.reconciler._asked.is_set() and not world.queue.unsure:
+                break
+            await world.round([])
+        await world.round([])  # what changed under the last one
+        expected = {number: tuple(held) for number, held in world.truth.items() if any(held)}
+        assert await world.known() == expected
+        own = [world.reconciler._directory.digest(number) for number in range(RANGE_COUNT)]
+        (record,) = await world.store.nodes.snapshot()
+        assert await world.store.locations.digests(record.ordinal, range(RANGE_COUNT)) == own
+        assert world.queue.acknowledged == world.queue.offered
+
+    asyncio.run(play())
