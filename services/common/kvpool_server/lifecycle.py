@@ -55,7 +55,13 @@ class Stop:
         await self._event.wait()
 
 
-def run_service(main: Callable[[Stop], Awaitable[None]], *, service: str, grace_s: float = 30.0) -> int:
+def run_service(
+    main: Callable[[Stop], Awaitable[None]],
+    *,
+    service: str,
+    grace_s: float = 30.0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Run `main` on a fresh event loop until it returns, and give the process's exit code.
 
     SIGTERM or SIGINT set the Stop; `main` then drains and returns. After `grace_s` it is cancelled; should even its
@@ -63,7 +69,8 @@ def run_service(main: Callable[[Stop], Awaitable[None]], *, service: str, grace_
     """
     try:
         arm_faults(os.environ)
-        return asyncio.run(_run(main, grace_s))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_run(main, grace_s))
     except StartupFailed as error:
         line = " ".join(str(error).split())
         sys.stderr.write(f"kvpool-{service}: {line}\n")

@@ -7,7 +7,7 @@ what is done here.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 
@@ -88,8 +88,7 @@ class Connection(asyncio.Protocol):
         await self._ended.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # other loops than asyncio's have classes of their own
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)

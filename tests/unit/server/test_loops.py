@@ -1,0 +1,30 @@
+"""A faster event loop is used where there is one."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool_server.lifecycle import Stop, run_service
+from kvpool_server.loops import fast_loop_factory
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[asyncio.AbstractEventLoop] = []
+
+    def new_event_loop() -> asyncio.AbstractEventLoop:
+        made.append(asyncio.new_event_loop())
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=new_event_loop))
+
+    async def main(stop: Stop) -> None:
+        assert asyncio.get_running_loop() is made[0]
+
+    assert run_service(main, service="test", loop_factory=fast_loop_factory()) == 0
+
+
+def test_without_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # an import of None fails
+    assert fast_loop_factory() is None
