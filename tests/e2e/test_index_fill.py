@@ -57,7 +57,7 @@ async def test_filling_is_as_announcing(redis_cluster: RedisCluster) -> None:
         for read in reads:
             keys = [group_key(prefix.encode(), chains.keyspace, read.head) for prefix in prefixes]
             metas = [ask(redis_cluster.owner(key).port, "HGET", key, "") for key in keys]
-            fences = [str(meta)[8:] for meta in metas]
+            fences = [str(meta).encode("utf-8", "surrogateescape")[8:] for meta in metas]
             assert fences[0] == fences[1]
     await announced.close()
     await filled.close()
