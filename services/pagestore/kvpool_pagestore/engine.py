@@ -62,12 +62,13 @@ class PageStoreEngine:
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
         self._ledger = Ledger(ledger_limits(config, parts.first_segment_id), self._announcer.staging)
+        self._ledger.space.now_us = parts.clock.wall_us
         self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
         self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
         if parts.store is not None:
-            self._disk = disk_tier(parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
+            self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
             self._write_back = WriteBack(
                 write_back_limits(config), self._ledger, self._space, self._disk, policies, tasks, metrics, clock
             )

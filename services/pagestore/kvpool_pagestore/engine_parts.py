@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
+from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
@@ -64,6 +65,7 @@ def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimit
         writer_bytes=config.writer_bytes,
         silence_limit_s=SILENT_HEARTBEATS * config.heartbeat_interval_ms / 1e3,
         grace_s=config.quarantine_grace_ms / 1e3,
+        eviction_policy=PolicyName(config.eviction_policy),
     )
 
 
@@ -123,6 +125,7 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
 
 
 def disk_tier(
+    config: PageStoreConfig,
     parts: EngineParts,
     store: PageStore,
     keyspaces: KeyspaceBook,
@@ -131,7 +134,9 @@ def disk_tier(
     metrics: PageStoreMetrics,
 ) -> DiskTier:
     workers = parts.workers
-    return DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
+    tier = DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
+    tier.map.decide_by(PolicyName(config.eviction_policy), parts.clock.wall_us)
+    return tier
 
 
 def make_flights(

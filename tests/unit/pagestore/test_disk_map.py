@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.cluster import PageMetadata
+from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
 from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
@@ -13,8 +16,8 @@ from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 SIZES = {0: 100, 1: 250}
 
 
-def new_map() -> DiskMap:
-    return DiskMap(lambda key: SIZES[key.shard])
+def new_map(policy: PolicyName = DEFAULT_POLICY) -> DiskMap:
+    return DiskMap(lambda key: SIZES[key.shard], policy)
 
 
 def test_metadata_comes_back_as_it_was_given() -> None:
@@ -33,7 +36,7 @@ def test_metadata_comes_back_as_it_was_given() -> None:
 
 
 def test_chunks_go_by_their_last_use_and_those_in_use_are_passed_over() -> None:
-    disk = new_map()
+    disk = new_map(PolicyName.LRU)
     for number in range(4):
         disk.add(page_key(number), metadata(number))
         disk.add(page_key(number, shard=1), metadata(number))
@@ -41,6 +44,57 @@ def test_chunks_go_by_their_last_use_and_those_in_use_are_passed_over() -> None:
     oldest = disk.oldest(400, lambda key: key == page_key(2, shard=1))
     assert [chunk.chunk_hash for chunk in oldest] == [page_key(1).chunk_hash, page_key(3).chunk_hash]
     assert oldest[0].keys == [page_key(1), page_key(1, shard=1)]
+
+
+def chosen(disk: DiskMap, free_bytes: int = 1, keyspaces: tuple[bytes, ...] | None = None) -> list[int]:
+    """Chunk numbers that go."""
+    chunks = disk.oldest(free_bytes, lambda key: False, keyspaces)
+    return [chunk.metadata.chunk_index for chunk in chunks]
+
+
+def test_the_end_of_a_chain_goes_first_whatever_the_order_in_which_its_chunks_came() -> None:
+    disk = new_map()
+    for number in (2, 0, 3, 1):
+        disk.add(page_key(number), metadata(number))
+    disk.touch(page_key(3))
+    assert chosen(disk, 10**6) == [3, 2, 1, 0]
+
+
+def test_a_chunk_that_is_being_read_keeps_the_chunks_before_it() -> None:
+    disk = new_map()
+    for number in range(4):
+        disk.add(page_key(number), metadata(number))
+    oldest = disk.oldest(10**6, lambda key: key == page_key(2))
+    assert [chunk.chunk_hash for chunk in oldest] == [page_key(3).chunk_hash]
+
+
+def test_a_chosen_chunk_that_was_kept_is_chosen_again() -> None:
+    disk = new_map()
+    disk.add(page_key(0), metadata(0))
+    assert chosen(disk) == [0]
+    assert chosen(disk) == [0]
+    disk.remove(page_key(0))
+    assert chosen(disk) == []
+
+
+def test_pinned_chunks_stay_until_the_pin_ends_and_expired_ones_go_first() -> None:
+    disk, now_us = new_map(), [100]
+    disk.now_us = lambda: now_us[0]
+    for number in range(3):
+        disk.add(page_key(number * 16), metadata(number * 16))
+    disk.set_metadata(KEYSPACE, page_key(0).chunk_hash, replace(metadata(0), pinned_until_us=200))
+    disk.set_metadata(KEYSPACE, page_key(32).chunk_hash, replace(metadata(32), expires_us=100, priority=100))
+    assert chosen(disk, 10**6) == [32, 16]
+    now_us[0] = 200
+    assert set(chosen(disk, 10**6)) == {32, 16, 0}
+
+
+def test_victims_can_be_of_some_keyspaces_only() -> None:
+    disk, other = new_map(), b"o" * 16
+    disk.add(page_key(0), metadata(0))
+    disk.add(page_key(16, keyspace=other), metadata(16))
+    assert chosen(disk, 10**6, (other,)) == [16]
+    assert chosen(disk, 10**6, (b"x" * 16,)) == []
 
 
 def test_a_keyspace_is_forgotten_as_a_whole() -> None:

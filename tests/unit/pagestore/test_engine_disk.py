@@ -205,7 +205,7 @@ async def test_another_tenant_clears_and_flushes_nothing_of_ours() -> None:
 
 async def test_the_disk_budget_is_kept_by_giving_up_what_was_unused_longest() -> None:
     with new_world() as world:
-        async with running_engine(world, disk_bytes=10 * PAGE_BYTES) as running:
+        async with running_engine(world, disk_bytes=10 * PAGE_BYTES, eviction_policy="lru") as running:
             peer = await open_session(running)
             for number in range(25):
                 await store(running, peer, [number])

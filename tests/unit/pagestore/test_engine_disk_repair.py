@@ -48,7 +48,7 @@ async def test_pages_whose_deletion_failed_are_deleted_when_the_disk_is_well_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:
-        async with running_engine(world, disk_bytes=2 * PAGE_BYTES) as running:
+        async with running_engine(world, disk_bytes=2 * PAGE_BYTES, eviction_policy="lru") as running:
             engine, peer = running.engine, await open_session(running)
             for number in range(2):
                 await store(running, peer, [number])

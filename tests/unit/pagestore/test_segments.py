@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from kvpool.core.eviction import PolicyName
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
 from tests.fixtures.pagestore import metadata, page_key
@@ -12,13 +15,16 @@ KIB = 1024
 class Table:
     """A segment table whose segments are made as soon as they are wanted."""
 
-    def __init__(self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB) -> None:
+    def __init__(
+        self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB, policy: PolicyName = PolicyName.LRU
+    ) -> None:
         self.evicted: list[int] = []
         self.space = SegmentTable(
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
             first_segment_id=10,
             on_evict=lambda slot: self.evicted.append(slot.page.metadata.chunk_index),
+            policy=policy,
         )
 
     def allocate(self, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot | SpaceNeed:
@@ -55,6 +61,48 @@ def test_the_budget_is_filled_before_anything_is_evicted_then_the_oldest_goes() 
     table.page(100)
     table.page(101)
     assert table.evicted == [2, 3]
+
+
+def test_the_end_of_a_chain_goes_and_a_page_in_use_keeps_those_before_it() -> None:
+    table = Table(policy=PolicyName.CHAIN)
+    slots = [table.page(number) for number in range(16)]
+    slots[14].readers = 1
+    table.space.settle(slots[14])
+    table.page(100)
+    assert table.evicted == [15]
+    table.page(200)
+    assert table.evicted == [15, 100], "pages 0 to 13 come before one that is being read"
+    slots[14].readers = 0
+    table.space.settle(slots[14])
+    table.page(300)
+    assert table.evicted[2] in (14, 200)
+
+
+def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
+    table = Table(capacity_bytes=16 * KIB)
+    now_us = [0]
+    table.space.now_us = lambda: now_us[0]
+    slots = [table.page(number * 16) for number in range(4)]
+    assert slots[0].record is not None
+    slots[0].record = replace(slots[0].record, metadata=replace(metadata(0), pinned_until_us=50))
+    table.space.retain(slots[0])
+    table.page(100)
+    assert table.evicted == [16]
+    assert table.allocate(16 * KIB) is SpaceNeed.FULL
+    now_us[0] = 50
+    assert isinstance(table.allocate(16 * KIB), Slot)
+
+
+def test_a_page_that_was_dropped_while_in_use_is_no_victim() -> None:
+    table = Table(capacity_bytes=16 * KIB)
+    slots = [table.page(number) for number in range(4)]
+    slots[0].readers, slots[0].doomed = 1, True
+    table.space.settle(slots[0])
+    table.page(100)
+    slots[0].readers = 0
+    table.space.free(slots[0])
+    table.page(101)
+    assert table.evicted == [1]
 
 
 def test_the_last_segment_takes_what_is_left_of_the_budget() -> None:

@@ -114,8 +114,7 @@ def render(replayed: Replayed) -> str:
     return "\n".join(
         [
             f"{replayed.policy} with {replayed.capacity_blocks} of {replayed.unique_blocks} different blocks",
-            f"prefix hit rate {result.hit_rate:.4f}: {result.hits} of {result.block_references} blocks"
-            f" of {result.requests} requests",
+            f"prefix hit rate {result.hit_rate:.4f} ({result.hits} of {result.block_references} blocks)",
             f"{result.block_references / max(replayed.elapsed_s, 1e-9):,.0f} block references a second",
         ]
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
+from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlace
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.retained import retention_of
 
 _METADATA = struct.Struct("<16s16sqqbqqq")
 
@@ -41,14 +42,22 @@ class DiskChunk:
 
 
 class DiskMap:
-    """Pages of the disk tier, the chunks that were used longest ago first."""
+    """Pages of the disk tier, and which chunks of them go when it is full."""
 
-    def __init__(self, page_bytes: PageBytes) -> None:
+    def __init__(self, page_bytes: PageBytes, policy: PolicyName = DEFAULT_POLICY) -> None:
         self._page_bytes = page_bytes
         self.on_bytes: Callable[[bytes, int], None] = lambda keyspace, size_bytes: None  # pages came (> 0) or went
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()  # by keyspace id + chunk hash
+        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life
+        self._chunks: dict[bytes, _Chunk] = {}  # by keyspace id + chunk hash
+        self._policy: EvictionPolicy[bytes] = make_policy(policy)  # the same keys; a keyspace is a domain
+        self._chosen: list[bytes] = []  # by the last call of `oldest`
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
+
+    def decide_by(self, policy: PolicyName, now_us: Callable[[], int]) -> None:
+        """How victims are chosen. Only while the map is empty."""
+        assert not self._chunks
+        self._policy, self.now_us = make_policy(policy), now_us
 
     def __contains__(self, key: PageKey) -> bool:
         chunk = self._chunks.get(key.keyspace + key.chunk_hash)
@@ -60,8 +69,7 @@ class DiskMap:
         chunk = self._chunks.get(at)
         if chunk is None:
             chunk = self._chunks[at] = _Chunk(0, _pack(metadata))
-        else:
-            self._chunks.move_to_end(at)
+            self._enter(at, metadata)
         if chunk.shards >> key.shard & 1:
             return False
         chunk.shards |= 1 << key.shard
@@ -96,6 +104,7 @@ class DiskMap:
         chunk = self._chunks.get(keyspace + chunk_hash)
         if chunk is not None:
             chunk.metadata = _pack(metadata)
+            self._policy.retain(keyspace + chunk_hash, retention_of(metadata))
 
     def names(self) -> list[bytes]:
         """Keyspace id + chunk hash of every chunk, in any order."""
@@ -103,9 +112,7 @@ class DiskMap:
 
     def touch(self, key: PageKey) -> None:
         """The page was used."""
-        at = key.keyspace + key.chunk_hash
-        if at in self._chunks:
-            self._chunks.move_to_end(at)
+        self._policy.touch(key.keyspace + key.chunk_hash)
 
     def remove(self, key: PageKey) -> bool:
         """The page is gone or worthless. False if it was not there."""
@@ -118,6 +125,7 @@ class DiskMap:
         self._count(key, -self._page_bytes(key))
         if not chunk.shards:
             del self._chunks[at]
+            self._policy.remove(at)
         return True
 
     def remove_keyspace(self, keyspace: bytes) -> list[PageKey]:
@@ -127,27 +135,44 @@ class DiskMap:
             self.remove(key)
         return keys
 
-    def oldest(self, free_bytes: int, spare: Callable[[PageKey], bool]) -> list[DiskChunk]:
-        """Chunks to give up, the longest unused first, until their pages make up `free_bytes`.
+    def oldest(
+        self, free_bytes: int, spare: Callable[[PageKey], bool], keyspaces: Collection[bytes] | None = None
+    ) -> list[DiskChunk]:
+        """Chunks to give up, the least worth keeping first, until their pages make up `free_bytes`.
 
-        Chunks with a page that `spare` wants kept (being read, say) are passed over.
+        The caller removes them now; one that it keeps may be chosen again. Chunks with a page that `spare` wants kept
+        (being read, say) are passed over, as are pinned ones and, if `keyspaces` is not None, those of others.
         """
+        for at in self._chosen:
+            if at in self._chunks and at not in self._policy:
+                self._enter(at, _unpack(self._chunks[at].metadata))
+        self._chosen = []
         chosen: list[DiskChunk] = []
-        for chunk in self.chunks():
-            if free_bytes <= 0:
+        now_us = self.now_us()
+        while free_bytes > 0:
+            at = self._policy.evict(now_us, domains=keyspaces, spare=lambda at: any(map(spare, self._chunk(at).keys)))
+            if at is None:
                 break
-            keys = chunk.keys
-            if not any(spare(key) for key in keys):
-                chosen.append(chunk)
-                free_bytes -= sum(self._page_bytes(key) for key in keys)
+            self._chosen.append(at)
+            chosen.append(chunk := self._chunk(at))
+            free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
         return chosen
+
+    def _chunk(self, at: bytes) -> DiskChunk:
+        chunk = self._chunks[at]
+        return DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
+
+    def _enter(self, at: bytes, metadata: PageMetadata) -> None:
+        keyspace = at[:16]
+        parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
+        self._policy.insert(at, parent, domain=keyspace, retention=retention_of(metadata))
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
         self.on_bytes(key.keyspace, size_bytes)
 
     def chunks(self) -> Iterator[DiskChunk]:
-        """Everything, the longest unused first. Do not change the map while iterating."""
+        """Everything, in any order. Do not change the map while iterating."""
         for at, chunk in self._chunks.items():
             yield DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
 

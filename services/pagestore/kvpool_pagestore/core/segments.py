@@ -6,19 +6,21 @@ out of use for longest makes room. Between classes, whole segments move, and onl
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
+from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 
 
 @dataclass(slots=True)
 class _SizeClass:
-    """The slots of one tenant and size. `lru` holds the evictable ones, the longest unused first."""
+    """The slots of one tenant and size. `pages` has the visible pages in them, and `slots` where each is."""
 
+    pages: EvictionPolicy[bytes]
+    slots: dict[bytes, Slot] = field(default_factory=dict)
     open: dict[int, Segment] = field(default_factory=dict)  # segments with a free slot, by id
-    lru: OrderedDict[Slot, None] = field(default_factory=OrderedDict)
 
 
 class SegmentTable:
@@ -28,7 +30,13 @@ class SegmentTable:
     """
 
     def __init__(
-        self, *, capacity_bytes: int, segment_bytes: int, first_segment_id: int, on_evict: Callable[[Slot], None]
+        self,
+        *,
+        capacity_bytes: int,
+        segment_bytes: int,
+        first_segment_id: int,
+        on_evict: Callable[[Slot], None],
+        policy: PolicyName = DEFAULT_POLICY,
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -40,6 +48,8 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
+        self._policy = policy
+        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
         self._tick = 0
@@ -68,8 +78,9 @@ class SegmentTable:
             return self._reformat(empty, slot_bytes)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
-        if size_class.lru:
-            self._evict(next(iter(size_class.lru)))
+        name = size_class.pages.evict(self.now_us())
+        if name is not None:
+            self._evict(size_class.slots[name])
             return self._pop_free(size_class)
         own = self._idlest(lambda one: one.tenant == tenant and one.size_bytes >= slot_bytes)
         if own is not None:
@@ -85,7 +96,7 @@ class SegmentTable:
     def free(self, slot: Slot) -> None:
         """Give a slot back. Only when nobody can touch its bytes any more."""
         assert slot.state is not SlotState.FREE and slot.unused
-        self._leave_lru(slot)
+        self._leave(slot)
         slot.state, slot.record, slot.dirty, slot.doomed = SlotState.FREE, None, False, False
         self.used_bytes -= slot.size_bytes
         segment = slot.segment
@@ -96,18 +107,27 @@ class SegmentTable:
         """The page was used just now."""
         self._tick += 1
         slot.segment.last_used = self._tick
-        lru = self._class(slot.segment.tenant, slot.segment.slot_bytes).lru
-        if slot in lru:
-            lru.move_to_end(slot)
+        if slot.name:
+            self._class(slot.segment.tenant, slot.segment.slot_bytes).pages.touch(slot.name)
 
     def settle(self, slot: Slot) -> None:
-        """Put the slot among the evictable ones or take it out, as its state says. Call after every change of it."""
-        lru = self._class(slot.segment.tenant, slot.segment.slot_bytes).lru
-        if not slot.evictable:
-            self._leave_lru(slot)
-        elif slot not in lru:
-            lru[slot] = None
-            slot.segment.idle_count += 1
+        """Tell the policy of the page and whether it may go, as its state says. Call after every change of it."""
+        if slot.state is not SlotState.READY or slot.doomed:
+            self._leave(slot)
+            return
+        pages = self._enter(slot) if not slot.name else self._class_of(slot).pages
+        if slot.evictable != slot.idle:
+            slot.idle = slot.evictable
+            slot.segment.idle_count += 1 if slot.idle else -1
+            if slot.idle:
+                pages.release(slot.name)
+            else:
+                pages.hold(slot.name)
+
+    def retain(self, slot: Slot) -> None:
+        """The page's metadata says something else about how long it is to stay."""
+        if slot.name:
+            self._class_of(slot).pages.retain(slot.name, retention_of(slot.page.metadata))
 
     def add_ghost(self, slot: Slot) -> None:
         """A session that held this slot ended abnormally."""
@@ -167,7 +187,10 @@ class SegmentTable:
     # Inside
 
     def _class(self, tenant: str, slot_bytes: int) -> _SizeClass:
-        return self._classes.setdefault((tenant, slot_bytes), _SizeClass())
+        found = self._classes.get((tenant, slot_bytes))
+        if found is None:
+            found = self._classes[tenant, slot_bytes] = _SizeClass(make_policy(self._policy))
+        return found
 
     def _new_segment_bytes(self, slot_bytes: int) -> int:
         """Size of the segment that could be made now: the usual one, what is left, or one large slot; 0 for none."""
@@ -182,19 +205,41 @@ class SegmentTable:
             del size_class.open[segment.segment_id]
         return slot
 
-    def _leave_lru(self, slot: Slot) -> None:
-        lru = self._class(slot.segment.tenant, slot.segment.slot_bytes).lru
-        if slot in lru:
-            del lru[slot]
-            slot.segment.idle_count -= 1
+    def _class_of(self, slot: Slot) -> _SizeClass:
+        return self._class(slot.segment.tenant, slot.segment.slot_bytes)
+
+    def _enter(self, slot: Slot) -> EvictionPolicy[bytes]:
+        size_class = self._class_of(slot)
+        key, metadata = slot.page.key, slot.page.metadata
+        shard = bytes([key.shard])
+        slot.name = key.keyspace + key.chunk_hash + shard
+        size_class.slots[slot.name] = slot
+        parent = key.keyspace + metadata.parent_hash + shard if metadata.chunk_index else None
+        size_class.pages.insert(slot.name, parent, domain=key.keyspace, retention=retention_of(metadata))
+        size_class.pages.hold(slot.name)
+        return size_class.pages
+
+    def _leave(self, slot: Slot) -> None:
+        if not slot.name:
+            return
+        size_class = self._class_of(slot)
+        size_class.pages.remove(slot.name)
+        del size_class.slots[slot.name]
+        slot.segment.idle_count -= slot.idle
+        slot.name, slot.idle = b"", False
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)
         self.free(slot)
 
     def _idlest(self, wanted: Callable[[Segment], bool]) -> Segment | None:
-        """Of the wanted segments with nothing in use, the one whose pages have been unused for longest."""
-        idle = [one for one in self._segments.values() if one.all_idle and wanted(one)]
+        """Of the wanted segments with nothing in use or pinned, the one whose pages have been unused for longest."""
+        now_us = self.now_us()
+        idle = [
+            one
+            for one in self._segments.values()
+            if one.all_idle and wanted(one) and (not one.idle_count or not _is_pinned(one, now_us))
+        ]
         return min(idle, key=lambda one: one.last_used, default=None)
 
     def _empty(self, segment: Segment) -> None:
@@ -221,3 +266,7 @@ class SegmentTable:
         victim.state = SegmentState.DYING
         victim.slots, victim.free = [], []
         return SpaceNeed.RETIREMENT
+
+
+def _is_pinned(segment: Segment, now_us: int) -> bool:
+    return any(slot.record is not None and slot.record.metadata.pinned_until_us > now_us for slot in segment.slots)

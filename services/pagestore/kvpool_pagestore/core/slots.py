@@ -71,6 +71,8 @@ class Slot:
     doomed: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     fleeting: bool = False
+    name: bytes = b""  # of the page to the eviction policy of its size class; empty while it is not there
+    idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
     used_at: int = 0  # grows with each use of any page
     stay: int = 0  # counts the pages that have been here: tells one page's stay from the next one's

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
+from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.segments import SegmentTable
-
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
 
 OnStaging = Callable[[PageRecord, bool], None]
@@ -30,6 +30,7 @@ class LedgerLimits:
     writer_bytes: int
     silence_limit_s: float
     grace_s: float
+    eviction_policy: PolicyName = DEFAULT_POLICY
 
 
 class StagedPages:
@@ -53,6 +54,7 @@ class StagedPages:
             segment_bytes=limits.segment_bytes,
             first_segment_id=limits.first_segment_id,
             on_evict=self._evicted,
+            policy=limits.eviction_policy,
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
@@ -164,7 +166,7 @@ class StagedPages:
     def set_metadata(self, slot: Slot, metadata: PageMetadata) -> None:
         """Other retention for a visible page."""
         slot.record = replace(slot.page, metadata=metadata)
-        self.space.settle(slot)
+        self.space.retain(slot)
 
     def tell_anew(self, slot: Slot, present: bool) -> None:
         """Staging has become a tier of the page's keyspace, or is none any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Generic
 
 from kvpool.core.eviction.chain_nodes import HELD, MAX_HITS, NONE, PINNED, PRESENT, QUEUED, ChainNodes
@@ -121,13 +121,15 @@ class ChainPolicy(Generic[K]):
         if node >= 0:
             self._take_out(node, key)
 
-    def evict(self, now_us: int = 0, *, domain: Hashable = None, spare: Callable[[K], bool] | None = None) -> K | None:
+    def evict(
+        self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
+    ) -> K | None:
         nodes = self._nodes
         for key in self._book.advance(now_us):
             self._settle(nodes.find(key), key)
         spared: list[int] = []
         found: K | None = None
-        while (node := self._queues.take(domain, self._model.values, self._uses)) >= 0:
+        while (node := self._queues.take(domains, self._model.values, self._uses)) >= 0:
             key = nodes.keys[node]
             assert key is not None
             if spare is None or not spare(key):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic
 
@@ -66,12 +66,12 @@ class ChainQueues(Generic[K]):
             self._limits[shelf][rank] = 2 * len(queue) + _SLACK
         heappush(queue, (nodes.last_use[node], node))
 
-    def take(self, domain: Hashable, values: Sequence[Sequence[float]], now: int) -> int:
+    def take(self, domains: Collection[Hashable] | None, values: Sequence[Sequence[float]], now: int) -> int:
         """The next victim, no longer offered, or NONE.
 
         values: what a place is worth, by rank and age bucket.
         """
-        if self._run_left and domain is None and len(self._by_priority) == 1:
+        if self._run_left and domains is None and len(self._by_priority) == 1:
             self._run_left -= 1
             shelf, rank = self._run
             if self._head(shelf, rank) >= 0:
@@ -79,7 +79,7 @@ class ChainQueues(Generic[K]):
         for shelves in self._by_priority:
             lowest: tuple[float, int, int] | None = None
             for shelf in shelves:
-                if domain is not None and domain != self._shelves[shelf][1]:
+                if domains is not None and self._shelves[shelf][1] not in domains:
                     continue
                 for rank in range(self._rank_count):
                     if (node := self._head(shelf, rank)) >= 0:

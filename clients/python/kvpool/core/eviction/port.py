@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol[K]):
     """Which key a full cache gives up next. It holds keys only; bytes and budgets are its user's.
 
     Common to all policies:
-    - A key that is held (being read or written) or pinned is never a victim. If nothing else is left there is no victim.
+    - A key that is held (being read or written) or pinned is never a victim; if nothing else is left there is none.
     - What has expired goes first, then lower priorities before higher ones; within a priority the policy decides.
     - Memory is bounded by the keys inside: whatever is remembered of keys that left is a constant share of that.
 
@@ -69,9 +69,11 @@ class EvictionPolicy(Protocol[K]):
         """It is gone for a reason of the user's own; nothing of it is remembered."""
         ...
 
-    def evict(self, now_us: int = 0, *, domain: Hashable = None, spare: Callable[[K], bool] | None = None) -> K | None:
+    def evict(
+        self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
+    ) -> K | None:
         """Take out the next victim. None if nothing may go.
 
-        domain: only keys of it, if not None. spare: keys for which it is true are passed over this time.
+        domains: only keys of these, if not None. spare: keys for which it is true are passed over this time.
         """
         ...

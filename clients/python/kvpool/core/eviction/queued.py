@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Generic, Protocol
 
 from kvpool.core.eviction.port import PLAIN, K, Retention
@@ -98,13 +98,15 @@ class QueuedPolicy(Generic[K]):
             self._take_out(key)
             self._drop(key)
 
-    def evict(self, now_us: int = 0, *, domain: Hashable = None, spare: Callable[[K], bool] | None = None) -> K | None:
+    def evict(
+        self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
+    ) -> K | None:
         for key in self._book.advance(now_us):
             self._take_out(key)
             self._place(key)
         spared: list[tuple[Queue[K], K, int]] = []
         found: K | None = None
-        for queue in self._next_queues(domain):
+        for queue in self._next_queues(domains):
             key, at = queue.take()
             if spare is None or not spare(key):
                 queue.gone(key)
@@ -119,13 +121,13 @@ class QueuedPolicy(Generic[K]):
 
     # Inside
 
-    def _next_queues(self, domain: Hashable) -> Iterator[Queue[K]]:
+    def _next_queues(self, domains: Collection[Hashable] | None) -> Iterator[Queue[K]]:
         """The queue to take from, again and again, while any has a victim."""
         for priority in sorted({priority for priority, _ in self._queues}):
             queues = [
                 queue
                 for (its_priority, its_domain), queue in self._queues.items()
-                if its_priority == priority and domain in (None, its_domain)
+                if its_priority == priority and (domains is None or its_domain in domains)
             ]
             while True:
                 ages = [
