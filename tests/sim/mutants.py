@@ -17,7 +17,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
-from kvpool_pagestore.core.slots import Slot, SlotState
+from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
