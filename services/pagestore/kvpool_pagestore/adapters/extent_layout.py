@@ -7,14 +7,18 @@ blocks, so that the record can be made anew when RocksDB has lost it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import KEY_BYTES, PageKey
-from kvpool_pagestore.adapters.rocks_layout import pack_metadata, unpack_metadata
+from kvpool_pagestore.adapters.rocks_layout import METADATA_BYTES, pack_metadata, unpack_metadata
 from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
 from kvpool_pagestore.core.extents import Extent
 from kvpool_pagestore.ports import PageMetadata
@@ -22,6 +26,17 @@ from kvpool_pagestore.ports import PageMetadata
 _VERSION: Final = 2
 _RECORD: Final = struct.Struct("<BQQH")
 _EXTENT: Final = struct.Struct("<III")
+_ONE_EXTENT: Final = np.dtype(
+    [
+        ("version", "u1"),
+        ("page_bytes", "<u8"),
+        ("number", "<u8"),
+        ("count", "<u2"),
+        ("file", "<u4"),
+        ("start", "<u4"),
+        ("blocks", "<u4"),
+    ]
+)
 _MAGIC: Final = b"KVPT"
 _TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
 _TRAILER_EXTENTS: Final = 5
@@ -49,12 +64,46 @@ class ExtentRecord:
         return cls(page_bytes, _RECORD.unpack_from(encoded)[2], extents, unpack_metadata(encoded[end:]))
 
 
+def used_blocks(encoded: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], int]:
+    """[N, 3] file, start and count of all extents of some records, N of them, and the highest number of a write.
+
+    A start has a million: those of one extent, nearly all, are taken apart together. Raises PageCorrupt.
+    """
+    size_bytes = _ONE_EXTENT.itemsize + METADATA_BYTES
+    plain = [each for each in encoded if len(each) == size_bytes]
+    table = np.frombuffer(b"".join(plain), np.dtype([("head", _ONE_EXTENT), ("metadata", f"V{METADATA_BYTES}")]))[
+        "head"
+    ]
+    if np.any(table["version"] != _VERSION) or np.any(table["count"] != 1):
+        raise PageCorrupt(f"there are records that are none of version {_VERSION}")
+    columns = [table["file"], table["start"], table["blocks"]]
+    found = [np.stack([column.astype(np.int64) for column in columns], axis=1)]
+    last_number = int(table["number"].max(initial=0))
+    for each in encoded:
+        if len(each) != size_bytes:
+            record = ExtentRecord.decode(each)
+            found.append(np.array(record.extents, np.int64).reshape(-1, 3))
+            last_number = max(last_number, record.number)
+    return np.concatenate(found), last_number
+
+
+def decode_kept(encoded: bytes) -> tuple[int, PageMetadata]:
+    """Page bytes and metadata of an encoded record: all that a scan needs. Raises PageCorrupt as `decode` does."""
+    try:
+        _, page_bytes, _, count = _RECORD.unpack_from(encoded)
+    except struct.error as error:
+        raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
+    return page_bytes, unpack_metadata(encoded[_RECORD.size + count * _EXTENT.size :])
+
+
 def decode_place(encoded: bytes) -> tuple[int, tuple[Extent, ...]]:
     """Page bytes and extents of an encoded record: all that a read needs. Raises PageCorrupt as `decode` does."""
     try:
         version, page_bytes, _, count = _RECORD.unpack_from(encoded)
         if version != _VERSION:
             raise PageCorrupt(f"a page record has version {version}, not {_VERSION}")
+        if count == 1:  # nearly always
+            return page_bytes, (Extent._make(_EXTENT.unpack_from(encoded, _RECORD.size)),)
         end = _RECORD.size + count * _EXTENT.size
         extents = tuple(Extent._make(fields) for fields in _EXTENT.iter_unpack(encoded[_RECORD.size : end]))
         if len(extents) != count:

@@ -6,16 +6,25 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
+import numpy as np
 from rocksdict import WriteBatch
 
 from kvpool.core.errors import PageCorrupt, QuotaExceeded
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.extent_files import ExtentFiles
-from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, decode_place, pack_trailer
+from kvpool_pagestore.adapters.extent_layout import (
+    ExtentRecord,
+    Trailer,
+    decode_kept,
+    decode_place,
+    pack_trailer,
+    used_blocks,
+)
 from kvpool_pagestore.adapters.extent_salvage import Sidecar
-from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, rows
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, rows, values
 from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import Extent, FreeExtents
@@ -23,6 +32,7 @@ from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
 
+_LOAD_ROWS: Final = 1 << 16
 _Freed = list[tuple[PageKey, tuple[Extent, ...]]]
 
 
@@ -34,7 +44,7 @@ class ExtentPages:
     """
 
     def __init__(self, database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, budget: ExtentBudget) -> None:
-        """Find out what is free. The records must be readable. Raises StoreFault."""
+        """Find out what is free. Raises PageCorrupt if records are damaged (see extent_salvage), StoreFault."""
         self._database = database
         self._records = database.family(RECORDS)
         self._files = files
@@ -53,8 +63,8 @@ class ExtentPages:
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
         for packed, encoded in rows(self._database, RECORDS):
-            record = ExtentRecord.decode(encoded)
-            yield StoredPage(key=PageKey.unpack(packed), page_bytes=record.page_bytes, metadata=record.metadata)
+            page_bytes, metadata = decode_kept(encoded)
+            yield StoredPage(key=PageKey.unpack(packed), page_bytes=page_bytes, metadata=metadata)
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
@@ -179,15 +189,21 @@ class ExtentPages:
             self._files.cut(number, count)
 
     def _load(self) -> None:
-        used: dict[int, list[Extent]] = {number: [] for number in self._files.block_counts}
-        lost: list[Extent] = []
-        for _, encoded in rows(self._database, RECORDS):
-            record = ExtentRecord.decode(encoded)
-            self._last_number = max(self._last_number, record.number)
-            for extent in record.extents:
-                used.get(extent.file, lost).append(extent)
-        for number, count in self._files.block_counts.items():
-            lost += self._free.give_around(number, count, sorted(used[number]))
+        """Raises PageCorrupt if records are damaged."""
+        parts, encoded = [], list[bytes]()
+        for value in values(self._database, RECORDS):
+            encoded.append(value)
+            if len(encoded) == _LOAD_ROWS:
+                parts.append(used_blocks(encoded))
+                encoded = []
+        parts.append(used_blocks(encoded))
+        self._last_number = max(number for _, number in parts)
+        used = np.concatenate([extents for extents, _ in parts])
+        used = used[np.lexsort((used[:, 1], used[:, 0]))]
+        counts = self._files.block_counts
+        lost = [Extent(*row) for row in used[~np.isin(used[:, 0], list(counts))].tolist()]
+        for number, count in counts.items():
+            lost += self._free.give_around(number, count, used[used[:, 0] == number])
         if lost:
             self._forget_pages_in(set(lost))
 

@@ -16,7 +16,7 @@ from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.extent_files import ExtentFiles
 from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, unpack_trailer
-from kvpool_pagestore.adapters.rocks_database import RocksDatabase, rows, store_faults
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, store_faults
 from kvpool_pagestore.adapters.rocks_layout import RECORDS
 from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
 from kvpool_pagestore.core.extents import Extent
@@ -62,19 +62,12 @@ class Sidecar:
 
 
 def salvage_extent_records(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> None:
-    """Leave a table of records that can be read from end to end. Costs one scan if nothing is wrong.
+    """Make a table of records that can be read from end to end. Reads all blocks there are.
 
     is_lost: records are missing altogether, and that one is not there says nothing. Otherwise only those that cannot
-    be read are made anew from what lies behind the pages; what reads as absent was deleted. Then all blocks are read.
-    Raises StoreFault if the disk itself fails.
+    be read are made anew from what lies behind the pages; what reads as absent was deleted. Raises StoreFault if the
+    disk itself fails.
     """
-    if not is_lost:
-        try:
-            for _, encoded in rows(database, RECORDS):
-                ExtentRecord.decode(encoded)
-            return
-        except PageCorrupt as damage:
-            _log.error("the records of the disk tier are damaged: %s", damage.message)
     survivors = _survivors(database, _newest_trailers(files, sidecar), is_lost=is_lost)
     _log.error("records made anew from the pages on disk: %d pages survive", len(survivors))
     database.recreate_family(RECORDS)

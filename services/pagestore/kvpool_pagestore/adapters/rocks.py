@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvpool.core.errors import KvPoolError, StoreFault
+from kvpool.core.errors import KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.extent_files import ExtentFiles
@@ -111,8 +111,14 @@ class RocksPageStore:
         if is_lost:
             for encoding in sidecar.keyspaces():
                 database.save_value(keyspace_value_key(encoding), b"")
-        salvage_extent_records(database, files, sidecar, is_lost=is_lost)
-        pages = ExtentPages(database, files, sidecar, ExtentBudget(self._capacity_bytes))
+            salvage_extent_records(database, files, sidecar, is_lost=True)
+        budget = ExtentBudget(self._capacity_bytes)
+        try:
+            pages = ExtentPages(database, files, sidecar, budget)
+        except PageCorrupt as damage:
+            _log.error("the records of the disk tier are damaged: %s", damage.message)
+            salvage_extent_records(database, files, sidecar, is_lost=False)
+            pages = ExtentPages(database, files, sidecar, budget)
         return _Opened(database, files.close, pages)
 
     @property

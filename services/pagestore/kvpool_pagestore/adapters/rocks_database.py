@@ -226,6 +226,18 @@ def rows(
         cursor.status()
 
 
+def values(database: RocksDatabase, family: str) -> Iterator[bytes]:
+    """All values of a small family, as `rows` finds them but in half the time: a start reads a million."""
+    with store_faults(f"scanning {family}"):
+        cursor = database.family(family).iter()
+        cursor.seek_to_first()
+        valid, value, following = cursor.valid, cursor.value, cursor.next
+        while valid():
+            yield value()
+            following()
+        cursor.status()
+
+
 def _sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

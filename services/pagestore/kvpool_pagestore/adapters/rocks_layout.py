@@ -32,6 +32,7 @@ _RECORD_VERSION: Final = 1
 _RECORD: Final = struct.Struct("<BIQQ")
 _METADATA: Final = struct.Struct("<16sq16sqiqqq")
 _METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; told apart by its length
+METADATA_BYTES: Final = _METADATA.size
 _VOLUME: Final = struct.Struct(">I")
 _BATCH: Final = struct.Struct(">Q")
 _VOLUME_FAMILY: Final = re.compile(r"volume-(\d{1,10})")

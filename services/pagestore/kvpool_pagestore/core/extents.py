@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4096
 
@@ -74,30 +77,25 @@ class FreeExtents:
                 count += after
             self._insert(file, start, count)
 
-    def give_around(self, file: int, count: int, used: Sequence[Extent]) -> list[Extent]:
-        """A file of `count` blocks of which those in `used` (sorted by start) are somebody's.
+    def give_around(self, file: int, count: int, used: npt.NDArray[np.int64]) -> list[Extent]:
+        """A file of `count` blocks of which those in `used` ([N, 3]: file, start, count; by start) are somebody's.
 
         Answers the extents that overlap one before them or stick out of the file: they are no page's.
         """
-        end, wrong, free = 0, list[Extent](), list[Extent]()
-        for extent in used:
-            if extent.start < end or extent.start + extent.count > count:
-                wrong.append(extent)
-                continue
-            if extent.start > end:
-                free.append(Extent(file, end, extent.start - end))
-            end = extent.start + extent.count
-        if end < count:
-            free.append(Extent(file, end, count - end))
-        self.give(free)
-        return wrong
-
-    def drop_from(self, file: int, start: int) -> None:
-        """The blocks of a file from `start` on exist no more."""
-        for at, count in [(at, n) for (number, at), n in self._by_start.items() if number == file and at + n > start]:
-            self._remove(file, at, count)
-            if at < start:
-                self._insert(file, at, start - at)
+        starts, ends = used[:, 1], used[:, 1] + used[:, 2]
+        reached = np.maximum.accumulate(np.concatenate([[0], ends]))  # [N + 1]: blocks that those before end at
+        wrong = (starts < reached[:-1]) | (ends > count)
+        if wrong.any():  # what overlaps something wrong may itself be right
+            keep, end = np.ones(len(used), bool), 0
+            for at, (start, stop) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                keep[at] = start >= end and stop <= count
+                end = stop if keep[at] else end
+            found = [Extent(*row) for row in used[~keep].tolist()]
+            self.give_around(file, count, used[keep])
+            return found
+        gaps = np.concatenate([starts, [count]]) - reached
+        self.give(Extent(file, int(reached[at]), int(gaps[at])) for at in np.flatnonzero(gaps))
+        return []
 
     def _insert(self, file: int, start: int, count: int) -> None:
         self._by_start[file, start] = count
