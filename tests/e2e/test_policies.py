@@ -32,12 +32,12 @@ class Node:
     """One pagestore that may be killed and started again."""
 
     def __init__(self, directory: Path, shm: Path, *flags: str) -> None:
-        self._start = lambda: start_process(directory, shm, *flags)
-        self.process = self._start()
+        self._directory, self._shm, self._flags = directory, shm, flags
+        self.process = start_process(directory, shm, *flags)
 
     def killed_and_started_again(self) -> Process:
         self.process.kill()
-        self.process = self._start()
+        self.process = start_process(self._directory, self._shm, *self._flags)
         return self.process
 
 

@@ -57,7 +57,7 @@ async def test_a_policy_that_cannot_be_is_refused_by_field(index: RunningIndex) 
 async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex) -> None:
     keyspace = await opened(index)
     told = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
-    index.engine._policies._policies = MemoryPolicyRegistry(ManualClock())  # type: ignore[attr-defined]
+    index.engine._policies._policies = MemoryPolicyRegistry(ManualClock())
     known = common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=told.version)
     request = index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[keyspace], known=[known])
     answer = await index.stub.GetKeyspacePolicies(request)

@@ -215,9 +215,9 @@ class PageCalls:
             peer.check_live()
             return self._ledger.reserve(peer.session, record)
 
-        answer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
+        answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
-            return await self._retained.extend(item.key, item.page_bytes, metadata) or answer
+            return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
         return answer
 
     async def _durable(self, committed: Sequence[KvPoolError | DirtyPage | None]) -> list[KvPoolError | None]:

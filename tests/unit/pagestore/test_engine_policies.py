@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from kvpool.core.cluster import LocationChange
 from kvpool.core.errors import StoreFault
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy, WritePolicy
@@ -162,13 +164,20 @@ async def test_a_selective_page_may_leave_staging_without_ever_being_durable() -
 
 
 @pytest.mark.parametrize("write_policy", ["write-back", "write-through"])
-async def test_transit_staging_is_never_announced_and_its_slots_come_back_with_the_disk_write(write_policy: str) -> None:
+async def test_transit_staging_is_never_announced_and_its_slots_come_back_with_the_disk_write(
+    write_policy: str,
+) -> None:
     with new_world() as world:
         async with running_engine(world, write_policy=write_policy, staging="transit") as running:
             peer = await open_session(running)
             announced: list[Tier] = []
-            original = world.index.announce
-            world.index.announce = lambda changes: (announced.extend(one.tier for one in changes), original(changes))[1]  # type: ignore[method-assign]
+            known = world.index.announce
+
+            def announce(changes: Sequence[LocationChange]) -> None:
+                announced.extend(one.tier for one in changes)
+                known(changes)
+
+            world.index.announce = announce  # type: ignore[method-assign]
             await store(running, peer, range(8))
             await running.engine.flush(TENANT, b"")
             assert stored(world) == set(range(8))
