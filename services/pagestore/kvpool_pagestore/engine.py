@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
-from kvpool_pagestore.config import PROMOTION_SHARE, PageStoreConfig
+from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -76,7 +76,16 @@ class PageStoreEngine:
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
         )
         self.movement = Movement(
-            config, parts, self._ledger, self._space, self._disk, self._keyspaces, self._flush_all, tasks, metrics
+            config,
+            parts,
+            policies,
+            self._ledger,
+            self._space,
+            self._disk,
+            self._keyspaces,
+            self._flush_all,
+            tasks,
+            metrics,
         )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
@@ -104,12 +113,8 @@ class PageStoreEngine:
             tasks,
             metrics,
         )
-
         self.movement.attach(self._announcer, self.pages)
-        self.movement.never_durable = lambda keyspace: policies.plan(keyspace).write_at_uses is None
-        self.movement.keyspace_factor = lambda keyspace: policies.policy(keyspace).replication_factor
-        share_bytes = config.arena_bytes // PROMOTION_SHARE
-        self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, share_bytes)
+        self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
 
     # Life
 

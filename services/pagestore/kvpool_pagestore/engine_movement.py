@@ -9,6 +9,7 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_copying import Copying
 from kvpool_pagestore.engine_disk import DiskTier
@@ -36,6 +37,7 @@ class Movement:
         self,
         config: PageStoreConfig,
         parts: EngineParts,
+        policies: PolicyBook,
         ledger: Ledger,
         space: ArenaSpace,
         disk: DiskTier | None,
@@ -44,12 +46,11 @@ class Movement:
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
     ) -> None:
+        self._policies = policies
         self._disk = disk
         self._keyspaces = keyspaces
         self._alone = isinstance(parts.placement, NoPlacement)
-        self.never_durable: Callable[[bytes], bool] = lambda keyspace: disk is None  # its pages stay in staging
         self._default_factor = config.replication_factor
-        self.keyspace_factor: Callable[[bytes], int] = lambda keyspace: 0  # copies that one wants; 0: the default
         timeout_s = config.push_timeout_ms / 1e3
         pushers = parts.workers.push or parts.workers.pull
         mover = PageMover(ledger, space, disk, parts.peers, pushers, tasks, metrics, timeout_s)
@@ -82,7 +83,7 @@ class Movement:
 
     def factor(self, keyspace: bytes) -> int:
         """Nodes that should hold each page of a keyspace."""
-        return self.keyspace_factor(keyspace) or self._default_factor
+        return self._policies.policy(keyspace).replication_factor or self._default_factor
 
     def start(self) -> None:
         """Begin to look after copies. Call once the node serves."""
@@ -99,7 +100,7 @@ class Movement:
         self.replication.used(record.key, record.metadata.group_head_hash)
 
     def _staged(self, key: PageKey, group_head_hash: bytes) -> None:
-        if self.never_durable(key.keyspace):
+        if self._policies.plan(key.keyspace).write_at_uses is None:  # it never goes to disk
             self.replication.stored(key, group_head_hash)
 
     def _refusal(self) -> KvPoolError | None:

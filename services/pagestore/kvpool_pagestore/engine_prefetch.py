@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.core.page import PageKey
+from kvpool_pagestore.config import PROMOTION_SHARE
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import PageRecord, slot_bytes_for
@@ -13,16 +14,16 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 
 
 class Prefetch:
-    """Starts promotions for nobody; those under way take at most `limit_bytes` of the arena."""
+    """Starts promotions for nobody; those under way take at most the share of the arena kept for promotion."""
 
     def __init__(
-        self, ledger: Ledger, flights: Flights, keyspaces: KeyspaceBook, metrics: PageStoreMetrics, limit_bytes: int
+        self, ledger: Ledger, flights: Flights, keyspaces: KeyspaceBook, metrics: PageStoreMetrics, arena_bytes: int
     ) -> None:
         self._ledger = ledger
         self._flights = flights
         self._keyspaces = keyspaces
         self._metrics = metrics
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = arena_bytes // PROMOTION_SHARE
         self._under_way_bytes = 0
 
     def start(self, tenant: str, keys: Sequence[PageKey]) -> int:

@@ -144,6 +144,26 @@ class PageStoreMetrics:
         self.written_pages = Counter(
             f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
+        self.write_back_lag = Histogram(
+            f"{prefix}_write_back_lag_seconds",
+            "Time from a page's commit until it was durable.",
+            buckets=_LAG_BUCKETS_S,
+            registry=registry,
+        )
+        self._count_ends(prefix)
+        self._count_movement(prefix, registry)
+        self._show_zeros()
+
+    def _count_ends(self, prefix: str) -> None:
+        self.expired_pages = Counter(
+            f"{prefix}_expired_pages", "Pages forgotten because their time to live was over.", registry=self._registry
+        )
+        self.ended_sessions = Counter(
+            f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=self._registry
+        )
+
+    def _count_movement(self, prefix: str, registry: CollectorRegistry) -> None:
+        """What goes to other nodes, comes slowly from them, or comes up from disk unasked."""
         self.moved_pages = Counter(
             f"{prefix}_moved_pages", "Pages copied to other nodes, by purpose.", ["purpose"], registry=registry
         )
@@ -164,22 +184,6 @@ class PageStoreMetrics:
         )
         self.hedged_pages = Counter(
             f"{prefix}_hedged_pages", "Pages asked of a second node because the first was slow.", registry=registry
-        )
-        self.write_back_lag = Histogram(
-            f"{prefix}_write_back_lag_seconds",
-            "Time from a page's commit until it was durable.",
-            buckets=_LAG_BUCKETS_S,
-            registry=registry,
-        )
-        self._count_ends(prefix)
-        self._show_zeros()
-
-    def _count_ends(self, prefix: str) -> None:
-        self.expired_pages = Counter(
-            f"{prefix}_expired_pages", "Pages forgotten because their time to live was over.", registry=self._registry
-        )
-        self.ended_sessions = Counter(
-            f"{prefix}_ended_sessions", "Sessions that ended, by manner.", ["manner"], registry=self._registry
         )
 
     def _show_zeros(self) -> None:
