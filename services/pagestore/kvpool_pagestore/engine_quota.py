@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 from kvpool.core.clock import Clock
 from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
@@ -15,8 +12,6 @@ from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
-
-_log = logging.getLogger(__name__)
 
 _SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top
 
@@ -112,12 +107,7 @@ class Quotas:
                 return
             if self._disk is not None and slot.page.key in self._disk:
                 self._ledger.give_up(slot)
-        for keys in self._stored(shortfall.keyspaces, spare):
-            if enough():
-                return
-            assert self._disk is not None
-            self._metrics.evicted_pages.labels("disk").inc(len(keys))
-            self._disk.discard(keys)
+        self._give_up_stored(shortfall.keyspaces, aim_bytes, spare)
         for slot in self._idle(shortfall.keyspaces, spare):
             if enough():
                 return
@@ -133,14 +123,14 @@ class Quotas:
         ]
         return sorted(slots, key=lambda slot: (slot.page.metadata.priority, slot.used_at))
 
-    def _stored(self, keyspaces: frozenset[bytes], spare: PageKey | None) -> Iterator[list[PageKey]]:
-        if self._disk is None or self._disk.fault:
+    def _give_up_stored(self, keyspaces: frozenset[bytes], aim_bytes: int, spare: PageKey | None) -> None:
+        """Pages on disk, by the disk's eviction policy held to these keyspaces."""
+        disk = self._disk
+        over_bytes = sum(self._book.used_bytes(one) for one in keyspaces) - aim_bytes
+        if disk is None or disk.fault or over_bytes <= 0:
             return
-        now_us = self._clock.wall_us()
-        names = [name for name in self._disk.map.names() if name[:16] in keyspaces]
-        for name in names:
-            chunk = self._disk.map.chunk(name[:16], name[16:])
-            if chunk is not None and chunk.metadata.pinned_until_us <= now_us:
-                keys = chunk.keys
-                if spare not in keys and not any(self._disk.is_read(key) for key in keys):
-                    yield keys
+        chunks = disk.map.oldest(over_bytes, lambda key: key == spare or disk.is_read(key), keyspaces)
+        keys = [key for chunk in chunks for key in chunk.keys]
+        if keys:
+            self._metrics.evicted_pages.labels("disk").inc(len(keys))
+            disk.discard(keys)
