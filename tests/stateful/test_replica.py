@@ -253,4 +253,4 @@ def query(first: int, shards: int) -> ChainQuery:
 
 
 TestReplica = ReplicaMachine.TestCase
-TestReplica.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestReplica.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
+    "kvpool_server.loops": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),
     "bench.*": Rule(free=True),
     "demo.*": Rule(free=True),
