@@ -75,18 +75,6 @@ class PageStoreEngine:
         self.policies = Policies(
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
         )
-        self.movement = Movement(
-            config,
-            parts,
-            policies,
-            self._ledger,
-            self._space,
-            self._disk,
-            self._keyspaces,
-            self._flush_all,
-            tasks,
-            metrics,
-        )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.sessions = PeerSessions(
@@ -98,6 +86,25 @@ class PageStoreEngine:
         self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
         self.retained = make_retained(
             config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics
+        )
+        self._make_calls(config, parts, policies, metrics)
+
+    def _make_calls(
+        self, config: PageStoreConfig, parts: EngineParts, policies: PolicyBook, metrics: PageStoreMetrics
+    ) -> None:
+        """What sessions and other nodes ask for, on top of the tiers."""
+        tasks, workers = self._tasks, parts.workers
+        self.movement = Movement(
+            config,
+            parts,
+            policies,
+            self._ledger,
+            self._space,
+            self._disk,
+            self._keyspaces,
+            self._flush_all,
+            tasks,
+            metrics,
         )
         flights = make_flights(config, parts, self._ledger, self._space, self._disk, policies, tasks, metrics)
         self.pages = PageCalls(
