@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of bytes would have another order in each process
-        os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *argv], {**os.environ, "PYTHONHASHSEED": "0"})
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *argv], environment)
     first, last = (options.seed, options.seed) if options.seed is not None else _range(options.seeds)
     with MUTANTS[options.mutant]() if options.mutant else nullcontext():
         return _run(range(first, last + 1), trace=print if options.trace else None, keep_going=options.keep_going)
@@ -51,11 +52,11 @@ def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool)
                 break
     took_s = time.process_time() - started_s
     count = seed - seeds.start + 1
-    print(
-        f"{count} histories, {failed} failed, {count / took_s:.0f} per second of processor time, {callbacks / count:.0f} callbacks and "
-        f"{virtual_s / count:.1f} virtual seconds each; {total.operations} operations: {total.stored} pages stored, "
-        f"{total.hits} hits, {total.misses} misses, {total.errors} errors"
-    )
+    rate = f"{count / took_s:.0f} per second of processor time"
+    each = f"{callbacks / count:.0f} callbacks and {virtual_s / count:.1f} virtual seconds each"
+    pages = f"{total.stored} pages stored, {total.hits} hits, {total.misses} misses"
+    print(f"{count} histories, {failed} failed, {rate}, {each}")
+    print(f"{total.operations} operations: {pages}, {total.errors} errors")
     return 1 if failed else 0
 
 

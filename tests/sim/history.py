@@ -165,13 +165,14 @@ class _History:
     async def _load_everything(self) -> None:
         """Whatever is still there is right, and the index tells where it is."""
         world = self._world
+        await asyncio.sleep(3.0)  # what was sent slowly arrives
         await check_calm(world)
         for number, store in enumerate(world.pagestores):
             client = ClientNode(world, f"last{number}", store)
             self._clients.append(client)
             client.start(0)
-            while client.task is not None and not client.task.done():
-                await asyncio.sleep(0.1)
+            assert client.task is not None
+            await asyncio.wait([client.task])
             task = world.loop.spawn(client.process, _load_all(client), client.name)
             await asyncio.wait([task], timeout=30.0)
             if not task.done():

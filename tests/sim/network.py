@@ -155,7 +155,7 @@ class SimChannel:
         if self.closed:
             raise grpc.aio.UsageError("Channel is closed.")
         if network.chance(faults.twice):
-            asyncio.create_task(self._ignored(path, request))
+            network.loop.spawn(self._process, self._ignored(path, request))
         lose_answer = network.chance(faults.lost_answer)
         lose_request = network.chance(faults.lost_request)
         call = self._stream(path, lambda data: data, deserialize)

@@ -1,4 +1,4 @@
-"""The deterministic content of every page of the simulation: what a reader gets can be checked without asking anybody."""
+"""The one content of every page of the simulation: what a reader gets can be checked without asking anybody."""
 
 from __future__ import annotations
 
