@@ -1,4 +1,4 @@
-"""Every page store: the RocksDB one in each of its ways, and the fake in memory."""
+"""Every page store: the RocksDB one in each of its ways, the fake in memory, and that of the simulation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from kvpool_pagestore.adapters.rocks_tables import TableVolumes
 from kvpool_pagestore.ports import PageStore, StoredPage
 from tests.contract.page_store.pages import Reopen
+from tests.sim.disk import SimDisk, SimPageStore
 
 
 @pytest.fixture
@@ -24,15 +25,24 @@ def memory() -> MemoryPageStore[StoredPage]:
     return MemoryPageStore(StoredPage)
 
 
-@pytest.fixture(params=[*(way.value for way in PageBytes), "memory"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPage]) -> Iterator[Reopen]:
+@pytest.fixture
+def sim_disk() -> SimDisk:
+    return SimDisk()
+
+
+@pytest.fixture(params=[*(way.value for way in PageBytes), "memory", "simulated"])
+def reopen(
+    request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPage], sim_disk: SimDisk
+) -> Iterator[Reopen]:
     opened: list[PageStore] = []
 
     def open_again() -> PageStore:
         while opened:
             opened.pop().close()
         store: PageStore = memory
-        if request.param != "memory":
+        if request.param == "simulated":
+            store = SimPageStore(sim_disk)
+        elif request.param != "memory":
             way = PageBytes(request.param)
             store = RocksPageStore(tmp_path / "disk", 256 << 20, volume_bytes=1 << 20, page_bytes=way)
         store.open()
@@ -59,13 +69,17 @@ def _no_write(*_: object, **__: object) -> None:
 
 @pytest.fixture(params=["sync", "records"])
 def failing_disk(
-    request: pytest.FixtureRequest, memory: MemoryPageStore[StoredPage], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    memory: MemoryPageStore[StoredPage],
+    sim_disk: SimDisk,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[], AbstractContextManager[None]]:
     """While it lasts, no write of any store becomes durable: page bytes cannot be synced, or records not be written."""
 
     @contextmanager
     def failing() -> Iterator[None]:
         memory.fault = StoreFault("the disk is gone")
+        sim_disk.fault_share = 1.0
         with monkeypatch.context() as patch:
             if request.param == "sync":
                 patch.setattr(os, "fdatasync", _no_sync)
@@ -75,5 +89,6 @@ def failing_disk(
                 patch.setattr(RocksDatabase, "write", _no_write)
             yield
         memory.fault = None
+        sim_disk.fault_share = 0.0
 
     return failing
