@@ -253,3 +253,14 @@ def test_replica_memory_is_weighed_about_right() -> None:
     measured = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert measured < replica.table.used_bytes - counted < 2 * measured
+
+
+def test_an_answer_from_before_a_resync_is_not_learned() -> None:
+    replica, hashes = Replica(), chain(16)
+    asked = replica.table.begin()
+    replica.feed(ResyncEvent(cause="gap", nodes=(A,)))
+    replica.feed(HeartbeatEvent(age_ms=0))
+    found = ChainMatch(matched_chunks=16, runs=(MatchRun(chunk_count=16, locations=(at(A),)),))
+    replica.table.learn(asked, ask(hashes), found)
+    replica.table.end(asked)
+    assert replica.matched(hashes) == 0
