@@ -63,7 +63,8 @@ class FreeExtents:
         return taken
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """These are free. Raises ValueError if a part of one was free before: two pages would share it."""
+        """These are free. Give what was taken once: two pages would share it else, which is noticed only now and then
+        (ValueError)."""
         for file, start, count in extents:
             if (file, start) in self._by_start or (file, start + count) in self._by_end:
                 raise ValueError(f"blocks {start} to {start + count} of file {file} are free already")

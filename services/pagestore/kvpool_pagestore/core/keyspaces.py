@@ -40,7 +40,15 @@ class Keyspace:
 
     def page_bytes(self, shard: int) -> int:
         """Exact bytes of a shard's pages: header, payload, sum table."""
-        return page_bytes(self.payload_bytes(shard))
+        known = self._page_bytes.get(shard)
+        if known is None:
+            known = self._page_bytes[shard] = page_bytes(self.payload_bytes(shard))
+        return known
+
+    @cached_property
+    def _page_bytes(self) -> dict[int, int]:
+        """By shard: asked for with each page of a million, at a start."""
+        return {}
 
 
 class KeyspaceBook:
