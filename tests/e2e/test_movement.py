@@ -20,9 +20,10 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.pagestore_control import PageStoreControl
-from kvpool.core.cluster import ChainQuery, RemoteSource
+from kvpool.core.cluster import ChainQuery, NodeKind, RemoteSource
 from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool.core.outcome import Tier
+from kvpool.core.placement import place
 from kvpool.testing import eventually, eventually_sync
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, metadata, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, start_process, write
@@ -263,15 +264,17 @@ async def test_a_node_that_joins_gets_its_share_and_the_others_give_it_up(tmp_pa
         first = cluster.start(*flags)
         await cluster.fill(first)
         joined = cluster.start(*flags)
-        new_id, old_id = joined.ready["node_id"], first.ready["node_id"]
+        nodes = [node.info for node in await cluster.index.list_nodes(NodeKind.PAGESTORE)]
+        assert {node.node_id.hex() for node in nodes} == {joined.ready["node_id"], first.ready["node_id"]}
+
+        def owner(number: int) -> str:
+            """Whose the page is by placement."""
+            head = metadata(number).group_head_hash
+            (placed,) = place(nodes, keyspace=KEYSPACE, chain_head=head, host_id="", count=1)
+            return placed.node_id.hex()
 
         async def settled() -> bool:
-            """Some groups have gone over; no page is on both disks or on none."""
-            named = [await cluster.nodes_with(number) for number in NUMBERS]
-            return any(one == {new_id} for one in named) and all(len(one) == 1 for one in named)
+            """Each page is on one disk: that of the node whose it is."""
+            return all([await cluster.nodes_with(number) == {owner(number)} for number in NUMBERS])
 
         await eventually(settled, 30)
-        named = [await cluster.nodes_with(number) for number in NUMBERS]
-        assert {frozenset(one) for one in named} == {frozenset({new_id}), frozenset({old_id})}
-        for start in NUMBERS[::BATCH]:
-            assert len({frozenset(one) for one in named[start : start + BATCH]}) == 1, "a chain group moves as a whole"

@@ -35,10 +35,10 @@ class Copying:
         self._nodes_until_s = float("-inf")
         self._sent_bytes: dict[bytes, int] = {}  # by node, since its load was last asked for
 
-    async def nodes(self) -> Sequence[LiveNode]:
-        """The live pagestores, at most a second old. Raises StoreUnavailable and the like."""
+    async def nodes(self, *, fresh: bool = False) -> Sequence[LiveNode]:
+        """The live pagestores, at most a second old, or as of now. Raises StoreUnavailable and the like."""
         now_s = self._clock.monotonic_s()
-        if now_s >= self._nodes_until_s:
+        if fresh or now_s >= self._nodes_until_s:
             nodes = await self.placement.nodes()
             loads = {node.info.node_id: node.load for node in self._nodes}
             for node in nodes:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
@@ -196,21 +197,11 @@ class Drain:
 
     async def _move(self, alone: list[HeldChunk], holders: dict[HeldChunk, list[Holder]]) -> list[HeldChunk]:
         """Bring chunks to one node; the answer are those that it did not take. Raises DrainBlocked if there is none."""
-        me = self._copying.placement.me()
-        nodes = await self._copying.nodes()
-        if me is None:
-            raise DrainBlocked("the node lost its registration; drain again")
-        first = alone[0]
-        candidates = ranked(nodes, me, first.keyspace, first.group_head_hash)
         wanted: list[Wanted] = [(chunk, chunk.shards) for chunk in alone]
         size_bytes = self._copying.bytes_of(wanted)
-        durable = any(chunk.durable for chunk in alone)
-        targets = pick(
-            candidates,
-            1,
-            {me.host_id},
-            lambda node: node.node_id not in self._full and self._copying.has_room(node, size_bytes, durable=durable),
-        )
+        targets = await self._targets(alone, size_bytes, fresh=False)
+        if not targets:  # one may have come within the last second
+            targets = await self._targets(alone, size_bytes, fresh=True)
         if not targets:
             raise DrainBlocked(f"no other pagestore has room for {len(alone)} chunks ({size_bytes} bytes) of a chain")
         target = targets[0]
@@ -231,6 +222,20 @@ class Drain:
         self._full.add(target.node_id)
         failed = {(key.keyspace, key.chunk_hash) for key in report.failed}
         return [chunk for chunk in alone if (chunk.keyspace, chunk.chunk_hash) in failed]
+
+    async def _targets(self, alone: Sequence[HeldChunk], size_bytes: int, *, fresh: bool) -> list[NodeInfo]:
+        """The node that should get chunks of one group, if there is one that takes them."""
+        me, first = self._copying.placement.me(), alone[0]
+        nodes = await self._copying.nodes(fresh=fresh)
+        if me is None:
+            raise DrainBlocked("the node lost its registration; drain again")
+        durable = any(chunk.durable for chunk in alone)
+        return pick(
+            ranked(nodes, me, first.keyspace, first.group_head_hash),
+            1,
+            {me.host_id},
+            lambda node: node.node_id not in self._full and self._copying.has_room(node, size_bytes, durable=durable),
+        )
 
     def _update(self, **changes: int) -> None:
         self.progress = replace(self.progress, **changes)  # type: ignore[arg-type]  # all but `done` are counts

@@ -45,6 +45,7 @@ class PullStream:
     pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
     moved_s: float = 0.0
+    complete: bool = False  # all its pages are in `pages`, or were
     stalled: bool = False
 
 

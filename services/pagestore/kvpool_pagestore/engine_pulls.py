@@ -129,6 +129,7 @@ class Pulls:
                 else:
                     self._settle(page, None, slot, False)
             stream.moved_s = self._clock.monotonic_s()
+            stream.complete = True
             if going:
                 await self._pullers.run(self._pull_blocking, stream, going, on_page)
         except KvPoolError as error:
@@ -203,7 +204,7 @@ class Pulls:
         for source in page.tried:
             peer = self._peers.get(source.bulk_endpoint)
             for stream in peer.streams if peer is not None else ():
-                if stream.pages and all(one.settled for one, _ in stream.pages.values()):
+                if stream.complete and all(one.settled for one, _ in stream.pages.values()):
                     stream.stop.stop()
 
     # Hedging
