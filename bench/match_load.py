@@ -24,7 +24,7 @@ async def load(endpoint: str, requests: list[bytes], streams: int, in_flight: in
 
         async def run(first: int) -> None:
             nonlocal answered
-            call = channel.stream_stream(_METHOD)()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_METHOD)()
             number = first
             for _ in range(in_flight):
                 await call.write(requests[number % len(requests)])

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
-from kvpool.core.location_digest import RANGE_COUNT, range_of
-from kvpool_index.core.groups import FIELD_BYTES, HASH_BYTES, GroupRead
+from kvpool.core.location_digest import FIELD_BYTES, RANGE_COUNT, range_of
+from kvpool_index.core.groups import HASH_BYTES, GroupRead
 
 _TAG_BYTES: Final = 3  # hexadecimal digits of a digest range, in a key's hash tag
 _FIELD_WORD: Final = b"$%d\r\n%b\r\n" % (FIELD_BYTES, bytes(FIELD_BYTES))
