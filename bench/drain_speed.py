@@ -123,13 +123,14 @@ async def measure(index_endpoint: str, endpoints: list[dict[str, str]], count: i
     await session.close()
     await control.close()
     await index.close()
-    assert told[-1].done and told[-1].moved_page_count == count, told[-1]
+    # The page that is read over and over became hot, and may have a copy already.
+    assert told[-1].done and told[-1].moved_page_count >= count - 1, told[-1]
     total_mb = count * PAGE_BYTES / 1e6
     return {
         "pages": count,
         "page_bytes": PAGE_BYTES,
         "durable_write_mb_per_s": total_mb / write_s,
-        "drain_mb_per_s": total_mb / drain_s,
+        "drain_mb_per_s": told[-1].moved_bytes / 1e6 / drain_s,
         "drain_to_durable_write": write_s / drain_s,
         "acquire_idle_p99_ms": statistics.quantiles(idle_ms, n=100)[98],
         "acquire_draining_p50_ms": statistics.median(drain_ms),
