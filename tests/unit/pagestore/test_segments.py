@@ -78,6 +78,15 @@ def test_the_end_of_a_chain_goes_and_a_page_in_use_keeps_those_before_it() -> No
     assert table.evicted[2] in (14, 200)
 
 
+def test_a_chain_that_fills_the_arena_gives_up_its_head_while_its_end_is_in_use() -> None:
+    table = Table(capacity_bytes=16 * KIB, policy=PolicyName.CHAIN)
+    slots = [table.page(number) for number in range(4)]
+    slots[3].readers = 1
+    table.space.settle(slots[3])
+    table.page(100)
+    assert table.evicted == [0]
+
+
 def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
     table = Table(capacity_bytes=16 * KIB)
     now_us = [0]

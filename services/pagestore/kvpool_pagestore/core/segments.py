@@ -78,9 +78,9 @@ class SegmentTable:
             return self._reformat(empty, slot_bytes)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
-        name = size_class.pages.evict(self.now_us())
-        if name is not None:
-            self._evict(size_class.slots[name])
+        victim = self._victim(size_class)
+        if victim is not None:
+            self._evict(victim)
             return self._pop_free(size_class)
         own = self._idlest(lambda one: one.tenant == tenant and one.size_bytes >= slot_bytes)
         if own is not None:
@@ -227,6 +227,16 @@ class SegmentTable:
         del size_class.slots[slot.name]
         slot.segment.idle_count -= slot.idle
         slot.name, slot.idle = b"", False
+
+    def _victim(self, size_class: _SizeClass) -> Slot | None:
+        now_us = self.now_us()
+        name = size_class.pages.evict(now_us)
+        if name is not None:
+            return size_class.slots[name]
+        # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
+        # better than no slot for anybody.
+        idle = (slot for slot in size_class.slots.values() if slot.idle)
+        return next((slot for slot in idle if slot.page.metadata.pinned_until_us <= now_us), None)
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)

@@ -43,6 +43,7 @@ class ChainPolicy(Generic[K]):
         self._model: ReuseModel[K] = ReuseModel(_RANKS)
         self._ghosts = GhostTable()
         self._book: RetentionBook[K] = RetentionBook()
+        self._newest = NONE  # the node that was used last, if it may be an end without a place in the queues
         self._uses = 0
         self._rebuild_at = _MIN_REBUILD_USES
 
@@ -55,11 +56,15 @@ class ChainPolicy(Generic[K]):
 
     def insert(self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN) -> None:
         nodes = self._nodes
-        if nodes.find(key) >= 0:
-            self.touch(key)
-            self.retain(key, retention)
+        node = nodes.find(key)
+        if node >= 0:
+            self._use(node, key)
+            if retention is not PLAIN or self._book:
+                self.retain(key, retention)
             return
-        self._count_use()
+        self._uses += 1
+        if self._uses >= self._rebuild_at:
+            self._rebuild()
         node = nodes.add(key, parent)
         note = self._ghosts.take(key)
         if note is None:
@@ -70,33 +75,25 @@ class ChainPolicy(Generic[K]):
             nodes.forks[node] = note // _OLD_HITS
         above = nodes.parent[node]
         if above >= 0 and (note is None or not nodes.forks[above]):
-            self._fork(above)
+            nodes.forks[above] += 1
+            if nodes.forks[above] == 1 and nodes.flags[above] & PRESENT:
+                self._has_child(above)
         nodes.last_use[node] = self._uses
         rank = nodes.rank[node] = self._rank(node)
         if retention is not PLAIN:
             self._book.note(key, retention)
             if self._book.pinned(key):
                 nodes.flags[node] |= PINNED
-        priority = self._book.priority(key) if len(self._book) else 0
-        nodes.shelf[node] = self._queues.shelf(priority, domain)
-        if not nodes.children[node]:
-            self._queues.offer(node)
+        nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._book else 0, domain)
+        if self._newest != above:
+            self._offer_newest()
+        self._newest = node
         self._model.observe(key, self._uses, rank, is_new=True)
 
     def touch(self, key: K) -> None:
-        nodes = self._nodes
-        node = nodes.find(key)
-        if node < 0 or self._uses - nodes.last_use[node] < nodes.present_count // _SAME_USE_SHARE:
-            return
-        self._count_use()
-        nodes.last_use[node] = self._uses
-        if nodes.hits[node] < MAX_HITS:
-            nodes.hits[node] += 1
-        rank = nodes.rank[node] = self._rank(node)
-        nodes.flags[node] &= ~QUEUED
-        if not nodes.children[node]:
-            self._queues.offer(node)
-        self._model.observe(key, self._uses, rank, is_new=False)
+        node = self._nodes.find(key)
+        if node >= 0:
+            self._use(node, key)
 
     def hold(self, key: K) -> None:
         node = self._nodes.find(key)
@@ -125,15 +122,18 @@ class ChainPolicy(Generic[K]):
         self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
     ) -> K | None:
         nodes = self._nodes
-        for key in self._book.advance(now_us):
-            self._settle(nodes.find(key), key)
+        if self._book:
+            for key in self._book.advance(now_us):
+                self._settle(nodes.find(key), key)
+        self._offer_newest()
         spared: list[int] = []
         found: K | None = None
         while (node := self._queues.take(domains, self._model.values, self._uses)) >= 0:
             key = nodes.keys[node]
             assert key is not None
             if spare is None or not spare(key):
-                self._ghosts.resize(_GHOSTS * nodes.present_count)
+                if len(self._ghosts) < _GHOSTS * nodes.present_count:
+                    self._ghosts.resize(_GHOSTS * nodes.present_count)
                 note = min(nodes.hits[node], _OLD_HITS - 1) + _OLD_HITS * (nodes.forks[node] > 0)
                 self._ghosts.put(key, note)
                 self._take_out(node, key)
@@ -146,33 +146,56 @@ class ChainPolicy(Generic[K]):
 
     # Inside
 
-    def _count_use(self) -> None:
+    def _use(self, node: int, key: K) -> None:
+        nodes = self._nodes
+        if self._uses - nodes.last_use[node] < nodes.present_count // _SAME_USE_SHARE:
+            return
         self._uses += 1
         if self._uses >= self._rebuild_at:
-            self._model.rebuild(self._uses, self._nodes.present_count)
-            self._rebuild_at = self._uses + max(_MIN_REBUILD_USES, self._nodes.present_count // 2)
+            self._rebuild()
+        nodes.last_use[node] = self._uses
+        if nodes.hits[node] < MAX_HITS:
+            nodes.hits[node] += 1
+        rank = nodes.rank[node] = self._rank(node)
+        nodes.flags[node] &= ~QUEUED
+        if not nodes.children[node]:
+            self._offer_newest()
+            self._newest = node
+        self._model.observe(key, self._uses, rank, is_new=False)
 
-    def _fork(self, node: int) -> None:
-        """It got a child that it never had before."""
+    def _rebuild(self) -> None:
+        key_count = self._nodes.present_count
+        self._model.rebuild(self._uses, key_count)
+        self._rebuild_at = self._uses + max(_MIN_REBUILD_USES, key_count // 2)
+
+    def _has_child(self, node: int) -> None:
+        """It got the first child that it ever had."""
         nodes = self._nodes
-        nodes.forks[node] += 1
         key = nodes.keys[node]
-        if nodes.forks[node] == 1 and nodes.flags[node] & PRESENT and key is not None:
-            rank = nodes.rank[node] = self._rank(node)
-            nodes.flags[node] &= ~QUEUED
-            self._model.reclassify(key, rank)
+        assert key is not None
+        nodes.rank[node] -= _HEATS
+        nodes.flags[node] &= ~QUEUED
+        self._model.reclassify(key, nodes.rank[node])
+
+    def _offer_newest(self) -> None:
+        """Ends are offered only once something else is used: most keys get a child before."""
+        node, self._newest = self._newest, NONE
+        if node >= 0 and self._nodes.flags[node] & PRESENT and not self._nodes.children[node]:
+            self._queues.offer(node)
 
     def _rank(self, node: int) -> int:
         """The class of a key for the model; brings its heat up to date from its parent's."""
         nodes = self._nodes
-        heat = float(nodes.hits[node])
+        heat: float = nodes.hits[node]
         above = nodes.parent[node]
         if above >= 0:
             # One child of a parent is the turn that went on, another the end that it left behind; a third is a fork.
-            forks = nodes.forks[above] - 1
-            heat += nodes.heat[above] / forks if forks > 1 else nodes.heat[above]
+            forks = nodes.forks[above]
+            heat += nodes.heat[above] / (forks - 1) if forks > 2 else nodes.heat[above]
         nodes.heat[node] = heat
-        rank = min(int(4 * heat / (nodes.depth[node] + 1)).bit_length(), _HEATS - 1)
+        rank = int(4 * heat / (nodes.depth[node] + 1)).bit_length()
+        if rank >= _HEATS:
+            rank = _HEATS - 1
         return rank if nodes.forks[node] else rank + _HEATS
 
     def _settle(self, node: int, key: K) -> None:
@@ -186,7 +209,9 @@ class ChainPolicy(Generic[K]):
             self._queues.offer(node)
 
     def _take_out(self, node: int, key: K) -> None:
-        self._book.forget(key)
+        if self._book:
+            self._book.forget(key)
+        last_use = self._nodes.last_use[node]
         above = self._nodes.drop(node)
         if above >= 0:
-            self._queues.offer(above)
+            self._queues.expose(above, last_use)

@@ -31,6 +31,8 @@ class ChainQueues(Generic[K]):
         self._by_priority: list[list[int]] = []  # shelves, the lowest priority first
         self._run: tuple[int, int] = (0, 0)
         self._run_left = 0
+        self._next = NONE  # what the last victim's place went to, not offered yet
+        self._next_use = 0
 
     def shelf(self, priority: int, domain: Hashable) -> int:
         """The number of a shelf."""
@@ -66,16 +68,35 @@ class ChainQueues(Generic[K]):
             self._limits[shelf][rank] = 2 * len(queue) + _SLACK
         heappush(queue, (nodes.last_use[node], node))
 
+    def expose(self, node: int, child_use: int) -> None:
+        """A node has no children any more; the last one was used at `child_use`."""
+        nodes = self._nodes
+        shelf, rank = self._run
+        last_use = nodes.last_use[node]
+        if self._run_left and last_use <= child_use and nodes.rank[node] == rank and nodes.shelf[node] == shelf:
+            # Its child was the longest unused of this queue, so it would come to its head: spare it the way there.
+            self._offer_next()
+            self._next, self._next_use = node, last_use
+        else:
+            self.offer(node)
+
     def take(self, domains: Collection[Hashable] | None, values: Sequence[Sequence[float]], now: int) -> int:
         """The next victim, no longer offered, or NONE.
 
         values: what a place is worth, by rank and age bucket.
         """
+        nodes = self._nodes
         if self._run_left and domains is None and len(self._by_priority) == 1:
             self._run_left -= 1
+            node, self._next = self._next, NONE
+            if node >= 0 and nodes.last_use[node] == self._next_use:
+                if nodes.flags[node] == PRESENT and not nodes.children[node]:
+                    return node
+                self.offer(node)
             shelf, rank = self._run
             if self._head(shelf, rank) >= 0:
                 return self._pop(shelf, rank)
+        self._offer_next()
         for shelves in self._by_priority:
             lowest: tuple[float, int, int] | None = None
             for shelf in shelves:
@@ -83,7 +104,7 @@ class ChainQueues(Generic[K]):
                     continue
                 for rank in range(self._rank_count):
                     if (node := self._head(shelf, rank)) >= 0:
-                        value = values[rank][age_bucket(now - self._nodes.last_use[node])]
+                        value = values[rank][age_bucket(now - nodes.last_use[node])]
                         if lowest is None or value < lowest[0]:
                             lowest = (value, shelf, rank)
             if lowest is not None:
@@ -94,14 +115,18 @@ class ChainQueues(Generic[K]):
 
     # Inside
 
+    def _offer_next(self) -> None:
+        node, self._next = self._next, NONE
+        if node >= 0 and self._nodes.last_use[node] == self._next_use:
+            self.offer(node)
+
     def _head(self, shelf: int, rank: int) -> int:
         """The longest unused end of a chain in the queue, or NONE."""
         queue = self._queues[shelf][rank]
         nodes = self._nodes
         while queue:
-            entry = queue[0]
-            node = entry[1]
-            if self._is_current(entry, shelf, rank):
+            last_use, node = entry = queue[0]
+            if nodes.last_use[node] == last_use and self._is_current(entry, shelf, rank):
                 if nodes.flags[node] == _READY and not nodes.children[node]:
                     return node
                 nodes.flags[node] &= ~QUEUED  # offered again when it may go

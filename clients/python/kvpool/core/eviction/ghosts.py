@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 
-_CELL_BITS = 64
+_MASK = (1 << 64) - 1
 _NOTE_BITS = 8
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads numbers that follow each other
 _MIN_CELLS = 256
@@ -20,6 +20,7 @@ class GhostTable:
 
     def __init__(self) -> None:
         self._cells = array("Q", bytes(8 * _MIN_CELLS))
+        self._is_used = False
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -31,11 +32,14 @@ class GhostTable:
 
     def put(self, key: Hashable, note: int) -> None:
         """Remember 0 <= note < 256 of a key."""
+        self._is_used = True
         number = _number(key)
         self._cells[number & (len(self._cells) - 1)] = number >> _NOTE_BITS << _NOTE_BITS | note
 
     def take(self, key: Hashable) -> int | None:
         """What was noted, once; None if it is not known any more."""
+        if not self._is_used:
+            return None
         number = _number(key)
         at = number & (len(self._cells) - 1)
         cell = self._cells[at]
@@ -47,6 +51,6 @@ class GhostTable:
 
 def _number(key: Hashable) -> int:
     """64 bits of a key, the same in every process where keys are bytes, which end in a hash, or integers."""
-    number = int.from_bytes(key[-8:], "little") if isinstance(key, bytes) else hash(key)
-    mixed = number * _MULTIPLIER & ((1 << _CELL_BITS) - 1)
+    number = int.from_bytes(key[-8:], "little") if type(key) is bytes else hash(key)
+    mixed = number * _MULTIPLIER & _MASK
     return mixed ^ mixed >> 32

@@ -43,11 +43,7 @@ def replay(requests: Requests, policy: EvictionPolicy[int], capacity: int, *, ta
             hits += 1
         numbers = range(len(blocks) - 1, -1, -1) if tail_first else range(len(blocks))
         for number in numbers:
-            block = blocks[number]
-            if block in policy:
-                policy.touch(block)
-            else:
-                policy.insert(block, blocks[number - 1] if number else None)
+            policy.insert(blocks[number], blocks[number - 1] if number else None)
         for _ in range(len(policy) - capacity):
             policy.evict()
     return ReplayResult(len(requests), references, hits)
