@@ -39,10 +39,9 @@ class FreeExtentsMachine(RuleBasedStateMachine):
         fitting = [run for run in runs if run >= count]
         if fitting:  # in one piece, from the smallest run that is large enough
             assert len(taken) == 1
-            assert sum(self._runs(self.model - set(blocks(taken)))) == len(self.model) - count
-            assert sorted(self._runs(self.model - set(blocks(taken))))[-1] >= max(
-                [run for run in runs if run != min(fitting)], default=0
-            )
+            left = self._runs(self.model - set(blocks(taken)))
+            runs.remove(min(fitting))
+            assert sorted(left) == sorted(runs + [min(fitting) - count] * (min(fitting) > count))
         self.model -= set(blocks(taken))
         self.held.append(taken)
 

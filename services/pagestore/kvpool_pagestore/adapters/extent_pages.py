@@ -70,16 +70,10 @@ class ExtentPages:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
         records = self._place(pages)
         try:
-            self._files.write(
-                [
-                    (
-                        record.extents,
-                        page.page,
-                        pack_trailer(Trailer(page.key, record), self._sidecar.secret),
-                    )
-                    for page, record in zip(pages, records, strict=True)
-                ]
-            )
+            secret = self._sidecar.secret
+            trailers = [pack_trailer(Trailer(page.key, at), secret) for page, at in zip(pages, records, strict=True)]
+            places = [(at.extents, page.page) for page, at in zip(pages, records, strict=True)]
+            self._files.write([(*place, trailer) for place, trailer in zip(places, trailers, strict=True)])
             reach("pagestore.write.synced")
             with self._lock:
                 self._unsynced += self._point_records_at(pages, records)
