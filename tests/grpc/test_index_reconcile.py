@@ -52,7 +52,7 @@ def expected(chain: Chain, held: dict[int, tuple[int, int, int]]) -> list[int]:
     found = [0] * RANGE_COUNT
     for index, shards in held.items():
         head = chain.hashes[index // 16 * 16]
-        found[range_of(head)] ^= fingerprint(chain.keyspace, head, chain.hashes[index][:8], holding(shards, GRID))
+        found[range_of(head)] ^= fingerprint(chain.keyspace + head + chain.hashes[index][:8], holding(shards, GRID))
     return found
 
 

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -25,6 +25,7 @@ from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import decode_value
 from kvpool_index.core.groups import GroupRead
+from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 
@@ -37,11 +38,12 @@ TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
 HASHES = [bytes([number + 1]) * 16 for number in range(CHUNKS)]
 HEADS = [bytes(15) + bytes([20 * (number // 2)]) for number in range(CHUNKS)]  # two chunks a group, and a range
 
+Step: TypeAlias = tuple[Any, ...]
 changes = st.tuples(st.just("change"), st.integers(0, CHUNKS - 1), st.integers(1, 2), st.integers(0, 3), st.booleans())
 steps = st.one_of(
     changes,
     changes,
-    st.tuples(st.sampled_from(["send", "send", "lose_reply", "wipe", "checkpoint", "roll_back", "round", "reopen"])),
+    st.tuples(st.sampled_from(["deliver", "send", "lose_reply", "wipe", "checkpoint", "roll_back", "round", "reopen"])),
     st.tuples(st.just("stale"), st.integers(0, CHUNKS - 1), st.integers(1, 2)),
 )
 
@@ -56,7 +58,7 @@ class World:
         self.checkpoint: MemoryIndexStore | None = None
         directory = ChunkDirectory(self)
         self.queue = AnnounceQueue(directory.changes, pending_max=3, batch_max=2, in_flight_max=2)
-        self.queue.limit_items(2)
+        self.queue.limit_items(8)  # a bucket that does not fit is not replaced
         self.lease = NodeLease(incarnation=0, lease_ttl_ms=1, renew_interval_ms=1, announce_epoch=0)
         self.reconciler = Reconciler(
             cast(Any, self),
@@ -128,6 +130,9 @@ class World:
     async def step(self, kind: str, *values: Any) -> None:
         if kind == "change":
             self.change(*values)
+        elif kind == "deliver":
+            for _ in range(50):
+                await self.send()
         elif kind in ("send", "lose_reply"):
             await self.send(reply=kind == "send")
         elif kind == "wipe":
@@ -177,8 +182,6 @@ class World:
         if self.stream is None:
             raise LeaseLost("the store is another one")
         if batch.buckets is not None:
-            from kvpool_index.core.replacement import BucketSpan
-
             await self.stream.replace(batch.sequence, BucketSpan(*batch.buckets), batch.changes)
         else:
             await self.stream.apply(batch.sequence, batch.changes)
@@ -194,7 +197,7 @@ class World:
         except LeaseLost:
             await self.register()
 
-    async def round(self, meanwhile: list[tuple[Any, ...]]) -> None:
+    async def round(self, meanwhile: list[Step]) -> None:
         """A whole comparison, while the announcer works and the node goes on changing."""
         task = asyncio.create_task(self.reconciler._round())
         self.reconciler._asked.clear()
@@ -218,13 +221,28 @@ class World:
 
 
 @settings(max_examples=60, deadline=None)
-@given(history=st.lists(steps, max_size=25), during=st.lists(changes, max_size=6))
-def test_the_index_ends_with_the_truth(history: list[tuple[Any, ...]], during: list[tuple[Any, ...]]) -> None:
+@given(
+    phases=st.lists(
+        st.tuples(
+            st.lists(steps, min_size=1, max_size=6),
+            st.lists(steps, min_size=1, max_size=6),
+            st.sampled_from(["wipe", "roll_back", "roll_back", "reopen"]),
+            st.lists(steps, max_size=2),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    during=st.lists(changes, max_size=6),
+)
+def test_the_index_ends_with_the_truth(
+    phases: list[tuple[list[Step], list[Step], str, list[Step]]], during: list[Step]
+) -> None:
     async def play() -> None:
         world = World()
         await world.register()
-        for step in history:
-            await world.step(*step)
+        for before, after, loss, later in phases:
+            for step in (*before, ("deliver",), ("checkpoint",), *after, ("deliver",), (loss,), *later):
+                await world.step(*step)
         await world.after_loss(world.reopen())  # a node whose store is another one finds out by its lease
         await world.round(list(during))
         for _ in range(3):

@@ -21,7 +21,7 @@ async def made_of(store: IndexStore, ordinal: int, places: Sequence[tuple[bytes,
         for entry in decode_value(value):
             if entry.ordinal == ordinal:
                 held = holding(entry.shards, GRID)
-                found[range_of(head)] = found.get(range_of(head), 0) ^ fingerprint(KEYSPACE, head, chunk[:8], held)
+                found[range_of(head)] = found.get(range_of(head), 0) ^ fingerprint(KEYSPACE + head + chunk[:8], held)
     return {number: digest for number, digest in found.items() if digest}
 
 

@@ -99,16 +99,19 @@ class ChunkDirectory:
 
     def digest(self, range_number: int) -> int:
         """The digest of what is held in a range now."""
-        found: dict[tuple[bytes, bytes, bytes], tuple[tuple[int, int, int], int]] = {}
+        found: dict[bytes, HeldChunk] = {}
         for place, held in self._held(range_number):
             # The index tells chunks of a group apart by their fields alone.
-            at = (place.keyspace, held.group_head, place.chunk_hash[:FIELD_BYTES])
+            at = place.keyspace + held.group_head + place.chunk_hash[:FIELD_BYTES]
             known = found.get(at)
-            shards = held.shards if known is None else _union(known[0], held.shards)
-            found[at] = (shards, held.full_shards)
+            found[at] = held if known is None else _union(known, held)
         digest = 0
-        for (keyspace, head, field), (shards, full_shards) in found.items():
-            digest ^= fingerprint(keyspace, head, field, holding(shards, full_shards))
+        packed: dict[tuple[tuple[int, int, int], int], bytes] = {}  # few differ
+        for at, held in found.items():
+            kind = (held.shards, held.full_shards)
+            if kind not in packed:
+                packed[kind] = holding(*kind)
+            digest ^= fingerprint(at, packed[kind])
         return digest
 
     def changes(self, range_number: int) -> list[LocationChange]:
@@ -164,5 +167,6 @@ class ChunkDirectory:
         return found
 
 
-def _union(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
-    return one[0] | other[0], one[1] | other[1], one[2] | other[2]
+def _union(one: HeldChunk, other: HeldChunk) -> HeldChunk:
+    gpu, staging, disk = (mine | its for mine, its in zip(one.shards, other.shards, strict=True))
+    return HeldChunk(one.group_head, (gpu, staging, disk), one.full_shards)

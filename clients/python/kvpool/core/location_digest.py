@@ -58,11 +58,14 @@ def holding(shards: Sequence[int], full_shards: int) -> bytes:
     return bytes((flags,)) + bitmaps if flags else b""
 
 
-def fingerprint(keyspace: bytes, group_head: bytes, field: bytes, held: bytes) -> int:
-    """64 bits of one chunk; 0 if nothing is held. field: first FIELD_BYTES of its hash. held: see `holding`."""
+def fingerprint(place: bytes, held: bytes) -> int:
+    """64 bits of one chunk; 0 if nothing is held.
+
+    place: keyspace id, hash of the group's head, first FIELD_BYTES of the chunk's hash. held: see `holding`.
+    """
     if not held:
         return 0
-    return int.from_bytes(sha1(keyspace + group_head + field + held, usedforsecurity=False).digest()[:8], "big")
+    return int.from_bytes(sha1(place + held, usedforsecurity=False).digest()[:8], "big")
 
 
 @dataclass(frozen=True, slots=True)

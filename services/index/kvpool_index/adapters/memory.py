@@ -155,7 +155,7 @@ class MemoryLocationStore:
         ordinal, field = each.operation.ordinal, each.chunk_hash[:FIELD_BYTES]
         held = [held_by(value, ordinal) for value in (before, after)]
         if held[0] != held[1]:
-            prints = [fingerprint(each.keyspace, each.group_head, field, one) for one in held]
+            prints = [fingerprint(each.keyspace + each.group_head + field, one) for one in held]
             self._fold(ordinal, range_of(each.group_head), prints[0] ^ prints[1])
 
     def _fold(self, ordinal: int, number: int, difference: int) -> None:

@@ -76,7 +76,7 @@ class Replacement:
         found = dict.fromkeys(ranges, 0)
         for at, (_, shards) in self._held.items():
             held = holding(shards, self._full_shards(at.keyspace))
-            found[range_of(at.group_head)] ^= fingerprint(at.keyspace, at.group_head, at.field, held)
+            found[range_of(at.group_head)] ^= fingerprint(at.keyspace + at.group_head + at.field, held)
         return found
 
     def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
