@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from prometheus_client import CollectorRegistry
 
 from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
@@ -233,6 +233,9 @@ class World:
         max_size=3,
     ),
     during=st.lists(changes, max_size=6),
+)
+@example(  # the index is left with a chunk that is gone altogether
+    phases=[([("change", 0, 1, 3, True)], [("change", 0, 1, 3, False)], "roll_back", [])], during=[]
 )
 def test_the_index_ends_with_the_truth(
     phases: list[tuple[list[Step], list[Step], str, list[Step]]], during: list[Step]
