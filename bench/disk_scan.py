@@ -83,19 +83,19 @@ async def load(directory: Path, count: int) -> dict[str, float]:
     store = RocksPageStore(directory, CAPACITY_BYTES)
     store.open()
     opened_s = time.perf_counter()
-    workers = [BoundedExecutor(name, threads=2, queue_limit=64) for name in ("read", "write")]
+    readers, writers = (BoundedExecutor(name, threads=2, queue_limit=64) for name in ("read", "write"))
     metrics = PageStoreMetrics(CollectorRegistry())
     announcer: object = NoAnnouncer()
     tier = DiskTier(
-        store, CAPACITY_BYTES, KeyspaceBook(), announcer, *workers, EngineTasks(), metrics  # type: ignore[arg-type]
+        store, CAPACITY_BYTES, KeyspaceBook(), announcer, readers, writers, EngineTasks(), metrics  # type: ignore[arg-type]
     )  # fmt: skip
     await tier.load()
     loaded_s = time.perf_counter()
     if tier.map.page_count != count:
         raise RuntimeError(f"{tier.map.page_count} pages are in the map, not {count}")
     await tier.close()
-    for worker in workers:
-        await worker.close()
+    await readers.close()
+    await writers.close()
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "open_s": opened_s - started_s,

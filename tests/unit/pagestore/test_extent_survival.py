@@ -51,6 +51,10 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def noise(path: Path) -> None:
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
 HARMS: dict[str, Callable[[Path], None]] = {
     "flipped at the start": lambda path: flip(path, 3),
     "flipped in the middle": lambda path: flip(path, path.stat().st_size // 2),
@@ -58,7 +62,7 @@ HARMS: dict[str, Callable[[Path], None]] = {
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "emptied": lambda path: os.truncate(path, 0),
     "removed": lambda path: path.unlink(),
-    "noise": lambda path: path.write_bytes(os.urandom(path.stat().st_size)) and None,
+    "noise": noise,
 }
 CASES = [
     *(("*.sst", harm) for harm in HARMS),

@@ -174,7 +174,7 @@ class ExtentPages:
         batch = WriteBatch(raw_mode=True)
         for packed, encoded in rows(self._database, RECORDS):
             for extent in ExtentRecord.decode(encoded).extents:
-                if extent.start + extent.count > cuts.get(extent.file, extent.start + extent.count):
+                if extent.start + extent.block_count > cuts.get(extent.file, extent.start + extent.block_count):
                     batch.delete(packed, self._database.handle(RECORDS))
                     break
         _log.warning("giving up %d pages on disk: the tier is smaller than it was", len(batch))

@@ -89,7 +89,7 @@ def _newest_trailers(files: ExtentFiles, sidecar: Sidecar) -> dict[PageKey, Trai
         if trailer is None or trailer.record.number <= cleared.get(trailer.key.keyspace, -1):
             continue
         extents = trailer.record.extents
-        if extents and (extents[-1].file, extents[-1].start + extents[-1].count) != (file, block + 1):
+        if extents and (extents[-1].file, extents[-1].start + extents[-1].block_count) != (file, block + 1):
             continue  # lies elsewhere than it says: somebody copied files
         known = newest.get(trailer.key)
         if known is None or known.record.number < trailer.record.number:
@@ -130,6 +130,6 @@ def _overlaps(extent: Extent, taken: list[Extent]) -> bool:
     """Whether an extent shares blocks with those of its file, which are sorted and share none."""
     at = bisect_left(taken, extent)
     before, after = taken[max(0, at - 1) : at], taken[at : at + 1]
-    return any(one.start + one.count > extent.start for one in before) or any(
-        one.start < extent.start + extent.count for one in after
+    return any(one.start + one.block_count > extent.start for one in before) or any(
+        one.start < extent.start + extent.block_count for one in after
     )

@@ -17,7 +17,7 @@ class Extent(NamedTuple):
 
     file: int
     start: int
-    count: int
+    block_count: int
 
     @property
     def offset_bytes(self) -> int:
@@ -25,7 +25,7 @@ class Extent(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return self.count * BLOCK_BYTES
+        return self.block_count * BLOCK_BYTES
 
 
 def blocks_of(size_bytes: int) -> int:
