@@ -149,6 +149,9 @@ class ClientNode:
             drained = self.world.rng.random() < 0.8
             self._session = None  # after a failure: a new one, and the kernel tells of the old one when we leave
             self._session = await session.reopen(drained=drained)
+            expected = session._plan.expected_incarnation  # the same that the first session was opened with
+            if expected not in (0, self._session.incarnation):
+                raise self._violation(f"incarnation {self._session.incarnation} serves a peer that expects {expected}")
 
     async def _operate(self) -> None:
         rng = self.world.rng

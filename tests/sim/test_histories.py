@@ -17,9 +17,9 @@ from tests.sim.mutants import MUTANTS
 
 _ROOT = Path(__file__).parents[2]
 _CHUNK = 125
-_HISTORIES = 2000
-_SEEDS_FOR_A_MUTANT = {"leak-late-words": 700, "serve-old-incarnations": 300}
-_SEEDS_FOR_OTHERS = 150
+_HISTORIES = 1500
+_SEEDS_FOR_A_MUTANT = {"leak-late-words": 900, "serve-old-incarnations": 600}
+_SEEDS_FOR_OTHERS = 250
 
 
 def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
