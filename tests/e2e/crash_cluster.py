@@ -180,6 +180,11 @@ def _fill(session: PageStoreSession, slot: Slot, number: int) -> None:
         fill_page(view, page_key(number))
 
 
+def _kill_all(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.kill()
+
+
 @contextmanager
 def crash_cluster(directory: Path) -> Iterator[CrashCluster]:
     """Killed with everything it has left in shared memory when the block ends."""
@@ -189,5 +194,5 @@ def crash_cluster(directory: Path) -> Iterator[CrashCluster]:
         stack.callback(shutil.rmtree, shm, ignore_errors=True)
         redis = stack.enter_context(running_redis(persist=True))
         processes: list[Process] = []
-        stack.callback(lambda: [process.kill() for process in processes])
+        stack.callback(_kill_all, processes)
         yield CrashCluster(directory, shm, redis.url, processes)

@@ -49,6 +49,9 @@ class SimHandle:
         return self.at_s
 
 
+_AnyLoop: Any = asyncio.AbstractEventLoop
+
+
 @dataclass(slots=True, eq=False)
 class Process:
     """One simulated process: what it is named, whether it runs, and what it would run next."""
@@ -74,7 +77,7 @@ def current_process() -> Process:
     return _PROCESS.get()
 
 
-class SimLoop(asyncio.AbstractEventLoop):
+class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are there
     """See the module. Only what the engines and the client library use is there."""
 
     def __init__(self, rng: Random, *, callbacks_max: int = 400_000) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvpool.core.fault_points import POINTS, arm, disarm_all
 from tests.sim.clients import ClientNode
@@ -60,9 +61,9 @@ class Nemesis:
 
     # Faults
 
-    def _choose(self) -> Callable[[], object]:
+    def _choose(self) -> Callable[[], Coroutine[Any, Any, None]]:
         rng = self._world.rng
-        faults: list[tuple[int, Callable[[], object]]] = [
+        faults: list[tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = [
             (6, self._crash_store),
             (2, self._lose_power),
             (4, self._pause_store),
@@ -78,7 +79,7 @@ class Nemesis:
             (2, self._damage_disk),
             (3, self._kill_at_point),
         ]
-        return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]  # type: ignore[return-value]
+        return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]
 
     async def _crash_store(self) -> None:
         store = self._a_store()
@@ -124,7 +125,8 @@ class Nemesis:
 
     async def _partition(self) -> None:
         world, rng = self._world, self._world.rng
-        names = [one.name for one in (*world.pagestores, *world.indexes, *self._clients)]
+        names = [one.name for one in world.pagestores] + [one.name for one in world.indexes]
+        names += [one.name for one in self._clients]
         one, other = rng.sample(names, 2)
         if rng.random() < 0.5:
             client = self._a_client()

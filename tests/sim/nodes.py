@@ -105,7 +105,7 @@ class IndexNode:
     def _start(self) -> None:
         world = self.world
         engine = IndexEngine(
-            store=SimIndexStore(world.redis),  # type: ignore[arg-type]  # its parts pass everything through
+            store=SimIndexStore(world.redis),
             config=IndexConfig(lease_ttl_ms=world.lease_ttl_ms),
             clock=SimClock(world.loop),
             metrics=_index_metrics(),
