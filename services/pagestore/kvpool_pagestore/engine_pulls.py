@@ -96,7 +96,9 @@ class Pulls:
         taken: list[Pulled] = []
         left: deque[tuple[Pulled, RemoteSource]] = deque()
         for page, wanted in peer.waiting:
-            if page.settled or page.hedge not in (None, wanted):  # it is under way from elsewhere
+            # Under way from elsewhere; not if that has failed meanwhile: this attempt is the last one then.
+            elsewhere = page.hedge not in (None, wanted) and page.attempts > 1
+            if page.settled or elsewhere:
                 page.attempts -= 1
                 page.tried.discard(wanted)
             elif wanted == source and len(taken) < _PULL_PAGES and _same_keyspace(page, taken):

@@ -161,3 +161,17 @@ async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
             for number, answer in enumerate(await acquire(running, peer, pages)):
                 check(running, answer, number)
             await eventually(lambda: running.engine.gauges().arena_used_bytes == 60 * SLOT_BYTES)
+
+
+async def test_a_page_whose_hedge_failed_still_gets_its_turn_with_the_first_source() -> None:
+    with stuck_world() as (world, peers):
+        peers.wrong.add(source(11))
+        async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
+            peer = await open_session(running)
+            first = asyncio.ensure_future(acquire_one(running, peer, wanted(1, source(1))))
+            await eventually(lambda: peers.calls == [source(1)])
+            second = asyncio.ensure_future(acquire_one(running, peer, wanted(2, source(1), source(11)), 1.0))
+            await eventually(lambda: world.index.stale == [(page_key(2), source(11))])
+            peers.go.set()  # the stream that the second page waits for comes to its end
+            check(running, await first, 1)
+            check(running, await second, 2)
