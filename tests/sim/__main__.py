@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from tests.sim.clients import ClientCounts
+from tests.sim.client_parts import ClientCounts
 from tests.sim.history import Report, run_history
 from tests.sim.mutants import MUTANTS
 

@@ -8,10 +8,12 @@ from collections import Counter
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
 from kvpool_pagestore.engine import PageStoreEngine
-from tests.sim.clients import ClientNode, check_bound
+from tests.sim.client_parts import check_bound
+from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation
-from tests.sim.nodes import PageStoreNode, World
+from tests.sim.nodes import World
 from tests.sim.pages import GRID
+from tests.sim.pagestore_node import PageStoreNode
 
 
 def check_always(world: World, clients: list[ClientNode]) -> None:

@@ -14,33 +14,14 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
 from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt
 from kvpool.core.page import PageKey
+from tests.sim.client_parts import ClientCounts, Operation, check_bound, sources_of
 from tests.sim.host import Hold
-from tests.sim.loop import Process, Violation
-from tests.sim.nodes import PageStoreNode, World
+from tests.sim.loop import Violation
+from tests.sim.nodes import World
 from tests.sim.pages import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash, key_of, metadata, true_page
+from tests.sim.pagestore_node import PageStoreNode
 
-CALL_BOUND_S = 20.0  # virtual: no operation lasts longer, pauses of its own process aside
 _POSITIONS = 4  # chunks of a chain
-
-
-@dataclass(slots=True)
-class ClientCounts:
-    """What became of a client's work."""
-
-    stored: int = 0
-    hits: int = 0
-    misses: int = 0
-    errors: int = 0
-    operations: int = 0
-
-
-@dataclass(slots=True)
-class Operation:
-    """One that is running: for the check that nothing hangs."""
-
-    name: str
-    began_s: float
-    paused_s: float = 0.0
 
 
 class ClientNode:
@@ -269,7 +250,7 @@ class ClientNode:
                 self.counts.errors += 1
                 return {}
         self._old_matches[chain] = old
-        return _sources_of(old, self.store.node_id)
+        return sources_of(old, self.store.node_id)
 
     async def _flush(self) -> None:
         """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""
@@ -288,32 +269,6 @@ class ClientNode:
         return Violation(self.world.violations[-1])
 
 
-def check_bound(name: str, operation: Operation, now_s: float) -> None:
-    """No call hangs: neither one that ended nor one that runs."""
-    lasted_s = now_s - operation.began_s - operation.paused_s
-    if lasted_s > CALL_BOUND_S:
-        raise Violation(f"{name}: {operation.name} lasted {lasted_s:.1f} s")
-
-
-def _sources_of(match: ChainMatch, own_node_id: bytes) -> dict[int, tuple[RemoteSource, ...]]:
-    found: dict[int, tuple[RemoteSource, ...]] = {}
-    position = 0
-    for run in match.runs:
-        sources = [
-            RemoteSource(
-                node_id=one.node_id,
-                incarnation=one.incarnation,
-                bulk_endpoint=match.nodes[one.node_id].bulk_endpoint,
-            )
-            for one in run.locations
-            if one.node_id != own_node_id and one.node_id in match.nodes
-        ]
-        for _ in range(run.chunk_count):
-            found[position] = tuple(dict.fromkeys(sources))
-            position += 1
-    return found
-
-
 @dataclass(slots=True)
 class Tally:
     """Counts of many clients."""
@@ -329,6 +284,3 @@ class Tally:
             total.errors += client.counts.errors
             total.operations += client.counts.operations
         return total
-
-
-__all__ = ["ClientCounts", "ClientNode", "Operation", "Process", "Tally", "check_bound"]

@@ -26,13 +26,15 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import disarm_all
 from kvpool_index.adapters.memory import MemoryIndexStore
 from tests.sim.checks import check_always, check_calm, what_is_left
-from tests.sim.clients import ClientCounts, ClientNode, Tally
+from tests.sim.client_parts import ClientCounts
+from tests.sim.clients import ClientNode, Tally
 from tests.sim.host import SimSegmentMap
 from tests.sim.loop import SimKilled, SimLoop, Violation, current_process
 from tests.sim.nemesis import Nemesis
 from tests.sim.network import Faults, Network
-from tests.sim.nodes import SESSION_FDS, IndexNode, PageStoreNode, PageStoreShape, SimClock, World
+from tests.sim.nodes import IndexNode, SimClock, World
 from tests.sim.pages import small_shards
+from tests.sim.pagestore_node import SESSION_FDS, PageStoreNode, PageStoreShape
 from tests.sim.redis import SimRedis
 
 _LIMIT_S = 400.0  # virtual, of one history

@@ -9,7 +9,8 @@ from typing import Any
 from kvpool.core.fault_points import POINTS, arm, disarm_all
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
-from tests.sim.nodes import IndexNode, PageStoreNode, World
+from tests.sim.nodes import IndexNode, World
+from tests.sim.pagestore_node import PageStoreNode
 
 _KILL_WITHIN_CALLBACKS = 400
 

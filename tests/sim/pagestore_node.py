@@ -1,0 +1,260 @@
+"""Simulated pagestore processes: the real engine and servicer on a simulated machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.errors import KvPoolError
+from kvpool.core.page import PageKey
+from kvpool.v1 import pagestore_pb2_grpc
+from kvpool_pagestore import main as pagestore_main
+from kvpool_pagestore.adapters.index_link import NodeIndexLink
+from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.servicer.control import PageStoreServicer
+from kvpool_pagestore.servicer.session import SessionLimits
+from kvpool_server.lifecycle import Stop
+from tests.sim.disk import SimDisk, SimPageStore
+from tests.sim.host import SimArena, SimHost, SimSegmentMap
+from tests.sim.loop import Process, SimKilled
+from tests.sim.nodes import SimClock, World
+from tests.sim.pages import PAGE_BYTES, SLOT_BYTES, TENANT, true_page
+from tests.sim.peers import SimPeers
+from tests.sim.threads import SimWorkers, pause_s
+
+SESSION_FDS: dict[Process, Callable[[int], None]] = {}
+"""Closes a session file's descriptor for the process that owns it."""
+
+
+@cache
+def _pagestore_metrics() -> PageStoreMetrics:
+    return PageStoreMetrics(CollectorRegistry())
+
+
+@dataclass(slots=True, kw_only=True)
+class PageStoreShape:
+    """Sizes of a simulated pagestore."""
+
+    arena_slots: int
+    segment_slots: int
+    disk_pages: int  # 0: no disk tier
+    wall_offset_s: float = 0.0
+
+
+class PageStoreNode:
+    """One pagestore's machine and the process that runs on it now."""
+
+    def __init__(self, world: World, number: int, shape: PageStoreShape) -> None:
+        self.world = world
+        self.number = number
+        self.shape = shape
+        self.name = f"store{number}"
+        self.node_id = bytes([number + 1]) * 16
+        self.endpoint = f"{self.name}:1"
+        self.bulk_endpoint = f"{self.name}:2"
+        self.host = SimHost(self.name, shape.arena_slots * SLOT_BYTES)
+        self.disk = SimDisk(max(1, shape.disk_pages) * PAGE_BYTES)
+        self.process = world.loop.process(self.name)
+        self.process.alive = False
+        self.starts = 0
+        self.engine: PageStoreEngine | None = None
+        self.index: NodeIndexLink | None = None
+        self.serving = False
+        self.stop: Stop | None = None
+        self._workers: list[SimWorkers] = []
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    def start(self) -> asyncio.Task[None]:
+        world = self.world
+        self.starts += 1
+        self.serving = False
+        self.process = world.loop.process(f"{self.name}#{self.starts}")
+        task = world.loop.spawn(self.process, self._serve(self.process), f"{self.name} main")
+        task.add_done_callback(self._ended, context=self.process.context.copy())
+        return task
+
+    def crash(self) -> None:
+        self.world.loop.kill(self.process)
+        self.engine = None
+        self.serving = False
+        for holders in self.host.session_files.values():
+            holders.discard(self.process)
+
+    def abandon(self) -> None:
+        """Unwind the threads of all processes that ran here."""
+        for workers in self._workers:
+            workers.abandon()
+        self._workers.clear()
+
+    # Inside
+
+    def _ended(self, main: asyncio.Task[None]) -> None:
+        """A process that cannot start, or fails, ends; its supervisor starts it again."""
+        error = None if main.cancelled() else main.exception()
+        if isinstance(error, SimKilled):
+            return
+        if error is not None and not isinstance(error, KvPoolError):
+            self.world.violations.append(f"{self.name} failed: {error!r}")
+        if self.process.alive:
+            self.crash()
+
+    def _config(self) -> PageStoreConfig:
+        return PageStoreConfig(
+            data_dir=Path("/nowhere"),
+            index_endpoints=tuple(index.endpoint for index in self.world.indexes),
+            arena_bytes=self.shape.arena_slots * SLOT_BYTES,
+            segment_bytes=self.shape.segment_slots * SLOT_BYTES,
+            disk_bytes=self.disk.budget_bytes if self.shape.disk_pages else 0,
+            batch_pages=4,
+            linger_ms=5,
+            write_retry_ms=50,
+            write_retry_max_ms=400,
+            heartbeat_interval_ms=300,
+            quarantine_grace_ms=200,
+            quarantine_poll_ms=50,
+            pull_timeout_ms=3000,
+            index_timeout_ms=500,
+            index_start_wait_ms=500,
+            reconcile_interval_ms=8000,
+            max_leases=8,
+            tenant=TENANT,
+        )
+
+    async def _serve(self, process: Process) -> None:
+        """What kvpool_pagestore.main does, with simulated parts."""
+        world, config, loop = self.world, self._config(), self.world.loop
+        arena = SimArena(self.host, process)
+        store = self._store(process) if self.shape.disk_pages else None
+        link = pagestore_main._index(config)
+        assert isinstance(link, NodeIndexLink)
+        parts = EngineParts(
+            arena=arena,
+            store=store,
+            disk_live_bytes=self.disk.budget_bytes,
+            peers=SimPeers(world, self),
+            index=link,
+            workers=self._make_workers(),
+            clock=SimClock(loop, self.shape.wall_offset_s),
+            first_segment_id=((self.number + 1) << 40) + (self.starts << 16) + 1,
+        )
+        engine = self.engine = PageStoreEngine(config, parts, _pagestore_metrics())
+        self._watch_slots(engine)
+        self._watch_promises(engine)
+        stop = self.stop = Stop()
+        last_incarnation = await engine.load(arena.old_sessions(), arena.old_bytes)
+        node = NodeInfo(
+            node_id=self.node_id,
+            kind=NodeKind.PAGESTORE,
+            host_id=self.name,
+            endpoint=self.endpoint,
+            bulk_endpoint=self.bulk_endpoint,
+            local_socket=self.endpoint,
+            capacity_bytes=config.arena_bytes,
+        )
+        await pagestore_main._adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
+        self.index = link
+        self._listen(config, engine, arena)
+        self.serving = True
+        await stop.wait()
+        if stop.failure is not None:  # superseded: the process ends
+            self.crash()
+
+    def _listen(self, config: PageStoreConfig, engine: PageStoreEngine, arena: SimArena) -> None:
+        limits = SessionLimits(
+            node_id=self.node_id,
+            descriptor_socket=Path(self.endpoint),
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            max_leases=config.max_leases,
+            max_requests_in_flight=config.max_requests_in_flight,
+        )
+        servicer = PageStoreServicer(engine, lambda: TENANT, limits)
+        self.world.network.listen(
+            self.endpoint,
+            self.process,
+            lambda server: pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server(servicer, server),
+        )
+        SimSegmentMap.servers[self.endpoint] = (self.process, self.host, arena, engine.sessions.descriptor)
+        SESSION_FDS[self.process] = arena.close_fd
+
+    def _store(self, process: Process) -> SimPageStore:
+        world = self.world
+
+        def pause() -> None:
+            if world.rng.random() < 0.5:
+                pause_s(world.loop, world.some_s(0.01))
+
+        def check(key: PageKey, page: bytes) -> None:
+            if page != true_page(key):
+                world.violations.append(f"{self.name}: page {key} became durable with wrong bytes")
+
+        return SimPageStore(self.disk, rng=world.rng, pause=pause, alive=lambda: process.alive, check=check)
+
+    def _make_workers(self) -> EngineWorkers:
+        def workers(threads: int, most_s: float, blocking: float) -> SimWorkers:
+            made = SimWorkers(
+                self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=blocking
+            )
+            self._workers.append(made)
+            return made
+
+        return EngineWorkers(
+            verify=workers(2, 0.004, 0.0),
+            read=workers(2, 0.004, 0.4),
+            write=workers(2, 0.004, 0.4),
+            pull=workers(2, 0.002, 1.0),
+        )
+
+    def _watch_slots(self, engine: PageStoreEngine) -> None:
+        """Poison every slot that becomes free, and see that nobody is touching it."""
+        space, host = engine._ledger.space, self.host
+        free = space.free
+
+        def freed(slot: Any) -> None:
+            segment_id, offset, size_bytes = slot.segment.segment_id, slot.offset, slot.size_bytes
+            free(slot)
+            host.check_free(segment_id, offset, size_bytes)
+            segment = host.segments.get(segment_id)
+            if segment is not None:
+                segment.memory[offset : offset + 256] = b"\xdd" * 256
+
+        space.free = freed  # type: ignore[method-assign]
+
+    def _watch_promises(self, engine: PageStoreEngine) -> None:
+        """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works."""
+        announcer, ledger, space, disk = engine._announcer, engine._ledger, engine._ledger.space, self.disk
+        announce, evict, finish_commit = announcer.disk, space._on_evict, ledger.finish_commit
+        committed: dict[int, PageRecord] = {}  # by id: kept, so that no other record gets it
+
+        def announced(key: PageKey, group_head_hash: bytes, present: bool) -> None:
+            if present and key not in disk.written and key not in disk.deleted:
+                self.world.violations.append(f"{self.name}: page {key} was announced as durable and is not")
+            announce(key, group_head_hash, present)
+
+        def evicted(slot: Any) -> None:
+            key = slot.page.key
+            lost = key not in disk.written and key not in disk.deleted and not disk.ever_failed
+            if self.shape.disk_pages and lost and id(slot.record) in committed:
+                self.world.violations.append(f"{self.name}: page {key} was evicted before it was durable")
+            evict(slot)
+
+        def finished(slot: Slot, **how: bool) -> bool:
+            committed[id(slot.page)] = slot.page
+            return finish_commit(slot, **how)
+
+        announcer.disk = announced  # type: ignore[method-assign]
+        ledger.finish_commit = finished  # type: ignore[method-assign]
+        space._on_evict = evicted

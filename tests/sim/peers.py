@@ -1,0 +1,192 @@
+"""Pulls between simulated pagestores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvpool.core.cluster import RemoteSource
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.page import PageKey
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_pages import WantedPage
+from tests.sim.loop import Process, current_process
+from tests.sim.nodes import World
+from tests.sim.pages import KEYSPACE, SPEC, TENANT, true_page
+from tests.sim.threads import wait_for
+
+if TYPE_CHECKING:
+    from tests.sim.pagestore_node import PageStoreNode
+
+
+class SimPeers:
+    """A pagestore's ports.PeerPages: pulls run on the other node's engine, page by page and half by half."""
+
+    def __init__(self, world: World, owner: PageStoreNode) -> None:
+        self._world = world
+        self._owner = owner
+
+    def pull(
+        self,
+        source: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[Any],
+        deadline_s: float,
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+        stop: Any = None,
+    ) -> None:
+        loop = self._world.loop
+        answers: asyncio.Queue[tuple[int, KvPoolError | None, bytes | None, bool]] = asyncio.Queue()
+        puller = current_process()
+        serving = self._begin(source, [item.key for item in items], deadline_s, answers, puller)
+        unsettled = set(range(len(items)))
+        ends_at_s = loop.time() + deadline_s
+        broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        if stop is not None:
+            stop.on_stop(lambda: loop.call_soon_threadsafe(answers.put_nowait, (-1, None, None, False)))
+        try:
+            while unsettled and broken is None and not (stop is not None and stop.stopped):
+                index, error, data, last = wait_for(loop, _next(answers, ends_at_s - loop.time()))
+                if index < 0:
+                    broken = error
+                elif data is not None:
+                    data = self._travelled(data)
+                    offset = len(items[index].destination) - len(data) if last else 0
+                    items[index].destination[offset : offset + len(data)] = data
+                    if last:
+                        unsettled.discard(index)
+                        on_page(index, None, True)
+                else:
+                    unsettled.discard(index)
+                    on_page(index, error, False)
+        finally:
+            if serving:
+                serving()
+        for index in unsettled:
+            on_page(index, broken or ServiceUnavailable("the pull was stopped"), False)
+
+    def push(
+        self,
+        target: RemoteSource,
+        spec: KeyspaceSpec,
+        items: Sequence[Any],
+        deadline_s: float,
+        *,
+        require_durable: bool,
+        on_page: Callable[[int, KvPoolError | None], None],
+    ) -> None:
+        for index in range(len(items)):  # replication is not simulated
+            on_page(index, ServiceUnavailable("nobody takes pages here"))
+
+    def close(self) -> None:
+        pass
+
+    def _travelled(self, data: bytes) -> bytes:
+        """What arrives: sometimes not what was sent."""
+        network = self._world.network
+        if not network.chance(network.faults.flipped):
+            return data
+        at = int(network.rng.random() * len(data))
+        return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+    def _begin(
+        self, source: RemoteSource, keys: Sequence[PageKey], deadline_s: float, answers: Any, puller: Process
+    ) -> Callable[[], None] | None:
+        """Have the other node serve; returns what ends that."""
+        world = self._world
+        node = next((one for one in world.pagestores if one.bulk_endpoint == source.bulk_endpoint), None)
+        if node is None or not node.serving or not node.alive:
+            return None
+        server, engine = node.process, node.engine
+        assert engine is not None
+        last_s = [0.0]
+
+        def send(index: int, error: KvPoolError | None, data: bytes | None, last: bool) -> None:
+            answer = (index, error, data, last)
+            last_s[0] = world.network.send(server, puller, last_s[0], lambda: answers.put_nowait(answer))
+
+        def died() -> None:
+            send(-1, ServiceUnavailable("the peer died"), None, False)
+
+        tasks: list[asyncio.Task[None]] = []
+        over = [False]
+
+        def begin() -> None:
+            if not over[0]:
+                tasks.append(world.loop.spawn(server, _serve_pull(world, engine, source, keys, deadline_s, send)))
+
+        def end_there() -> None:
+            over[0] = True
+            for task in tasks:
+                task.cancel()
+
+        def end() -> None:
+            if died in server.on_kill:
+                server.on_kill.remove(died)
+            if end in puller.on_kill:
+                puller.on_kill.remove(end)
+            world.network.send(puller, server, 0.0, end_there)
+
+        server.on_kill.append(died)
+        puller.on_kill.append(end)
+        world.network.send(puller, server, 0.0, begin)
+        return end
+
+
+async def _next(answers: asyncio.Queue[Any], timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            return await answers.get()
+    except TimeoutError:
+        return -1, DeadlineExceeded("the pull took too long"), None, False
+
+
+async def _serve_pull(
+    world: World,
+    engine: PageStoreEngine,
+    source: RemoteSource,
+    keys: Sequence[PageKey],
+    deadline_s: float,
+    send: Callable[[int, KvPoolError | None, bytes | None, bool], None],
+) -> None:
+    """What kvpool_pagestore.bulk_servicer does for a read stream, one page after the other."""
+    try:
+        engine.check_incarnation(source.incarnation)
+        if source.incarnation != engine.incarnation:
+            world.violations.append(f"incarnation {engine.incarnation} served what {source.incarnation} was asked for")
+        peer = engine.sessions.open_internal(TENANT, [(KEYSPACE, SPEC)])
+    except KvPoolError as error:
+        send(-1, error, None, False)
+        return
+    try:
+        for index, key in enumerate(keys):
+            settled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+            def on_acquired(acquired: Sequence[Any], final: bool, settled: asyncio.Future[Any] = settled) -> None:
+                for one in acquired:
+                    if not settled.done():
+                        settled.set_result(one)
+
+            engine.pages.acquire(peer, [WantedPage(key=key)], wait_s=deadline_s, on_acquired=on_acquired)
+            one = await settled
+            if world.loop.trace is not None:
+                world.loop.trace(f"{current_process()} serves {key}: {one.error or bool(one.grant)}")
+            if one.grant is None:
+                send(index, one.error, None, True)
+                continue
+            view = engine.pages.view(one.grant)
+            half = len(view) // 2
+            first = bytes(view[:half])
+            send(index, None, first, False)
+            await asyncio.sleep(world.some_s(0.005))
+            second = bytes(view[half:])
+            if first + second != true_page(key):
+                world.violations.append(f"page {key} changed while a peer was reading it")
+            send(index, None, second, True)
+            engine.pages.release(peer, [one.grant.lease_id])
+    except KvPoolError as error:
+        send(-1, error, None, False)
+    finally:
+        engine.sessions.close(peer)
