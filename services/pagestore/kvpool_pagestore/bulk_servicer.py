@@ -15,7 +15,7 @@ import grpc
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto
+from kvpool.wire.convert import convert_items, item_error_to_proto, page_key_from_proto, page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.frames import (
     DEFAULT_FRAME_BYTES,
@@ -171,7 +171,12 @@ def _window_frames(
 
 def _page_frames(index: int, grant: ReadGrant, frame_bytes: int) -> Iterator[BulkFrame]:
     page_bytes = len(grant.page)
-    head = pb.PageFrame(item_index=index, outcome=pb.OUTCOME_HIT, page_bytes=page_bytes)
+    head = pb.PageFrame(
+        item_index=index,
+        outcome=pb.OUTCOME_HIT,
+        page_bytes=page_bytes,
+        metadata=page_metadata_to_proto(grant.metadata),
+    )
     for offset in range(0, page_bytes, frame_bytes):
         # gRPC asks for the next frame when it has serialized this one, that is, copied it. It still refers to the
         # frame then, so the view is released here: no view may outlive the lease.

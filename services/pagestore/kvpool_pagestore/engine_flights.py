@@ -61,6 +61,7 @@ class Flights:
         self._pulls = pulls
         self._tasks = tasks
         self._by_key: dict[PageKey, Flight] = {}
+        self.on_visible: Callable[[PageRecord], None] = lambda record: None  # a page came to staging
 
     def find(self, key: PageKey) -> Flight | None:
         """The page's flight that is under way."""
@@ -124,6 +125,8 @@ class Flights:
         ready: Slot | None = None
         if slot is not None:
             ready = self._ledger.finish_fill(slot, verified=hit and error is None)
+        if ready is not None and ready is slot:
+            self.on_visible(ready.page)
         if ready is not None and ready is slot and not self._policies.plan(flight.record.key.keyspace).stays_in_staging:
             self._ledger.make_fleeting(ready)
         flight.landed = ready is not None

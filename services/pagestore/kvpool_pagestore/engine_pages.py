@@ -85,6 +85,7 @@ class PageCalls:
         self._tasks = tasks
         self._metrics = metrics
 
+        flights.on_visible = retained.visible
         self.refuses: Callable[[], KvPoolError | None] = lambda: None  # why no new pages are taken
         self.on_read: Callable[[PageRecord], None] = lambda record: None  # a reader got a page
 
@@ -246,6 +247,7 @@ class PageCalls:
             if self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
                 self._metrics.committed_pages.inc()
                 self._metrics.committed_bytes.inc(record.page_bytes)
+                self._retained.visible(slot.page)
                 if dirty and self._write_back is not None:
                     page = self._write_back.add(slot)
                     answers[-1] = page if waits else None

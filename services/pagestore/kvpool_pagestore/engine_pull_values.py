@@ -10,7 +10,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_stop import StopSignal
-from kvpool_pagestore.ports import RemoteSource
+from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class PullStream:
 
     source: RemoteSource
     pages: dict[int, tuple[Pulled, Slot]] = field(default_factory=dict)
+    told: dict[int, PageMetadata] = field(default_factory=dict)  # what the source keeps beside them; by its thread
     stop: StopSignal = field(default_factory=StopSignal)
     moved_s: float = 0.0
     complete: bool = False  # all its pages are in `pages`, or were

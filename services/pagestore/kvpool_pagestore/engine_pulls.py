@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
@@ -17,6 +18,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.hedging import HedgeDelay
 from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.retention import inherited
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_pull_values import Pulled, PulledPeer, PullLimits, PullStream
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -150,7 +152,14 @@ class Pulls:
         going: list[tuple[Pulled, Slot]],
         on_page: Callable[[int, KvPoolError | None, bool], None],
     ) -> None:
-        items = [PullItem(key=page.record.key, destination=self._space.view(slot)) for page, slot in going]
+        items = [
+            PullItem(
+                key=page.record.key,
+                destination=self._space.view(slot),
+                on_metadata=partial(stream.told.__setitem__, position),
+            )
+            for position, (page, slot) in enumerate(going)
+        ]
         spec = going[0][0].keyspace.spec
         self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
 
@@ -175,6 +184,7 @@ class Pulls:
         elif stream.stalled:
             error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
         self._judge(page, stream.source, error, hit)
+        self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.told.pop(position, None)))
         self._settle(page, slot, error, hit)
 
     def _judge(self, page: Pulled, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:

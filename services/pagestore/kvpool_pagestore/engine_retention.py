@@ -19,6 +19,7 @@ from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
+from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.metrics import PageStoreMetrics
 
@@ -70,9 +71,11 @@ class Retained:
     def prepared(self, key: PageKey, metadata: PageMetadata) -> PageMetadata:
         """Metadata of a page that comes here now, with the defaults of its keyspace and the end of its life."""
         default = self._policies.policy(key.keyspace).retention
-        metadata = with_defaults(metadata, default, self._clock.wall_us())
-        self._note(key.keyspace + key.chunk_hash, metadata)
-        return metadata
+        return with_defaults(metadata, default, self._clock.wall_us())
+
+    def visible(self, record: PageRecord) -> None:
+        """A page came to staging: it will be forgotten when its time comes, or soon if it has come already."""
+        self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
 
     def admit(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> QuotaExceeded | None:
         """Count the pin of a page that is about to be stored; why it cannot be pinned."""

@@ -182,10 +182,14 @@ class PageStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullItem:
-    """One page to pull into a slot of `destination` (exactly the page's bytes)."""
+    """One page to pull into a slot of `destination` (exactly the page's bytes).
+
+    on_metadata: told what its owner keeps beside it, before the page is reported and on the same thread.
+    """
 
     key: PageKey
     destination: memoryview
+    on_metadata: Callable[[PageMetadata], None] = lambda metadata: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,3 +153,21 @@ def test_answers_that_make_no_sense_end_the_attempt() -> None:
     writing.answer(0, pb.ADMISSION_REJECTED)
     writing.batch.fail_rest(ServiceUnavailable("gone"))
     assert writing.reports == [(0, Admission.REJECTED, KvPoolError), (1, Admission.REJECTED, ServiceUnavailable)]
+
+
+def test_what_the_owner_keeps_beside_a_page_is_handed_over_before_the_page() -> None:
+    said: list[PageMetadata] = []
+    buffers = [bytearray(2), bytearray(2)]
+    items = [
+        PageToRead(key=key(n), destination=memoryview(buffer), on_metadata=said.append)
+        for n, buffer in enumerate(buffers)
+    ]
+    reports: list[tuple[int, bool, int]] = []
+    batch = ReadBatch(items, 0, lambda index, error, hit: reports.append((index, hit, len(said))))
+    batch.begin()
+    kept = common_pb2.PageMetadata(parent_hash=b"p" * 16, group_head_hash=b"g" * 16, expires_us=5)
+    batch.take(BulkFrame(pb.PageFrame(item_index=0, outcome=pb.OUTCOME_HIT, page_bytes=2, metadata=kept), b"ab"))
+    kept.chunk_index = -1
+    batch.take(BulkFrame(pb.PageFrame(item_index=1, outcome=pb.OUTCOME_HIT, page_bytes=2, metadata=kept), b"ab"))
+    assert reports == [(0, True, 1), (1, False, 1)], "a page with what nobody could have kept is not taken"
+    assert said == [PageMetadata(parent_hash=b"p" * 16, chunk_index=0, group_head_hash=b"g" * 16, expires_us=5)]

@@ -203,3 +203,15 @@ async def test_a_pin_that_cannot_be_kept_is_refused() -> None:
             with pytest.raises(InvalidRequest, match="at most 4096"):
                 await running.engine.retained.pin(TENANT, KEYSPACE, HASHES * 300, 0)
             world.memory.fault = None
+
+
+async def test_a_page_whose_time_came_while_it_was_written_is_not_served_for_ever() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            answer = await reserve(running, peer, 1, ttl_ms=1000)
+            assert isinstance(answer, Grant)
+            fill_page(running.engine.pages.view(answer), page_key(1))
+            clock.advance(1.0)
+            assert running.engine.retained.sweep() == 0, "it is nowhere yet"
+            assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
+            assert (await acquire_one(running, peer, wanted(1))).grant is None

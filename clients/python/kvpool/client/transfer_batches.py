@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import KvPoolError, PageCorrupt
+from kvpool.core.errors import InvalidRequest, KvPoolError, PageCorrupt
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import item_error_from_proto, page_metadata_to_proto
+from kvpool.wire.convert import item_error_from_proto, page_metadata_from_proto, page_metadata_to_proto
 from kvpool.wire.frames import BulkFrame, encode_write_request
 
 OnRead = Callable[[int, KvPoolError | None, bool], None]
@@ -21,12 +21,20 @@ OnWritten = Callable[[int, Admission, KvPoolError | None], None]
 """(item index, admission, error), once per item. REJECTED comes with the error."""
 
 
+def _ignore(_: PageMetadata) -> None:
+    """Most readers care for the bytes alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToRead:
-    """`destination` has exactly the page's bytes; what it holds after a miss or an error is undefined."""
+    """`destination` has exactly the page's bytes; what it holds after a miss or an error is undefined.
+
+    on_metadata: told, before the page is reported, what the pagestore keeps beside it; again when a stream is resumed.
+    """
 
     key: PageKey
     destination: memoryview
+    on_metadata: Callable[[PageMetadata], None] = _ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,14 @@ class ReadBatch:
             self._settle(PageCorrupt(f"{self._key} came with outcome {head.outcome}"))
         elif head.page_bytes != expected_bytes:
             self._settle(PageCorrupt(f"{self._key} has {head.page_bytes} bytes there, {expected_bytes} were expected"))
+        elif head.HasField("metadata"):  # not from a pagestore of an earlier version
+            self._hand_over(head)
+
+    def _hand_over(self, head: pb.PageFrame) -> None:
+        try:
+            self._items[self._asked[self._position]].on_metadata(page_metadata_from_proto(head.metadata))
+        except InvalidRequest as error:
+            self._settle(PageCorrupt(f"{self._key}: {error.message}"))
 
     def _put(self, frame: BulkFrame) -> None:
         offset, size_bytes = frame.head.offset, len(frame.data)

@@ -39,7 +39,7 @@ class GrpcPeerPages:
         stop: Stop,
     ) -> None:
         """`deadline_s`: seconds from now. Items of another keyspace than the first one's are refused."""
-        pages = [PageToRead(key=item.key, destination=item.destination) for item in items]
+        pages = [PageToRead(key=item.key, destination=item.destination, on_metadata=item.on_metadata) for item in items]
         if not pages:
             return
         keyspace = pages[0].key.keyspace

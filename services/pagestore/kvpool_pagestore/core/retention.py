@@ -36,6 +36,23 @@ def extended(kept: PageMetadata, wanted: PageMetadata) -> PageMetadata:
     )
 
 
+def inherited(asked: PageMetadata, owners: PageMetadata | None) -> PageMetadata:
+    """Metadata of a page pulled from its owner: retention is the owner's, if it said any; a pin stays where it is.
+
+    asked: of whoever wanted to read the page, who has no say in how long it is kept.
+    """
+    if owners is None:
+        return replace(asked, pinned_until_us=0)
+    return replace(
+        asked,
+        ttl_ms=owners.ttl_ms,
+        expires_us=owners.expires_us,
+        priority=owners.priority,
+        pinned_until_us=0,
+        prompt_tokens=owners.prompt_tokens,
+    )
+
+
 def is_expired(metadata: PageMetadata, now_us: int) -> bool:
     """The page is worth nothing any more: it must not be served."""
     return 0 < metadata.expires_us <= now_us

@@ -106,6 +106,11 @@ class StagedPages:
         self._filling.setdefault(record.key, []).append(slot)
         return slot
 
+    def describe_fill(self, slot: Slot, metadata: PageMetadata) -> None:
+        """What is kept beside a page that has just come, before it is made visible."""
+        assert slot.state is SlotState.FILLING
+        slot.record = replace(slot.page, metadata=metadata)
+
     def finish_fill(self, slot: Slot, *, verified: bool) -> Slot | None:
         """Make the page visible and clean; the slot to read from (another one if a writer was faster), or None.
 
