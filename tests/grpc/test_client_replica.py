@@ -43,6 +43,10 @@ class Asking:
         await self.match(chain, first=first)
         return self.answered_by[-1]
 
+    async def matches(self, chain: Chain, chunk_count: int) -> bool:
+        """Whether a match now finds just so many chunks."""
+        return (await self.match(chain)).matched_chunks == chunk_count
+
 
 @asynccontextmanager
 async def asking(index: RunningIndex, keyspace: bytes) -> AsyncIterator[Asking]:
@@ -101,13 +105,9 @@ async def test_what_is_removed_or_dies_is_not_named(index: RunningIndex) -> None
         assert await one.last(chain) is MatchedBy.REPLICA
         await node.register()
         await node.announce(chain.removed([30]))
-        await eventually(lambda: one.replica.used_bytes > 0)
-        async with asking(index, chain.keyspace):  # a heartbeat later it is known for certain
-            while (await one.match(chain)).matched_chunks != 30:
-                pass
+        await eventually(lambda: one.matches(chain, 30))
         await node.end()
-        while (await one.match(chain)).matched_chunks:
-            pass
+        await eventually(lambda: one.matches(chain, 0))
         assert one.answered_by[-1] is MatchedBy.INDEX
 
 

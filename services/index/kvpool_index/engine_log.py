@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from operator import ge
 from typing import Final
 
 from kvpool.core.cluster import ChunkEvent, NodeEvent
-from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool_index.core.entries import decode_value
 from kvpool_index.core.events import ChunkState, LogEntry, Position, entry_order, unpack_chunks, unpack_node
 from kvpool_index.core.match import locations_of
 from kvpool_index.core.watching import EntryNews, OwnedEvent, news_of
-from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.ports import EventLog
 
@@ -46,6 +45,7 @@ class LogReader:
         self._lose = lose
         self._readers: list[asyncio.Task[None]] = []
         self._read_up_to = Position(())
+        self._interrupted: set[int] = set()  # streams whose latest read failed
 
     @property
     def position(self) -> Position:
@@ -65,6 +65,7 @@ class LogReader:
     def stop(self) -> list[asyncio.Task[None]]:
         """Read no more; the tasks that are ending."""
         readers, self._readers = self._readers, []
+        self._interrupted.clear()
         for reader in readers:
             reader.cancel()
         return readers
@@ -107,27 +108,38 @@ class LogReader:
             try:
                 entries = await self._event_log.read(stream, after, limit=_READ_ENTRIES, wait_s=_READ_WAIT_S)
                 # A log that came back empty or rolled back, or that outran this reader, has a gap after our position.
-                if not await self._event_log.is_kept(stream, after):
+                is_kept = await self._event_log.is_kept(stream, after)
+                if not is_kept:
                     self._advance(stream, (await self._event_log.tails())[stream])
                     self._lose()
-                    continue
-                owned = await self._owned(stream, entries)
-            except (StoreUnavailable, Overloaded) as error:
-                _log.warning("watching is interrupted: %s", error)
+                owned = await self._understood(stream, after, entries) if is_kept and entries else None
+            except Exception as error:
+                self._interrupt(stream, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            except (struct.error, ValueError, KeyError):
-                _log.exception(
-                    "an entry after %s of event stream %d cannot be read; watchers start afresh", after, stream
-                )
-                self._advance(stream, entries[-1].entry_id)
-                self._lose()
+            self._go_on(stream)
+            if not is_kept or not entries:
                 continue
-            if entries:
-                # Without an await in between: the other streams' readers move the position too.
-                news = news_of(entries, stream, self._read_up_to, owned)
-                self._advance(stream, entries[-1].entry_id)
+            # Without an await in between: the other streams' readers move the position too.
+            news = news_of(entries, stream, self._read_up_to, owned) if owned is not None else None
+            self._advance(stream, entries[-1].entry_id)
+            if news is not None:
                 self._deliver(news)
+            else:
+                self._lose()
+
+    def _interrupt(self, stream: int, error: Exception) -> None:
+        """Say that the log cannot be read: once, until all streams can be read again."""
+        if not self._interrupted:
+            foreseen = isinstance(error, StoreUnavailable | Overloaded)
+            _log.warning("watching is interrupted: %s", error, exc_info=None if foreseen else error)
+        self._interrupted.add(stream)
+
+    def _go_on(self, stream: int) -> None:
+        if self._interrupted:
+            self._interrupted.discard(stream)
+            if not self._interrupted:
+                _log.info("watching goes on")
 
     def _advance(self, stream: int, entry_id: str) -> None:
         self._read_up_to = self._read_up_to.advanced(stream, entry_id)
@@ -136,6 +148,18 @@ class LogReader:
         owned = await self._owned(stream, entries)
         return news_of(entries, stream, start, owned)
 
+    async def _understood(
+        self, stream: int, after: str, entries: Sequence[LogEntry]
+    ) -> dict[str, list[OwnedEvent]] | None:
+        """The same as `_owned`; None for entries that nobody can read. Raises StoreUnavailable and Overloaded."""
+        try:
+            return await self._owned(stream, entries)
+        except (StoreUnavailable, Overloaded):
+            raise
+        except Exception:
+            _log.exception("an entry after %s of event stream %d cannot be read; watchers start afresh", after, stream)
+            return None
+
     async def _owned(self, stream: int, entries: Sequence[LogEntry]) -> dict[str, list[OwnedEvent]]:
         """By entry id, the events and whose they are."""
         if stream == self._event_log.stream_count - 1:
@@ -143,15 +167,32 @@ class LogReader:
         states = {entry.entry_id: list(unpack_chunks(entry.payload)) for entry in entries}
         ordinals = {each.ordinal for found in states.values() for state in found for each in decode_value(state.value)}
         await self._nodes.learn(ordinals)
-        return {entry_id: await self._chunk_events(found) for entry_id, found in states.items()}
+        keyspaces = {
+            each: await self._keyspace(each) for each in {s.keyspace for found in states.values() for s in found}
+        }
+        owned: dict[str, list[OwnedEvent]] = {}
+        for entry_id, found in states.items():
+            owned[entry_id] = self._chunk_events(found, keyspaces)
+            await asyncio.sleep(0)  # matches have their turn: all entries together take tens of milliseconds
+        return owned
 
-    async def _chunk_events(self, states: Sequence[ChunkState]) -> list[OwnedEvent]:
+    async def _keyspace(self, keyspace: bytes) -> KnownKeyspace | None:
+        try:
+            return await self._keyspaces.find(keyspace)
+        except InvalidRequest as error:  # opened through an index of a later version, and of no use to watchers of ours
+            _log.debug("keyspace %s cannot be read: %s", keyspace.hex(), error)
+            return None
+
+    def _chunk_events(
+        self, states: Sequence[ChunkState], keyspaces: Mapping[bytes, KnownKeyspace | None]
+    ) -> list[OwnedEvent]:
         found: list[OwnedEvent] = []
+        live_node = self._nodes.live_node_now()
         for state in states:
-            keyspace = await self._keyspaces.find(state.keyspace)
+            keyspace = keyspaces[state.keyspace]
             if keyspace is None:
                 continue  # nobody has opened it, so nobody may see it
-            locations = locations_of(state.value, grid=keyspace.all_shards, live_node=self._nodes.live_node_now())
+            locations = locations_of(state.value, grid=keyspace.all_shards, live_node=live_node)
             event = ChunkEvent(
                 keyspace=state.keyspace,
                 chunk_hash=state.chunk_hash,
