@@ -230,6 +230,23 @@ async def test_a_server_that_is_no_redis(redis: RedisServer) -> None:
     await server.wait_closed()
 
 
+async def test_a_password_that_a_server_repeats_is_not_told_on() -> None:
+    async def without_auth(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'secret' \r\n+PONG\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(without_auth, "127.0.0.1", 0, family=socket.AF_INET)
+    store = RedisIndexStore(f"redis://:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(errors.StoreUnavailable, match="unknown command 'AUTH'") as caught:
+        await store.ping()
+    assert "secret" not in str(caught.value)
+    await store.close()
+    server.close()
+    await server.wait_closed()
+
+
 @pytest.mark.parametrize("url", ["http://x", "redis://host:port", "redis://h:1/?retry_on_timeout=1", "rubbish"])
 async def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(errors.StartupFailed, match="redis_url"):

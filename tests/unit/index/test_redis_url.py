@@ -72,3 +72,12 @@ def test_what_is_refused(url: str, cause: str) -> None:
     with pytest.raises(ValueError, match=cause) as caught:
         parse_redis_url(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+sentinel", "redis+cluster"])
+@pytest.mark.parametrize("account", [":secret/x", ":se?secret=1", ":se?secret", "u:secret#x", ":[secret]", ":x[secret"])
+def test_a_password_that_is_not_written_as_it_should_be_is_not_repeated(scheme: str, account: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_redis_url(f"{scheme}://{account}@h:6379/kv")
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None

@@ -223,6 +223,7 @@ async def _log_in(connection: Connection, login: Login, *, masters_only: bool) -
     replies = await connection.send(b"".join(commands), len(commands))
     for reply in replies:
         if is_error(reply):
-            raise ConnectionError(f"login was refused: {reply}")
+            # A server without AUTH, or a proxy, repeats the arguments of a command that it does not know.
+            raise ConnectionError(f"login was refused: {str(reply).partition(', with args')[0]}")
     if masters_only and replies[-1][0] != b"master":
         raise ConnectionError(f"it is no master but a {replies[-1][0].decode()}")

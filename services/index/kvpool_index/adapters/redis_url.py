@@ -9,17 +9,22 @@ and sentinel_password, because user and password are those of the servers that h
 """
 
 import ssl
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, parse_url
 
 from kvpool_index.adapters.redis_wire import pack
+
+PartsT = TypeVar("PartsT")
 
 _TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
 _PLAIN_OPTIONS: Final = frozenset({"host", "port", "db", "username", "password", "path", "connection_class"})
 _SENTINEL_OPTIONS: Final = frozenset({"sentinel_username", "sentinel_password"})
+_NAMED_OPTIONS: Final = _TLS_OPTIONS | _PLAIN_OPTIONS | _SENTINEL_OPTIONS | URL_QUERY_ARGUMENT_PARSERS.keys()
+_ESCAPES: Final = "in names and passwords write %2F for /, %3F for ?, %23 for #, %40 for @, %5B and %5D for brackets"
 _SENTINEL_PORT: Final = 26379
 _REDIS_PORT: Final = 6379
 
@@ -71,11 +76,11 @@ def parse_redis_url(url: str) -> RedisUrl:
     """Raises ValueError, which does not repeat the URL, and OSError for certificates that cannot be read."""
     scheme = url.partition("://")[0]
     base, _, topology = scheme.partition("+")
-    if not topology:
+    if scheme in ("redis", "rediss", "unix"):
         return _parse_single(url)
     if base not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
         raise ValueError("the scheme must be redis, rediss, unix, redis+sentinel, rediss+sentinel or redis+cluster")
-    parts = urlsplit(url)
+    parts = _split(urlsplit, url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     _refuse(options.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if topology == "sentinel" else frozenset()))
     tls = _tls_context(options) if base == "rediss" else None
@@ -101,7 +106,7 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def _parse_single(url: str) -> RedisUrl:
-    options: dict[str, Any] = dict(parse_url(url))
+    options: dict[str, Any] = dict(_split(parse_url, url))
     _refuse(options.keys() - _PLAIN_OPTIONS - _TLS_OPTIONS)
     return RedisUrl(
         topology="single",
@@ -115,9 +120,21 @@ def _parse_single(url: str) -> RedisUrl:
     )
 
 
-def _refuse(options: Any) -> None:
+def _split(split: Callable[[str], PartsT], url: str) -> PartsT:
+    """Without what libraries say of a URL that they cannot take apart: that repeats it, and so parts of a password."""
+    try:
+        return split(url)
+    except ValueError:
+        raise ValueError(f"it cannot be taken apart; {_ESCAPES}") from None
+
+
+def _refuse(options: Collection[str]) -> None:
+    """Names are repeated only if they are those of options: a password with a ? in it looks like others."""
+    named = sorted(set(options) & _NAMED_OPTIONS)
+    if named:
+        raise ValueError(f"options {', '.join(named)} are not supported")
     if options:
-        raise ValueError(f"options {', '.join(sorted(options))} are not supported")
+        raise ValueError(f"it has options that no Redis URL has; {_ESCAPES}")
 
 
 def _servers(hosts: str, default_port: int) -> tuple[Server, ...]:
