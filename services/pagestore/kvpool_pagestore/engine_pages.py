@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, StoreFault
+from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, PageMissing, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
-from kvpool.core.page import PageFaultKind, PageKey, verify
-from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
 from kvpool_pagestore.core.ledger import Grant, Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed
-from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_acquire import Acquired, AcquireItem, Acquisition, OnAcquired
+from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_retention import Retained
@@ -30,8 +29,6 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import RemoteSource, Workers
 
 _log = logging.getLogger(__name__)
-
-_VERIFIED_AT_ONCE = 2  # pages: a hand-over to a thread costs about as much as one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +75,11 @@ class PageCalls:
         self._disk = disk
         self._write_back = write_back
         self._flights = flights
-        self._policies = policies
         self._retained = retained
         self._keyspaces = keyspaces
-        self._verifiers = verifiers
         self._tasks = tasks
         self._metrics = metrics
-
+        self._commits = Commits(ledger, space, disk, write_back, policies, retained, keyspaces, verifiers, metrics)
         flights.on_visible = retained.visible
         self.refuses: Callable[[], KvPoolError | None] = lambda: None  # why no new pages are taken
         self.on_read: Callable[[PageRecord], None] = lambda record: None  # a reader got a page
@@ -98,8 +93,8 @@ class PageCalls:
             return None if key in self._disk else PageMissing(f"page {key} is not here any more")
         self._ledger.pin(slot)
         try:
-            if not slot.dirty and self._ledger.make_dirty(slot):
-                self._write_back.add(slot)
+            if not slot.dirty:
+                self._write_back.take(slot)
             await self._write_back.flush({key.keyspace})
         except KvPoolError as error:
             return error
@@ -134,8 +129,8 @@ class PageCalls:
         begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
         with self._metrics.request_duration.labels("commit").time():
-            committed = await self._tasks.finish(self._finish_commits(slots, durable), "commit") if slots else []
-            faults = iter(await self._durable(committed))
+            committed = await self._tasks.finish(self._commits.finish(slots, durable), "commit") if slots else []
+            faults = iter(await self._commits.durable(committed))
         return [next(faults) if isinstance(one, Slot) else one for one in begun]
 
     def abort(self, peer: PeerSession, lease_ids: Sequence[int]) -> None:
@@ -221,71 +216,12 @@ class PageCalls:
             return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
         return answer
 
-    async def _durable(self, committed: Sequence[KvPoolError | DirtyPage | None]) -> list[KvPoolError | None]:
-        """The answers of a commit, once the pages among them are durable or could not be made so."""
-        waiting = [one for one in committed if isinstance(one, DirtyPage)]
-        verdicts = iter(await self._write_back.settled(waiting) if self._write_back is not None and waiting else ())
-        return [next(verdicts) if isinstance(one, DirtyPage) else one for one in committed]
-
-    async def _finish_commits(self, slots: Sequence[Slot], durable: bool) -> list[KvPoolError | DirtyPage | None]:
-        """Per slot None, why it is not visible or never durable, or the page whose disk write its answer waits for."""
-        # A window of one engine is one commit: all threads have a share of it.
-        share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
-        parts = [slots[start : start + share] for start in range(0, len(slots), share)]
-        errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
-        reach("pagestore.commit.verified")
-        answers: list[KvPoolError | DirtyPage | None] = []
-        for slot, error in zip(slots, errors, strict=True):
-            record = slot.page
-            if isinstance(error, PageCorrupt):
-                self._metrics.verification_failures.labels("commit").inc()
-                _log.error("page %s fails verification at its commit and is not stored", record.key)
-            answers.append(error)
-            plan = self._policies.plan(record.key.keyspace)
-            waits = durable or plan.commit_waits
-            dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
-            if self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
-                self._metrics.committed_pages.inc()
-                self._metrics.committed_bytes.inc(record.page_bytes)
-                self._retained.visible(slot.page)
-                if dirty and self._write_back is not None:
-                    page = self._write_back.add(slot)
-                    answers[-1] = page if waits else None
-                elif waits:
-                    answers[-1] = StoreFault(f"page {record.key} is staged, but this node has no disk tier for it")
-        reach("pagestore.commit.visible")
-        return answers
-
-    async def _verify_part(self, slots: Sequence[Slot]) -> Sequence[KvPoolError | None]:
-        try:
-            return await self._verifiers.run(self._verify_all, slots)
-        except KvPoolError as refused:  # no room in the queue, or shutting down: the pages are simply not stored
-            return [refused] * len(slots)
-
-    def _verify_all(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
-        return [self._verify(slot) for slot in slots]
-
-    def _verify(self, slot: Slot) -> KvPoolError | None:
-        key, view = slot.page.key, self._space.view(slot)
-        keyspace = self._keyspace(key)
-        payload_bytes = keyspace.payload_bytes(key.shard)
-        fault = verify(view, key, keyspace.spec.codec, payload_bytes)
-        if fault is None:
-            return None
-        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
-            # Whole as it was sealed, so that no byte was lost: the writer means another codec.
-            return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
-        return PageCorrupt(f"page {key}: {fault}")
-
-    def _keyspace(self, key: PageKey) -> Keyspace:
-        keyspace = self._keyspaces.find(key.keyspace)
-        assert keyspace is not None  # a page got here through a session that named it
-        return keyspace
-
     def _drop_corrupt(self, slot: Slot, peer: PeerSession) -> None:
         key = slot.page.key
         self._metrics.verification_failures.labels("reader").inc()
         _log.error("page %s fails verification at %s and is dropped", key, peer.session.peer_name)
         self._ledger.drop(key)
         if self._disk is not None and key in self._disk:
-            self._tasks.start(self._disk.recheck(key, self._keyspace(key)), "recheck-disk")
+            keyspace = self._keyspaces.find(key.keyspace)
+            assert keyspace is not None  # a page got here through a session that named it
+            self._tasks.start(self._disk.recheck(key, keyspace), "recheck-disk")

@@ -106,8 +106,8 @@ class Policies:
         return slot.dirty or (self._disk is not None and slot.page.key in self._disk)
 
     def _write(self, slot: Slot) -> None:
-        if self._write_back is not None and self._ledger.make_dirty(slot):
-            self._write_back.add(slot)
+        if self._write_back is not None:
+            self._write_back.take(slot)
 
     async def _learn_all(self) -> None:
         try:

@@ -69,6 +69,16 @@ class WriteBack:
         self._pump()
         return page
 
+    def take(self, slot: Slot) -> DirtyPage | None:
+        """A visible page that is not on disk is to go there, if it does not wait for that already.
+
+        None if too much is on its way: ask at its next use.
+        """
+        waiting = self._queue.find(slot)
+        if waiting is not None:
+            return waiting
+        return self.add(slot) if self._ledger.make_dirty(slot) else None
+
     async def settled(self, pages: Sequence[DirtyPage]) -> list[KvPoolError | None]:
         """Wait until each page is durable (None) or could not be made so at the first try, without lingering.
 
@@ -90,7 +100,7 @@ class WriteBack:
         self._queue.hurry(self._clock.monotonic_s())
         self._pump()
         waiting = wanted
-        while waiting := [page for page in waiting if _undecided(page, before[page.number])]:
+        while not self._stopped and (waiting := [page for page in waiting if _undecided(page, before[page.number])]):
             await self._next_progress()
         failed_count = sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
         if failed_count and self._disk.fault:
@@ -136,8 +146,7 @@ class WriteBack:
 
     async def _write(self, batch: list[DirtyPage]) -> None:
         writes = [
-            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata)
-            for page in batch
+            PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata) for page in batch
         ]
         written = {write.key: write.metadata for write in writes}
         refused = {write.key: self.admit(write.key, len(write.page)) for write in writes}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.cluster import LocationChange
+from kvpool.core.cluster import LocationChange, RemoteSource
 from kvpool.core.errors import StoreFault
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy, WritePolicy
@@ -18,11 +18,13 @@ from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.slots import SlotState
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
     TENANT,
     Running,
+    ScriptedPeers,
     World,
     fill_page,
     metadata,
@@ -227,3 +229,38 @@ async def test_a_transit_page_whose_write_failed_is_kept_until_it_is_durable() -
             assert used_slots(running) > 0
             world.memory.fault = None
             await eventually(lambda: stored(world) == {1})
+
+
+async def test_uses_of_a_page_that_the_disk_refuses_do_not_pile_up_in_the_queue() -> None:
+    with new_world() as world:
+        changes = {"write_policy": "selective", "selective_min_uses": 1, "write_retry_ms": 60_000}
+        async with running_engine(world, **changes, write_retry_max_ms=60_000) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            world.memory.fault = StoreFault("the disk is gone")
+            for _ in range(5):
+                await acquire_one(running, peer, wanted(1))
+                await eventually(lambda: not running.engine.gauges().arena_dirty_bytes)
+            assert running.engine.dirty_page_count == 1
+            world.memory.fault = None
+
+
+async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_commit_all_the_same() -> None:
+    def answer(source: RemoteSource, item: PullItem) -> bool:
+        fill_page(item.destination, item.key)
+        return True
+
+    with new_world() as world:
+        world.peers = ScriptedPeers(answer)
+        async with running_engine(world, write_policy="write-through") as running:
+            peer = await open_session(running)
+            kept = replace(metadata(1), priority=9)
+            (grant,) = await running.engine.pages.reserve(
+                peer, [ReserveItem(key=page_key(1), page_bytes=PAGE_BYTES, metadata=kept)]
+            )
+            assert isinstance(grant, Grant)
+            fill_page(running.engine.pages.view(grant), page_key(1))
+            source = RemoteSource(node_id=b"o" * 16, incarnation=7, bulk_endpoint="owner:1")
+            assert (await acquire_one(running, peer, wanted(1, source))).source is Source.REMOTE
+            assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
+            assert [page.metadata.priority for page in world.memory.scan()] == [9]

@@ -68,6 +68,7 @@ class WriteQueue:
         self._delayed: list[tuple[float, int, DirtyPage]] = []  # failed before: a heap by due time
         self._writing: dict[int, DirtyPage] = {}
         self._groups: dict[tuple[bytes, bytes], dict[int, DirtyPage]] = {}  # of fresh and again
+        self._by_key: dict[PageKey, DirtyPage] = {}  # the one added last, until it is done
         self._fresh_bytes = 0
         self._last_number = 0
         self._held: set[bytes] = set()  # keyspaces that are being cleared
@@ -87,10 +88,16 @@ class WriteQueue:
         """A page was committed, or is to go to disk after all."""
         self._last_number += 1
         page = DirtyPage(slot, slot.page, slot.stay, self._last_number, now_s + self._limits.linger_s, now_s)
+        self._by_key[page.record.key] = page
         self._fresh[page.number] = page
         self._fresh_bytes += page.record.page_bytes
         self._groups.setdefault(_group(page), {})[page.number] = page
         return page
+
+    def find(self, slot: Slot) -> DirtyPage | None:
+        """The page of a slot if it is to become durable; also one that failed before and waits to be tried again."""
+        page = self._by_key.get(slot.page.key)
+        return page if page is not None and page.slot is slot and page.wanted else None
 
     def hurry(self, now_s: float) -> None:
         """Write all waiting pages now, failed ones too: somebody waits for them."""
@@ -134,7 +141,8 @@ class WriteQueue:
     def written(self, page: DirtyPage) -> None:
         """The page is durable."""
         del self._writing[page.number]
-        page.state, page.durable = WriteState.DONE, True
+        page.durable = True
+        self._done(page)
 
     def failed(self, page: DirtyPage, error: KvPoolError, now_s: float) -> None:
         """It could not be written: tried again later, with growing distance."""
@@ -169,7 +177,7 @@ class WriteQueue:
             for page in list(self._groups.get(_group(first), {}).values()):
                 if not page.wanted:  # cleared or evicted meanwhile
                     self._dequeue(page)
-                    page.state = WriteState.DONE
+                    self._done(page)
                 elif page.number not in batch and self._may_start(page.record.key, busy):
                     if batch and size_bytes + page.record.page_bytes > self._limits.batch_bytes:
                         return list(batch.values())
@@ -178,6 +186,11 @@ class WriteQueue:
                     if len(batch) >= self._limits.batch_pages:
                         return list(batch.values())
         return list(batch.values())
+
+    def _done(self, page: DirtyPage) -> None:
+        page.state = WriteState.DONE
+        if self._by_key.get(page.record.key) is page:
+            del self._by_key[page.record.key]
 
     def _may_start(self, key: PageKey, busy: set[PageKey]) -> bool:
         return key not in busy and key.keyspace not in self._held

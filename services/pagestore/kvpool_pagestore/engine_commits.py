@@ -1,0 +1,136 @@
+"""Commits: written pages are verified, made visible, and sent to disk as the plan of their keyspace says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StoreFault
+from kvpool.core.fault_points import reach
+from kvpool.core.page import PageFaultKind, verify
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.core.retention import extended
+from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.core.writeback import DirtyPage
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_writeback import WriteBack
+from kvpool_pagestore.metrics import PageStoreMetrics
+from kvpool_pagestore.ports import Workers
+
+_log = logging.getLogger(__name__)
+
+_VERIFIED_AT_ONCE = 2  # pages: a hand-over to a thread costs about as much as one
+
+Committed = KvPoolError | DirtyPage | None
+"""None: done. An error: not visible, or not durable though it should be. Else the disk write that an answer awaits."""
+
+
+class Commits:
+    """The end of a page's writing. Bytes are looked at on threads."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        space: ArenaSpace,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        policies: PolicyBook,
+        retained: Retained,
+        keyspaces: KeyspaceBook,
+        verifiers: Workers,
+        metrics: PageStoreMetrics,
+    ) -> None:
+        self._ledger = ledger
+        self._space = space
+        self._disk = disk
+        self._write_back = write_back
+        self._policies = policies
+        self._retained = retained
+        self._keyspaces = keyspaces
+        self._verifiers = verifiers
+        self._metrics = metrics
+
+    async def finish(self, slots: Sequence[Slot], durable: bool) -> list[Committed]:
+        """Per COMMITTING slot. durable: as if all of its keyspaces were under write-through."""
+        # A window of one engine is one commit: all threads have a share of it.
+        share = max(_VERIFIED_AT_ONCE, -(-len(slots) // self._verifiers.threads))
+        parts = [slots[start : start + share] for start in range(0, len(slots), share)]
+        errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
+        reach("pagestore.commit.verified")
+        answers = [self._finish_one(slot, error, durable) for slot, error in zip(slots, errors, strict=True)]
+        reach("pagestore.commit.visible")
+        return answers
+
+    async def durable(self, committed: Sequence[Committed]) -> list[KvPoolError | None]:
+        """The answers of a commit, once the pages among them are durable or could not be made so."""
+        waiting = [one for one in committed if isinstance(one, DirtyPage)]
+        verdicts = iter(await self._write_back.settled(waiting) if self._write_back is not None and waiting else ())
+        return [next(verdicts) if isinstance(one, DirtyPage) else one for one in committed]
+
+    # Inside
+
+    def _finish_one(self, slot: Slot, error: KvPoolError | None, durable: bool) -> Committed:
+        record = slot.page
+        if isinstance(error, PageCorrupt):
+            self._metrics.verification_failures.labels("commit").inc()
+            _log.error("page %s fails verification at its commit and is not stored", record.key)
+        plan = self._policies.plan(record.key.keyspace)
+        waits = durable or plan.commit_waits
+        dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
+        if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
+            return error if error is not None else self._other_copy(record, dirty, waits)
+        self._metrics.committed_pages.inc()
+        self._metrics.committed_bytes.inc(record.page_bytes)
+        self._retained.visible(record)
+        if dirty and self._write_back is not None:
+            page = self._write_back.add(slot)
+            return page if waits else None
+        return _no_disk(record) if waits else None
+
+    def _other_copy(self, record: PageRecord, dirty: bool, waits: bool) -> Committed:
+        """The same page came from a peer while it was written: that copy stays, and takes the place of this one."""
+        slot = self._ledger.find(record.key)
+        assert slot is not None  # it is what stood in the way
+        metadata = extended(slot.page.metadata, record.metadata)
+        if metadata != slot.page.metadata:
+            self._ledger.set_metadata(slot, metadata)
+            self._retained.visible(slot.page)
+        if not dirty or self._write_back is None:
+            return _no_disk(record) if waits else None
+        if self._disk is not None and record.key in self._disk:
+            return None
+        page = self._write_back.take(slot)
+        if page is None and waits:
+            return ArenaFull(f"page {record.key} is staged, but too much waits for the disk already")
+        return page if waits else None
+
+    async def _verify_part(self, slots: Sequence[Slot]) -> Sequence[KvPoolError | None]:
+        try:
+            return await self._verifiers.run(self._verify_all, slots)
+        except KvPoolError as refused:  # no room in the queue, or shutting down: the pages are simply not stored
+            return [refused] * len(slots)
+
+    def _verify_all(self, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+        return [self._verify(slot) for slot in slots]
+
+    def _verify(self, slot: Slot) -> KvPoolError | None:
+        key, view = slot.page.key, self._space.view(slot)
+        keyspace = self._keyspaces.find(key.keyspace)
+        assert keyspace is not None  # a page got here through a session that named it
+        payload_bytes = keyspace.payload_bytes(key.shard)
+        fault = verify(view, key, keyspace.spec.codec, payload_bytes)
+        if fault is None:
+            return None
+        if fault.kind is PageFaultKind.WRONG_CODEC and verify(view, key, None, payload_bytes) is None:
+            # Whole as it was sealed, so that no byte was lost: the writer means another codec.
+            return InvalidRequest(f"page {key} is of another codec than its keyspace's {keyspace.spec.codec.name}")
+        return PageCorrupt(f"page {key}: {fault}")
+
+
+def _no_disk(record: PageRecord) -> StoreFault:
+    return StoreFault(f"page {record.key} is staged, but this node has no disk tier for it")
