@@ -16,6 +16,8 @@ from kvpool.v1 import index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_index.core.entries import EVERY_SHARD, Operation
+from kvpool_index.core.groups import ChunkOperation, NodeEntry
 from kvpool_index.ports import IndexStore
 from tests.fixtures.index_node import DISK, GRID, STAGING, TIMEOUT_S, Chain, FakeNode, open_keyspace, refusal, spec
 from tests.fixtures.index_server import RunningIndex, running_index
@@ -134,11 +136,54 @@ async def test_a_digest_that_lies_is_corrected(index: RunningIndex, store: Index
     await node.announce(chain.added([0, 1]))
     (record,) = await store.nodes.snapshot()
     number = range_of(chain.hashes[0])
-    await store.locations.set_digests(record.ordinal, {number: 77})
+    true = (await digests(node)).digests[number]
+    await store.locations.correct_digests(record.ordinal, {number: (true, 77)})
     assert (await digests(node)).digests[number] == 77
     await replace(node, replacement(chain, chain.added([0, 1]), 0))
     assert list((await digests(node)).digests) == expected(chain, {0: (0, GRID, 0), 1: (0, GRID, 0)})
     assert index.metric("kvpool_index_corrected_digests_total") == 1
+
+
+@pytest.mark.parametrize("at", ["entries", "correct_digests"])
+async def test_a_report_that_comes_in_between_is_not_hidden_by_a_correction(
+    index: RunningIndex, store: IndexStore, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added([0, 1]))
+    (record,) = await store.nodes.snapshot()
+    number = range_of(chain.hashes[0])
+    true = (await digests(node)).digests[number]
+    await store.locations.correct_digests(record.ordinal, {number: (true, 77)})
+    original = getattr(store.locations, at)
+
+    async def report() -> None:
+        removal = Operation(ordinal=record.ordinal, full_shards=GRID, removed=EVERY_SHARD)
+        (state,) = await store.locations.remove(
+            [
+                ChunkOperation(
+                    keyspace=chain.keyspace, group_head=chain.hashes[0], chunk_hash=chain.hashes[1], operation=removal
+                )
+            ]
+        )
+        assert state is not None
+
+    async def walk(*arguments: int) -> AsyncIterator[list[NodeEntry]]:
+        await report()
+        async for entries in original(*arguments):
+            yield entries
+
+    async def correct(*arguments: object) -> object:
+        await report()
+        return await original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.locations, at, walk if at == "entries" else correct)
+        await replace(node, replacement(chain, chain.added([0, 1]), 0))
+    wanted = expected(chain, dict.fromkeys((0, 1), (0, GRID, 0)))
+    assert list((await digests(node)).digests) != wanted, "the next comparison looks again"
+    await replace(node, replacement(chain, chain.added([0, 1]), 0))
+    assert await matched(index, chain) == 2
+    assert list((await digests(node)).digests) == wanted
 
 
 async def test_a_late_range_through_an_old_stream_is_refused(index: RunningIndex) -> None:

@@ -69,19 +69,34 @@ class ReconcileService:
             removals = truth.removals(entries)
             await self._announcements.apply_operations(fence, removals)
             self._metrics.surplus_removed.inc(len(removals))
-        wrong = await self._differing(fence.ordinal, truth, ranges or [])
-        if wrong:
-            # The store lost chunks without their digests (it evicts keys, say), or reports of readers came in between.
-            _log.warning("the digests of %d ranges did not agree with their chunks and are corrected", len(wrong))
-            await self._store.set_digests(fence.ordinal, wrong)
-            self._metrics.corrected_digests.inc(len(wrong))
+        await self._correct(fence, truth, ranges or [])
 
-    async def _differing(self, ordinal: int, truth: Replacement, ranges: Sequence[int]) -> dict[int, int]:
-        """Ranges whose digests are not what they should be, with what they should be."""
+    async def _correct(self, fence: StreamFence, truth: Replacement, ranges: Sequence[int]) -> None:
+        """Correct digests that do not agree with the chunks: the store lost some of these alone (it evicts keys, say).
+
+        A digest may also differ because a reader's report, or a drop, has removed what the node just told. Then it is
+        right, and to correct it would hide the loss from all comparisons to come. So everything is told again, after
+        which a digest that is as before has not been changed by anybody, and is set only if it still is that.
+        """
+        before = await self._differing(fence.ordinal, truth, ranges)
+        if not before:
+            return
+        await self._announcements.apply_operations(fence, truth.operations())
+        after = await self._differing(fence.ordinal, truth, list(before))
+        wrong = {number: change for number, change in after.items() if before[number] == change}
+        corrected = await self._store.correct_digests(fence.ordinal, wrong)
+        if corrected:
+            _log.warning("the digests of %d ranges did not agree with their chunks and are corrected", corrected)
+            self._metrics.corrected_digests.inc(corrected)
+
+    async def _differing(self, ordinal: int, truth: Replacement, ranges: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Ranges whose digests are not what they should be: what they are, and what they should be."""
         found = await self._store.digests(ordinal, ranges)
         wanted = truth.digests(ranges)
         return {
-            number: wanted[number] for number, digest in zip(ranges, found, strict=True) if digest != wanted[number]
+            number: (digest, wanted[number])
+            for number, digest in zip(ranges, found, strict=True)
+            if digest != wanted[number]
         }
 
     async def _ordinal(self, node_id: bytes, incarnation: int) -> int:

@@ -83,8 +83,11 @@ class LocationStore(Protocol):
         """
         ...
 
-    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
-        """Correct digests (by range) that do not agree with the entries they stand for."""
+    async def correct_digests(self, ordinal: int, digests: Mapping[int, tuple[int, int]]) -> int:
+        """Set digests that do not agree with the entries they stand for: by range, what was found and what is right.
+
+        One that is not as it was found stays. Returns how many were set.
+        """
         ...
 
     def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:

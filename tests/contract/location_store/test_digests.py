@@ -65,11 +65,15 @@ async def test_digests_can_be_corrected(harness: Harness) -> None:
     await store.locations.apply(fence, [change(fence.ordinal, *place, added=(0, 1, 0))])
     true = await told(store, fence.ordinal)
     number = range_of(place[1])
-    await store.locations.set_digests(fence.ordinal, {number: 5, (number + 1) % RANGE_COUNT: 6})
-    assert await told(store, fence.ordinal) == {number: 5, (number + 1) % RANGE_COUNT: 6}
-    await store.locations.set_digests(fence.ordinal, {number: true[number], (number + 1) % RANGE_COUNT: 0})
+    beside = (number + 1) % RANGE_COUNT
+    wrong = {number: 5, beside: 6}
+    assert await store.locations.correct_digests(fence.ordinal, {number: (true[number], 5), beside: (0, 6)}) == 2
+    assert await told(store, fence.ordinal) == wrong
+    assert await store.locations.correct_digests(fence.ordinal, {number: (true[number], 7), beside: (0, 8)}) == 0
+    assert await told(store, fence.ordinal) == wrong, "they had changed since they were found wrong"
+    assert await store.locations.correct_digests(fence.ordinal, {number: (5, true[number]), beside: (6, 0)}) == 2
     assert await told(store, fence.ordinal) == true
-    await store.locations.set_digests(fence.ordinal, {})
+    assert await store.locations.correct_digests(fence.ordinal, {}) == 0
 
 
 async def test_entries_of_a_node_are_found_by_bucket(harness: Harness) -> None:

@@ -83,9 +83,15 @@ class MemoryLocationStore:
     async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
         return [self._digests.get((ordinal, number), 0) for number in ranges]
 
-    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
-        for number, digest in digests.items():
-            self._fold(ordinal, number, self._digests.get((ordinal, number), 0) ^ digest)
+    async def correct_digests(self, ordinal: int, digests: Mapping[int, tuple[int, int]]) -> int:
+        as_found = {
+            number: wanted ^ found
+            for number, (found, wanted) in digests.items()
+            if self._digests.get((ordinal, number), 0) == found
+        }
+        for number, difference in as_found.items():
+            self._fold(ordinal, number, difference)
+        return len(as_found)
 
     async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         places = [

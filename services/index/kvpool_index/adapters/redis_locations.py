@@ -22,6 +22,7 @@ from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, Node
 from kvpool_index.ports import StreamFence
 
 _APPLY: Final = load_script("apply_change")
+_CORRECT: Final = load_script("correct_digest")
 _FENCED: Final = -1
 _CHANGED: Final = 1
 _META: Final = b""  # the field of a group that is no chunk
@@ -111,15 +112,14 @@ class RedisLocationStore:
         replies = await self._reads.exchange(commands, keys) if commands else []
         return [int.from_bytes(checked(reply) or b"", "big") for reply in replies]
 
-    async def set_digests(self, ordinal: int, digests: Mapping[int, int]) -> None:
+    async def correct_digests(self, ordinal: int, digests: Mapping[int, tuple[int, int]]) -> int:
         keys = [self._digest_keys[number] for number in digests]
         field = _ORDINAL.pack(ordinal)
         commands = [
-            pack(b"HSET", key, field, digest.to_bytes(_DIGEST_BYTES, "big")) if digest else pack(b"HDEL", key, field)
-            for key, digest in zip(keys, digests.values(), strict=True)
+            pack_script(_CORRECT, [key], field, _packed(found), _packed(wanted))
+            for key, (found, wanted) in zip(keys, digests.values(), strict=True)
         ]
-        for reply in await self._changes.exchange(commands, keys) if commands else ():
-            checked(reply)
+        return sum(await self._changes.run_all(commands, keys, _CORRECT)) if commands else 0
 
     async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         first, last = first_bucket // BUCKETS_PER_RANGE, last_bucket // BUCKETS_PER_RANGE
@@ -193,6 +193,11 @@ def _state(each: ChunkOperation, answer: Any) -> ChunkState:
     return ChunkState(
         keyspace=each.keyspace, group_head=each.group_head, chunk_hash=each.chunk_hash, value=value, version=version
     )
+
+
+def _packed(digest: int) -> bytes:
+    """A digest as the store keeps it; b"" for 0, which it does not keep."""
+    return digest.to_bytes(_DIGEST_BYTES, "big") if digest else b""
 
 
 def _escaped(key: bytes) -> bytes:
