@@ -1,0 +1,34 @@
+"""`kvpool replay --live` against a running cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli_cluster import SMALL, Cluster
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = [[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 4, 5, 6], [1, 2, 3]]
+
+
+def test_a_tiny_trace_hits_what_it_stored_and_every_byte_is_true(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": blocks} for blocks in REQUESTS]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "no cluster runs" in cluster.run("replay", str(trace), "--live", code=1)
+    cluster.run("up", "--detach", *SMALL)
+    try:
+        document = json.loads(cluster.run("replay", str(trace), "--live", "--block-bytes", "8KiB", "--json", "-"))
+        assert (document["requests"], document["block_references"]) == (5, 16)
+        assert document["hits"] == 0 + 2 + 0 + 4 + 3
+        assert document["hit_rate"] == 9 / 16
+        assert (document["stored_blocks"], document["failed_blocks"], document["wrong_blocks"]) == (7, 0, 0)
+        assert document["bytes_verified"] == 9 * document["block_bytes"] == 9 * 8192
+        again = json.loads(cluster.run("replay", str(trace), "--live", "--block-bytes", "8KiB", "--json", "-"))
+        assert again["hits"] == 16 and again["stored_blocks"] == 0
+    finally:
+        cluster.run("down")
