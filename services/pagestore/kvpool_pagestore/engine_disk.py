@@ -13,6 +13,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
+from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_tasks import EngineTasks
@@ -52,8 +53,7 @@ class DiskTier:
         self._remembered: set[bytes] = set()
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
-        self._deleting: dict[PageKey, asyncio.Future[None]] = {}
-        self._undeleted: set[PageKey] = set()  # still on disk, forgotten here: deleted once the tier is well again
+        self._deletions = Deletions(store, writers)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
         self.map = DiskMap(self._charged_bytes)
         self.health = DiskHealth(self._probe)
@@ -84,7 +84,7 @@ class DiskTier:
             useless += [page.key for page in found if not self._take_stored(page)]
         if useless:
             await self._writers.run(self._store.delete_batch, useless)
-        await self._make_room()  # the budget may be smaller than it was
+        await self._shrink()
         await self._measure()
 
     async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
@@ -128,11 +128,9 @@ class DiskTier:
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; the disk follows in the background."""
-        deleted = asyncio.get_running_loop().create_future()
         for key in keys:
             self._forget(key)
-            self._deleting[key] = deleted
-        self._tasks.start(self._delete(list(keys), deleted), "delete-pages")
+        self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
     async def delete_keyspace(self, keyspace: bytes) -> list[PageKey]:
         """Forget a keyspace, durably; which pages it had. Raises StoreFault, and then they are still on disk."""
@@ -149,8 +147,8 @@ class DiskTier:
         results: dict[PageKey, KvPoolError | None]
         try:
             # A deletion that was asked for earlier must not hit the new copy, and gives room.
-            await asyncio.gather(*set(self._deleting.values()))
-            self._undeleted.difference_update(page.key for page in pages)
+            await self._deletions.settled()
+            self._deletions.replaced(page.key for page in pages)
             await self._make_room()
             reach("pagestore.write.begin")
             results = await self._writers.run(self._write_blocking, pages)
@@ -160,6 +158,10 @@ class DiskTier:
             results = {page.key: error for page in pages}
         finally:
             self._promised_bytes -= size_bytes
+        if len(pages) > 1 and all(isinstance(error, QuotaExceeded) for error in results.values()):
+            for page in pages:  # some of them may fit where all of them do not
+                results |= await self.write([page])
+            return results
         self._judge(results)
         for page in pages:
             if results[page.key] is None and self.map.add(page.key, page.metadata):
@@ -233,25 +235,27 @@ class DiskTier:
         return results
 
     async def _make_room(self) -> None:
-        """Give up the pages that were used longest ago until what is being written fits."""
+        """Give up pages until what is being written fits. Raises QuotaExceeded; then none has gone."""
         excess_bytes = self.map.size_bytes + self._promised_bytes - self._live_limit_bytes
         if excess_bytes <= 0:
             return
         keys = [key for chunk in self.map.oldest(excess_bytes, self._reading.__contains__) for key in chunk.keys]
-        if not keys:
-            raise QuotaExceeded("the batch is larger than the disk tier; enlarge --disk-bytes")
+        if sum(map(self._charged_bytes, keys)) < excess_bytes:
+            raise QuotaExceeded("the disk tier is full of pages that are pinned or being read; enlarge --disk-bytes")
+        await self._evict(keys)
+
+    async def _evict(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
             self._forget(key)
         self._metrics.evicted_pages.labels("disk").inc(len(keys))
         reach("pagestore.evict.delete")
-        await self._delete_stored(keys)
+        await self._deletions.run(keys, self._deletions.begin())
 
-    async def _delete_stored(self, keys: Sequence[PageKey]) -> None:
-        try:
-            await self._writers.run(self._store.delete_batch, keys)
-        except KvPoolError:
-            self._undeleted.update(keys)
-            raise
+    async def _shrink(self) -> None:
+        """The budget may be smaller than it was, and is hard: pinned pages go as well, after all others."""
+        excess_bytes = self.map.size_bytes - self._live_limit_bytes
+        if excess_bytes > 0:
+            await self._evict([key for chunk in self.map.oldest_of_all(excess_bytes) for key in chunk.keys])
 
     def _suspect(self, key: PageKey) -> None:
         """The disk failed at this page. If it did so before, the page is given up, or each reader would end service."""
@@ -271,27 +275,21 @@ class DiskTier:
         if fault is not None:
             self.health.write_failed(fault)
 
-    async def _delete(self, keys: list[PageKey], deleted: asyncio.Future[None]) -> None:
+    async def _delete(self, keys: list[PageKey], ended: asyncio.Future[None]) -> None:
         try:
-            await self._delete_stored(keys)
+            await self._deletions.run(keys, ended)
             await self._measure()
         except KvPoolError as error:
             _log.error("%d pages could not be deleted from disk: %s", len(keys), error)
             if isinstance(error, StoreFault):
                 self.health.write_failed(error)
-        finally:
-            deleted.set_result(None)
-            for key in keys:
-                if self._deleting.get(key) is deleted:
-                    del self._deleting[key]
 
     async def _probe(self) -> None:
         await self._writers.run(self._store.probe)
 
     def _health_changed(self) -> None:
-        if not self.fault and self._undeleted:
-            undeleted, self._undeleted = self._undeleted, set()
-            self.discard(list(undeleted))
+        if not self.fault and (left := self._deletions.take_failed()):
+            self.discard(left)
         self.on_change()
 
 

@@ -158,6 +158,21 @@ class DiskMap:
             free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
         return chosen
 
+    def oldest_of_all(self, free_bytes: int) -> list[DiskChunk]:
+        """As `oldest`, but then pinned chunks too, those first whose pins end first. Looks at everything."""
+        chosen = self.oldest(free_bytes, lambda key: False)
+        free_bytes -= sum(self._page_bytes(key) for chunk in chosen for key in chunk.keys)
+        if free_bytes > 0:
+            names = set(self._chosen)
+            left = [chunk for chunk in self.chunks() if chunk.keyspace + chunk.chunk_hash not in names]
+            left.sort(key=lambda chunk: (chunk.metadata.pinned_until_us, chunk.metadata.priority))
+            for chunk in left:
+                if free_bytes <= 0:
+                    break
+                chosen.append(chunk)
+                free_bytes -= sum(self._page_bytes(key) for key in chunk.keys)
+        return chosen
+
     def _chunk(self, at: bytes) -> DiskChunk:
         chunk = self._chunks[at]
         return DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))

@@ -1,0 +1,51 @@
+"""Deletions on disk: a page is written again only when its old copy is gone; what could not be deleted is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from kvpool.core.errors import KvPoolError
+from kvpool.core.page import PageKey
+from kvpool_pagestore.ports import PageStore, Workers
+
+
+class Deletions:
+    """Of pages that the map has forgotten. Use on one event loop."""
+
+    def __init__(self, store: PageStore, writers: Workers) -> None:
+        self._store = store
+        self._writers = writers
+        self._under_way: set[asyncio.Future[None]] = set()
+        self._failed: set[PageKey] = set()  # still on disk
+
+    def begin(self) -> asyncio.Future[None]:
+        """Have later writes wait for a deletion that is about to start; pass the answer to `run`."""
+        ended = asyncio.get_running_loop().create_future()
+        self._under_way.add(ended)
+        return ended
+
+    async def run(self, keys: Sequence[PageKey], ended: asyncio.Future[None]) -> None:
+        """Delete pages. Raises StoreFault and the like; then they are remembered."""
+        try:
+            await self._writers.run(self._store.delete_batch, keys)
+        except KvPoolError:
+            self._failed.update(keys)
+            raise
+        finally:
+            self._under_way.discard(ended)
+            ended.set_result(None)
+
+    async def settled(self) -> None:
+        """Return when everything that was begun by now has ended, well or not."""
+        if self._under_way:
+            await asyncio.wait(set(self._under_way))
+
+    def replaced(self, keys: Iterable[PageKey]) -> None:
+        """They are written anew: their old copies need no deletion any more."""
+        self._failed.difference_update(keys)
+
+    def take_failed(self) -> list[PageKey]:
+        """What is still on disk, once: try again."""
+        failed, self._failed = list(self._failed), set()
+        return failed
