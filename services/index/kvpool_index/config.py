@@ -35,6 +35,7 @@ class IndexConfig:
 
     lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
     node_forget_ms: Annotated[int, "a node gone for this long is forgotten"] = 24 * 3600 * 1000
+    sweep_interval_s: Annotated[float, "how often all chunks are searched for what nodes long gone left"] = 3600.0
     max_match_chunks: Annotated[int, "hashes of one match"] = 8192
     max_batch_items: Annotated[int, "items of one announce batch or stale report"] = 4096
     max_matches_in_flight: Annotated[int, "matches of one stream at once"] = 64
@@ -74,6 +75,8 @@ class IndexConfig:
         for name in ("route_weight_gpu", "route_weight_staging", "route_weight_disk", "route_weight_remote"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.sweep_interval_s <= 0:
+            raise ValueError(f"sweep_interval_s must be > 0, got {self.sweep_interval_s}")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
 

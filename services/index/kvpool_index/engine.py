@@ -31,6 +31,7 @@ from kvpool_index.engine_policies import PolicyService
 from kvpool_index.engine_reconcile import ReconcileService
 from kvpool_index.engine_route import RouteService
 from kvpool_index.engine_streams import OpenStreams
+from kvpool_index.engine_sweep import SweepService
 from kvpool_index.engine_watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
@@ -62,6 +63,7 @@ class IndexEngine:
         self._policies = PolicyService(store.keyspaces, store.policies)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
+        self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(
             store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
@@ -82,7 +84,12 @@ class IndexEngine:
             ("look-after-store", self._store.run()),
             ("refresh-nodes", self._nodes.run()),
             ("remove-dead", self._matches.run()),
+            ("sweep", self._sweeps.run()),
         ]
+
+    async def sweep(self) -> int:
+        """Remove now what nodes that are gone for good left behind; the number of entries. See SweepService."""
+        return await self._sweeps.sweep()
 
     def drain(self) -> None:
         """End all open streams; their callers go on with another replica."""

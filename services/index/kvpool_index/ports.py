@@ -11,7 +11,7 @@ from typing import Protocol
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeLoad
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
-from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry
+from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
 from kvpool_index.core.nodes import NodeRecord
 from kvpool_index.core.redis_stats import RedisStats
 
@@ -92,6 +92,10 @@ class LocationStore(Protocol):
 
     def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice."""
+        ...
+
+    def chunks(self) -> AsyncIterator[list[NamedChunk]]:
+        """All chunks that anybody has, few at a time; one may come twice, and one that comes meanwhile not at all."""
         ...
 
 

@@ -76,6 +76,20 @@ async def test_digests_can_be_corrected(harness: Harness) -> None:
     assert await store.locations.correct_digests(fence.ordinal, {}) == 0
 
 
+async def test_all_chunks_are_walked_over_with_whom_they_name(harness: Harness) -> None:
+    store = harness.store
+    one, other = await open_stream(store), await open_stream(store)
+    places = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(60)]
+    await store.locations.apply(one, [change(one.ordinal, *place, added=(0, 1, 0)) for place in places[:50]])
+    await store.locations.apply(other, [change(other.ordinal, *place, added=(0, 1, 0)) for place in places[30:]])
+    found = {each.entry: set(each.ordinals) async for part in harness.peer.locations.chunks() for each in part}
+    assert found == {
+        NodeEntry(KEYSPACE, head, chunk[:8]): ({one.ordinal} if number < 50 else set())
+        | ({other.ordinal} if number >= 30 else set())
+        for number, (chunk, head) in enumerate(places)
+    }
+
+
 async def test_entries_of_a_node_are_found_by_bucket(harness: Harness) -> None:
     store = harness.store
     one, other = await open_stream(store), await open_stream(store)

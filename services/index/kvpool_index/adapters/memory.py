@@ -13,7 +13,7 @@ from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNod
 from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
 from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import ChunkOperation, GroupRead, NodeEntry, group_reads
+from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry, group_reads
 from kvpool_index.ports import StreamFence
 
 _STEP_GROUPS: Final = 256  # of a walk over all groups
@@ -106,6 +106,14 @@ class MemoryLocationStore:
                 for keyspace, head in places[start : start + _STEP_GROUPS]
                 for chunk, value in self._values(keyspace, head).items()
                 if held_by(value, ordinal)
+            ]
+
+    async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
+        places = [(keyspace, head) for keyspace, groups in self._groups.items() for head in groups]
+        for keyspace, head in places:
+            yield [
+                NamedChunk(NodeEntry(keyspace, head, chunk), [entry.ordinal for entry in decode_value(value)])
+                for chunk, value in self._values(keyspace, head).items()
             ]
 
     def _values(self, keyspace: bytes, head: bytes) -> dict[bytes, bytes]:

@@ -18,7 +18,15 @@ from kvpool_index.adapters.redis_reads import range_tag, read_groups, read_whole
 from kvpool_index.adapters.redis_wire import checked, pack, pack_script
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.events import ChunkState
-from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, GroupRead, NodeEntry, part_reads, whole_groups
+from kvpool_index.core.groups import (
+    HASH_BYTES,
+    ChunkOperation,
+    GroupRead,
+    NamedChunk,
+    NodeEntry,
+    part_reads,
+    whole_groups,
+)
 from kvpool_index.ports import StreamFence
 
 _APPLY: Final = load_script("apply_change")
@@ -28,6 +36,7 @@ _CHANGED: Final = 1
 _META: Final = b""  # the field of a group that is no chunk
 _PART_OPERATIONS: Final = 512
 _SCAN_COUNT: Final = b"512"
+_FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
 _GLOB: Final = frozenset(b"*?[]\\^-")
 _ANY_TAG: Final = b"{???}"
 _DIGEST_BYTES: Final = 8
@@ -126,18 +135,18 @@ class RedisLocationStore:
         tag = range_tag(first) if first == last else _ANY_TAG
         async for keys in self._scan(_escaped(self._prefix) + tag + b"*"):
             inside = [key for key in keys if first_bucket <= bucket_of(key) <= last_bucket]
-            yield [
-                NodeEntry(key[-2 * HASH_BYTES : -HASH_BYTES], key[-HASH_BYTES:], field)
-                for key, field, named in await self._named(inside)
-                if ordinal in named
-            ]
+            yield [_entry(key, field) for key, field, named in await self._named(inside) if ordinal in named]
 
-    async def _scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
-        """The keys that match, of all masters, some at a time."""
+    async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
+        async for keys in self._scan(_escaped(self._prefix) + _ANY_TAG + b"*", count=_FEW_COUNT):
+            yield [NamedChunk(_entry(key, field), named) for key, field, named in await self._named(keys)]
+
+    async def _scan(self, pattern: bytes, *, count: bytes = _SCAN_COUNT) -> AsyncIterator[list[bytes]]:
+        """The keys that match, of all masters, about `count` at a time."""
         for master in await self._changes.masters():
             cursor = b"0"
             while True:
-                cursor, keys = await master.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+                cursor, keys = await master.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", count)
                 if keys:
                     yield keys
                 if cursor == b"0":
@@ -181,6 +190,10 @@ def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOpera
     """Pieces that Redis finishes well within a call's timeout, so that renewals get through between them."""
     for start in range(0, len(operations), _PART_OPERATIONS):
         yield operations[start : start + _PART_OPERATIONS]
+
+
+def _entry(key: bytes, field: bytes) -> NodeEntry:
+    return NodeEntry(key[-2 * HASH_BYTES : -HASH_BYTES], key[-HASH_BYTES:], field)
 
 
 def _removal(keyspace: bytes, head: bytes, field: bytes, ordinal: int) -> ChunkOperation:

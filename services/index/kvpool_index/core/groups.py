@@ -34,6 +34,14 @@ class NodeEntry:
     field: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class NamedChunk:
+    """A chunk and the ordinals of all nodes that its value names."""
+
+    entry: NodeEntry
+    ordinals: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOperation:
     """An operation and the chunk it is for."""
