@@ -55,7 +55,7 @@ class DiskTier:
         self._reading: Counter[PageKey] = Counter()
         self._deletions = Deletions(store, writers)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
-        self.map = DiskMap(self._charged_bytes)
+        self.map = DiskMap(self.charged_bytes)
         self.health = DiskHealth(self._probe)
         self.used_bytes = 0  # as the file system counted them last
         self.on_change: Callable[[], None] = lambda: None  # the fault came or went
@@ -189,7 +189,8 @@ class DiskTier:
 
     # Inside
 
-    def _charged_bytes(self, key: PageKey) -> int:
+    def charged_bytes(self, key: PageKey) -> int:
+        """What a page counts towards the tier's budget, and towards quotas."""
         keyspace = self._keyspaces.find(key.keyspace)
         assert keyspace is not None  # remembered before the first page of it was written
         return self._store.charged_bytes(keyspace.page_bytes(key.shard))
@@ -240,7 +241,7 @@ class DiskTier:
         if excess_bytes <= 0:
             return
         keys = [key for chunk in self.map.oldest(excess_bytes, self._reading.__contains__) for key in chunk.keys]
-        if sum(map(self._charged_bytes, keys)) < excess_bytes:
+        if sum(map(self.charged_bytes, keys)) < excess_bytes:
             raise QuotaExceeded("the disk tier is full of pages that are pinned or being read; enlarge --disk-bytes")
         await self._evict(keys)
 

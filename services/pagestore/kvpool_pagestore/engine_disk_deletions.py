@@ -1,4 +1,4 @@
-"""Deletions on disk: a page is written again only when its old copy is gone; what could not be deleted is remembered."""
+"""Deletions on disk: no page is written again before its old copy is gone; failed ones are remembered."""
 
 from __future__ import annotations
 

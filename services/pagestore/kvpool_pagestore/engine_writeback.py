@@ -149,14 +149,14 @@ class WriteBack:
             PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata) for page in batch
         ]
         written = {write.key: write.metadata for write in writes}
-        refused = {write.key: self.admit(write.key, len(write.page)) for write in writes}
+        refused = {write.key: self.admit(write.key, self._disk.charged_bytes(write.key)) for write in writes}
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
         try:
             results |= await self._disk.write(admitted) if admitted else {}
         finally:  # whatever went wrong, slots come back and waiters go on
             for write in admitted:
-                self.on_settled(write.key, len(write.page))
+                self.on_settled(write.key, self._disk.charged_bytes(write.key))
             unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
             for page in batch:
                 self._settle(page, written[page.record.key], results.get(page.record.key, unforeseen))

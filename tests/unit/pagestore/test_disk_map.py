@@ -122,3 +122,13 @@ def test_it_counts_as_a_set_of_pages_does(steps: list[tuple[bool, PageKey]]) -> 
         assert disk.size_bytes == sum(SIZES[one.shard] for one in pages)
         assert {one for chunk in disk.chunks() for one in chunk.keys} == pages
         assert all((one in disk) for one in pages)
+
+
+def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> None:
+    disk = DiskMap(lambda key: 1)
+    disk.now_us = lambda: 100
+    plain = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
+    for shard, kept in enumerate((plain, replace(plain, pinned_until_us=200), plain)):
+        assert disk.add(PageKey(b"k" * 16, b"c" * 16, shard), kept)
+    assert disk.oldest(1, lambda key: False) == [], "a page that was stored with a pin was given up"
+    assert disk.metadata(PageKey(b"k" * 16, b"c" * 16, 2)) == replace(plain, pinned_until_us=200)

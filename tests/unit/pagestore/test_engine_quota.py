@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvpool.core.errors import KvPoolError, QuotaExceeded
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
@@ -156,3 +158,19 @@ async def test_all_that_was_counted_is_given_back() -> None:
             assert await here(running, peer, 3)
             await running.engine.clear(TENANT, b"")
             assert running.engine.quotas.used_bytes(KEYSPACE) == 0
+
+
+async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        monkeypatch.setattr(world.memory, "charged_bytes", lambda page_bytes: page_bytes + 4096)
+        quota(world, BOTH_BYTES + 4095)
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            assert await put(running, peer, KEYSPACE, 1) is None
+            await running.engine.flush(TENANT, b"")
+            assert running.engine.quotas.used_bytes(KEYSPACE) <= BOTH_BYTES + 4095
+            quota(world, BOTH_BYTES + 4096, version=2)
+            running.engine.policies.version_seen(2)
+            await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) == BOTH_BYTES + 4096)

@@ -12,6 +12,7 @@ from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlace
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.retained import retention_of
+from kvpool_pagestore.core.retention import extended
 
 _METADATA = struct.Struct("<16s16sqqbqqq")
 
@@ -64,12 +65,17 @@ class DiskMap:
         return chunk is not None and bool(chunk.shards >> key.shard & 1)
 
     def add(self, key: PageKey, metadata: PageMetadata) -> bool:
-        """A page is durable. False if it was there already."""
+        """A page is durable. False if it was there already.
+
+        Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest.
+        """
         at = key.keyspace + key.chunk_hash
-        chunk = self._chunks.get(at)
+        chunk, packed = self._chunks.get(at), _pack(metadata)
         if chunk is None:
-            chunk = self._chunks[at] = _Chunk(0, _pack(metadata))
+            chunk = self._chunks[at] = _Chunk(0, packed)
             self._enter(at, metadata)
+        elif chunk.metadata != packed:
+            self.set_metadata(key.keyspace, key.chunk_hash, extended(_unpack(chunk.metadata), metadata))
         if chunk.shards >> key.shard & 1:
             return False
         chunk.shards |= 1 << key.shard
