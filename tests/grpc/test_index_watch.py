@@ -1,5 +1,6 @@
 """Watch: every change at least once, resumable, and honest about what was lost."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -200,6 +201,24 @@ async def test_what_is_refused(index: RunningIndex) -> None:
                 await index.stub.Watch(request).read()
             assert isinstance(error_from_rpc(caught.value), kind)
     await eventually(lambda: index.metric("kvpool_index_watchers") == 0)
+
+
+async def test_no_more_watch_than_may_however_many_begin_at_once(
+    index: RunningIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = index.engine.watch_reader._event_log
+    tails = log.tails
+
+    async def slow() -> tuple[str, ...]:
+        await asyncio.sleep(0)
+        return await tails()
+
+    monkeypatch.setattr(log, "tails", slow)
+    watches = [index.engine.watch("default", "", b"", for_replica=True) for _ in range(6)]
+    begun = await asyncio.gather(*(anext(watch) for watch in watches), return_exceptions=True)
+    assert sum(isinstance(each, errors.Overloaded) for each in begun) == 4, "two may watch"
+    for watch in watches:
+        await watch.aclose()
 
 
 async def test_a_draining_index_ends_its_watches(index: RunningIndex) -> None:

@@ -75,11 +75,11 @@ class WatchService:
         if keyspace:
             await self._keyspaces.get(tenant, keyspace)
         wanted = Position.parse(after_position) if after_position else None
-        if len(self._watchers) >= self._config.max_watchers:
-            raise Overloaded(f"{self._config.max_watchers} watchers are open already")
         buffer = WatchBuffer[_Item](self._config.watch_buffer_events)
         watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer)
         async with self._starting:
+            if len(self._watchers) >= self._config.max_watchers:
+                raise Overloaded(f"{self._config.max_watchers} watchers are open already")
             await self.reader.start()
             self._watchers.add(watcher)
             present = self.reader.position

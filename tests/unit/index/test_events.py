@@ -39,7 +39,7 @@ def test_positions() -> None:
     position = Position.parse("1-0,0-0,1700000000000-12")
     assert str(position.advanced(1, "5-1")) == "1-0,5-1,1700000000000-12"
     assert entry_order("10-2") > entry_order("9-11") > entry_order("9-2")
-    for bad in ("x", "1-0,", "1-0;2-0", "-1-0", "1", "1-0,*"):
+    for bad in ("x", "1-0,", "1-0;2-0", "-1-0", "1", "1-0,*", f"{1 << 64}-0", f"0-{10**20 - 1}", "\u0661-\u0660"):
         with pytest.raises(InvalidRequest):
             Position.parse(bad)
 

@@ -14,7 +14,8 @@ from kvpool_index.core.nodes import pack_info, unpack_info
 T = TypeVar("T")
 
 ORIGIN: Final = "0-0"  # before the first entry of any stream
-_ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}")
+_ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
+_ENTRY_ID_PART_MAX: Final = (1 << 64) - 1
 
 # keyspace, group head, bytes of hash, bytes of value, version; then the hash and the value
 _CHUNK: Final = struct.Struct("<16s16sBHQ")
@@ -101,7 +102,7 @@ class Position:
     def parse(cls, text: str) -> "Position":
         """Read what `str` wrote. Raises InvalidRequest."""
         entry_ids = tuple(text.split(","))
-        if not all(_ENTRY_ID.fullmatch(entry_id) for entry_id in entry_ids):
+        if not all(map(_is_entry_id, entry_ids)):
             raise InvalidRequest("after_position is not one that this service sent; leave it empty to start from now")
         return cls(entry_ids)
 
@@ -111,6 +112,12 @@ class Position:
     def advanced(self, stream: int, entry_id: str) -> "Position":
         """The position after one more entry of a stream."""
         return Position((*self.entry_ids[:stream], entry_id, *self.entry_ids[stream + 1 :]))
+
+
+def _is_entry_id(text: str) -> bool:
+    """Whether a store takes it for one; what it does not would look like a store that is out of order."""
+    parts = _ENTRY_ID.fullmatch(text)
+    return parts is not None and all(int(part) <= _ENTRY_ID_PART_MAX for part in parts.groups())
 
 
 def entry_order(entry_id: str) -> tuple[int, int]:
