@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvpool.core import errors
+from kvpool.core.clock import SystemClock
 from kvpool.core.policy import KeyspacePolicy, WritePolicy
-from kvpool.testing import ManualClock
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert_policy import policy_to_proto
 from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
@@ -57,7 +57,7 @@ async def test_a_policy_that_cannot_be_is_refused_by_field(index: RunningIndex) 
 async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex) -> None:
     keyspace = await opened(index)
     told = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
-    index.engine._policies._policies = MemoryPolicyRegistry(ManualClock())
+    index.engine._policies._policies = MemoryPolicyRegistry(SystemClock())
     known = common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=told.version)
     request = index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[keyspace], known=[known])
     answer = await index.stub.GetKeyspacePolicies(request)

@@ -6,7 +6,7 @@ use one store at once, so that each method is atomic as far as its comment says.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeLoad
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
@@ -155,6 +155,10 @@ class KeyspaceRegistry(Protocol):
         ...
 
 
+VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
+"""How far the clocks of two servers of one store may lie apart."""
+
+
 class PolicyRegistry(Protocol):
     """Policies by keyspace id. Each has a version; the version of all is the highest that any ever got."""
 
@@ -163,7 +167,11 @@ class PolicyRegistry(Protocol):
         ...
 
     async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
-        """Put policies back that the store has lost; one that it has in this version or a newer one stays."""
+        """Put policies back that the store has lost; one that it has in this version or a newer one stays.
+
+        A version more than VERSION_AHEAD_US ahead of the store's time was given out by no index and is passed over:
+        operators could not get above it.
+        """
         ...
 
     async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvpool.core.clock import Clock
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_index.ports import VERSION_AHEAD_US
 
 
 class MemoryPolicyRegistry:
@@ -21,6 +22,8 @@ class MemoryPolicyRegistry:
 
     async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
         for one in policies:
+            if one.version > self._clock.wall_us() + VERSION_AHEAD_US:
+                continue
             known = self._policies.get(one.keyspace)
             if known is None or known.version < one.version:
                 self._policies[one.keyspace] = one

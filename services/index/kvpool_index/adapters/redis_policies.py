@@ -8,9 +8,11 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
+from kvpool_index.ports import VERSION_AHEAD_US
 
 _log = logging.getLogger(__name__)
 _SET: Final = load_script("set_policy")
+_AHEAD: Final = b"%d" % VERSION_AHEAD_US
 
 
 class RedisPolicyRegistry:
@@ -22,12 +24,12 @@ class RedisPolicyRegistry:
         self._version = key_prefix + b":{k}:policy-version"
 
     async def set(self, keyspace: bytes, policy: KeyspacePolicy) -> int:
-        return int(await self._lane.run(_SET, [self._policies, self._version], keyspace, policy.encode(), b"0"))
+        return int(await self._lane.run(_SET, [self._policies, self._version], keyspace, policy.encode(), b"0", _AHEAD))
 
     async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
         for one in policies:
             keys = [self._policies, self._version]
-            await self._lane.run(_SET, keys, one.keyspace, one.policy.encode(), b"%d" % one.version)
+            await self._lane.run(_SET, keys, one.keyspace, one.policy.encode(), b"%d" % one.version, _AHEAD)
 
     async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:
         if not keyspaces:
