@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +47,8 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.stale: list[Any] = []
         self.renew_error: KvPoolError | None = None
         self.register_error: KvPoolError | None = None
+        self.answers_registrations = asyncio.Event()
+        self.answers_registrations.set()
         self.stale_error: KvPoolError | None = None
         self.reconcile_error: KvPoolError | None = None
         self.digests: dict[int, int] = {}  # by range
@@ -56,6 +59,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         if self.register_error is not None:
             await refuse(context, self.register_error)
         self.registered.append(request)
+        await self.answers_registrations.wait()
         return index_pb2.RegisterNodeResponse(
             incarnation=request.node.incarnation or 41 + len(self.registered),
             lease_ttl_ms=3000,

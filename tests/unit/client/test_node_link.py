@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool.client.index import IndexClient
-from kvpool.core.cluster import RemoteSource
+from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -159,6 +159,25 @@ async def test_start_raises_what_waiting_cannot_cure() -> None:
         one.index.register_error = InvalidRequest("bad endpoint")
         with pytest.raises(InvalidRequest):
             await one.link.start()
+
+
+async def test_an_update_that_fails_leaves_the_node_as_it_was() -> None:
+    async with node() as one:
+        await one.link.start()
+        index, drained = one.index, NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="h:1", draining=True)
+        index.answers_registrations.clear()
+        updating = asyncio.create_task(one.link.update(drained))
+        await eventually(lambda: len(index.registered) == 2)
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        assert index.registered[-1].node.draining, "its answer was lost"
+        index.answers_registrations.set()
+        await eventually(lambda: not index.registered[-1].node.draining)
+        renewals = index.renewals
+        await eventually(lambda: index.renewals >= renewals + 3)
+        assert len(index.registered) == 3
+        await one.link.update(drained)
+        assert index.registered[-1].node.draining
 
 
 async def test_stale_locations_are_reported_again_after_a_failure() -> None:

@@ -16,7 +16,7 @@ from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
 from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.stale_reports import StaleReports
-from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource, StaleLocation
+from kvpool.core.cluster import LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
@@ -27,7 +27,6 @@ from kvpool.core.errors import (
     StaleIncarnation,
     StoreUnavailable,
 )
-from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
@@ -93,6 +92,7 @@ class NodeLink:
         self._registering = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._superseded: StaleIncarnation | None = None
+        self._is_registration_right = True  # False: the index may have facts of an update that failed
 
     @property
     def incarnation(self) -> int:
@@ -152,19 +152,18 @@ class NodeLink:
 
     def report_stale(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
         """Queue a report that `source` did not hold a page that it was said to hold, in any tier. Never blocks."""
-        for tier in (Tier.STAGING, Tier.DISK):
-            place = Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard)
-            self._reports.add(
-                StaleLocation(
-                    keyspace=key.keyspace, chunk_hash=key.chunk_hash, group_head_hash=group_head_hash, location=place
-                )
-            )
+        self._reports.add_page(key, group_head_hash, source)
 
     async def update(self, node: NodeInfo) -> None:
-        """Register changed facts of the node (endpoints, draining) under the incarnation it holds."""
-        self._node = node
+        """Register changed facts under the incarnation held. If it fails they are as before, soon to the index too."""
         async with self._registering:
-            self._lease = await self._register()
+            before, self._node = self._node, node
+            try:
+                self._lease = await self._register()
+            except BaseException:
+                self._node, self._is_registration_right = before, False
+                raise
+            self._is_registration_right = True
         self._announcer.break_stream("the node registered again")
 
     async def close(self) -> None:
@@ -214,6 +213,7 @@ class NodeLink:
                 lease = await self._index.register_node(node, last_incarnation=self._last_incarnation)
                 info = await self._index.get_info()
                 self._queue.limit_items(max(1, info.max_batch_items))
+                self._reports.limit_items(max(1, info.max_batch_items))
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
             except _LATER as error:
@@ -236,6 +236,8 @@ class NodeLink:
         while True:
             pause_s = self._held().renew_interval_ms / 1e3
             try:
+                if not self._is_registration_right:
+                    await self.update(self._node)
                 await self._renew(self._held())
                 backoff.reset()
             except StaleIncarnation:

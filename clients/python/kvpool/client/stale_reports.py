@@ -8,8 +8,10 @@ from collections import deque
 
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.core.cluster import StaleLocation
+from kvpool.core.cluster import Location, RemoteSource, StaleLocation
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
+from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
@@ -29,6 +31,20 @@ class StaleReports:
     def pending_count(self) -> int:
         """Reports that were not sent yet."""
         return len(self._pending)
+
+    def limit_items(self, items_max: int) -> None:
+        """Send at most so many at once from now on."""
+        self._batch_max = min(self._batch_max, items_max)
+
+    def add_page(self, key: PageKey, group_head_hash: bytes, source: RemoteSource) -> None:
+        """Queue a report that `source` did not hold a page that it was said to hold, in any tier."""
+        for tier in (Tier.STAGING, Tier.DISK):
+            place = Location(node_id=source.node_id, incarnation=source.incarnation, tier=tier, shards=1 << key.shard)
+            self.add(
+                StaleLocation(
+                    keyspace=key.keyspace, chunk_hash=key.chunk_hash, group_head_hash=group_head_hash, location=place
+                )
+            )
 
     def add(self, location: StaleLocation) -> None:
         """Queue a report."""
