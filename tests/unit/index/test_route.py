@@ -1,10 +1,13 @@
 """Routes: scores by tier, partial shards, several nodes on a host, ties."""
 
+from typing import Any
+
 import pytest
 
 from kvpool.core.cluster import ChainMatch, LiveNode, Location, MatchRun, NodeInfo, NodeKind, NodeLoad, RouteCandidate
 from kvpool.core.outcome import Tier
 from kvpool_index.config import IndexConfig
+from kvpool_index.core import route as route_module
 from kvpool_index.core.route import RouteWeights, route
 
 WEIGHTS = RouteWeights(gpu=1.0, staging=0.8, disk=0.5, remote=0.25)
@@ -46,7 +49,7 @@ def test_the_nearer_tier_wins_and_other_hosts_count_as_remote() -> None:
     found = routed([run(10, at(a, Tier.DISK), at(b, Tier.STAGING), at(c, Tier.GPU))], a, b, c)
     assert brief(found) == [("three", 10, 10.0), ("two", 10, 8.0), ("one", 10, 5.0)]
     found = routed([run(4, at(a, Tier.STAGING)), run(6, at(b, Tier.STAGING))], a, b)
-    assert brief(found) == [("two", 0, 6 * 0.8 + 1.0), ("one", 4, 4 * 0.8 + 6 * 0.25)]
+    assert brief(found) == [("two", 0, 5.8), ("one", 4, 4.7)]
 
 
 def test_a_cache_of_another_host_can_send_nothing() -> None:
@@ -90,6 +93,26 @@ def test_hosts_that_drain_are_left_out_and_empty_ones_only_named_when_asked_for(
     assert routed(runs, a, b, c) == []
     found = routed(runs, a, b, c, with_unmatched=True)
     assert brief(found) == [((b"c" * 16).hex(), 0, 0.5), ("two", 0, 0.5)]
+
+
+def test_work_grows_with_what_is_held_and_not_with_hosts_times_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [live(bytes([number]), f"{number:03}") for number in range(200)]
+    runs = [run(1, at(nodes[number], Tier.STAGING), at(nodes[number + 1], Tier.DISK)) for number in range(100)]
+    judged = 0
+    worth = route_module._worth
+
+    def counted(*values: Any) -> float:
+        nonlocal judged
+        judged += 1
+        return worth(*values)
+
+    monkeypatch.setattr(route_module, "_worth", counted)
+    found = routed(runs, *nodes, with_unmatched=True)
+    assert judged <= 3 * len(runs)
+    scores = {each.host_id: each.score for each in found}
+    assert scores["199"] == 100 * 0.25 and scores["000"] == 0.8 + 99 * 0.25
+    assert scores["050"] == pytest.approx(0.8 + 0.5 + 98 * 0.25) and len(found) == 200
+    assert [each.host_id for each in found if each.matched_chunks] == ["001", "000"]
 
 
 def test_weights_are_not_negative() -> None:

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvpool.core.cluster import ChainMatch, LiveNode, NodeInfo, RouteCandidate, RouteNode
 from kvpool.core.outcome import Tier
+
+_SCORE_DIGITS: Final = 9  # so that hosts with equal holdings have equal scores, in whichever order these were summed up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +24,8 @@ class RouteWeights:
 class _Host:
     """What is summed up of one host."""
 
-    score: float = 0.0
+    nearer: float = 0.0  # how much more it has, for what it holds itself, than a host that holds nothing
     matched: int = 0
-    is_whole: bool = True  # its own prefix has not ended
     nodes: dict[bytes, list[int]] = field(default_factory=dict)  # chunks by tier, by node id
 
 
@@ -37,6 +39,8 @@ def route(
     send nothing, so that it counts as nothing. Hosts on which all nodes drain are left out.
     """
     hosts = {name: _Host() for name in _open_hosts(alive)}
+    elsewhere = 0.0  # score of a host that itself holds nothing
+    matched = 0
     for run in match.runs:
         held: dict[str, list[int]] = {}
         sendable = 0
@@ -48,17 +52,21 @@ def route(
             if host_of(node) in hosts:
                 counts = hosts[host_of(node)].nodes.setdefault(node.node_id, [0, 0, 0])
                 counts[location.tier - Tier.GPU] += run.chunk_count
-        for name, host in hosts.items():
-            gpu, staging, disk = held.get(name, (0, 0, 0))
-            host.score += run.chunk_count * _worth(gpu, staging, disk, sendable, wanted, weights)
-            host.is_whole = host.is_whole and (gpu | staging | disk) == wanted
-            host.matched += run.chunk_count if host.is_whole else 0
-    fills = {name: _fill(name, alive) for name in hosts}
+        # Only hosts that hold some of it are looked at: there may be as many runs as chunks, and very many hosts.
+        remote = run.chunk_count * _worth(0, 0, 0, sendable, wanted, weights)
+        for name in held.keys() & hosts.keys():
+            host, (gpu, staging, disk) = hosts[name], held[name]
+            host.nearer += run.chunk_count * _worth(gpu, staging, disk, sendable, wanted, weights) - remote
+            if host.matched == matched and (gpu | staging | disk) == wanted:
+                host.matched += run.chunk_count
+        elsewhere += remote
+        matched += run.chunk_count
+    fills = _fills(alive)
     found = [
         RouteCandidate(
             host_id=name,
             matched_chunks=host.matched,
-            score=host.score,
+            score=round(elsewhere + host.nearer, _SCORE_DIGITS),
             arena_fill=fills[name],
             nodes=tuple(_node(match.nodes[node_id], counts) for node_id, counts in sorted(host.nodes.items())),
         )
@@ -90,10 +98,14 @@ def _worth(gpu: int, staging: int, disk: int, sendable: int, wanted: int, weight
     return worth / wanted.bit_count()
 
 
-def _fill(name: str, alive: Iterable[LiveNode]) -> float:
-    loads = [node.load for node in alive if host_of(node.info) == name]
-    capacity = sum(load.arena_capacity_bytes for load in loads)
-    return sum(load.arena_used_bytes for load in loads) / capacity if capacity else 0.0
+def _fills(alive: Iterable[LiveNode]) -> dict[str, float]:
+    """Used part of the arenas of each host."""
+    sums: dict[str, list[int]] = {}
+    for node in alive:
+        each = sums.setdefault(host_of(node.info), [0, 0])
+        each[0] += node.load.arena_used_bytes
+        each[1] += node.load.arena_capacity_bytes
+    return {name: used / capacity if capacity else 0.0 for name, (used, capacity) in sums.items()}
 
 
 def _node(node: NodeInfo, counts: Sequence[int]) -> RouteNode:
