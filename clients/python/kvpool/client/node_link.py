@@ -154,10 +154,10 @@ class NodeLink:
         """Queue a report that `source` did not hold a page that it was said to hold, in any tier. Never blocks."""
         self._reports.add_page(key, group_head_hash, source)
 
-    async def update(self, node: NodeInfo) -> None:
-        """Register changed facts under the incarnation held. If it fails they are as before, soon to the index too."""
+    async def update(self, node: NodeInfo | None = None) -> None:
+        """Register changed facts (None: those that hold). If it fails they are as before, soon to the index too."""
         async with self._registering:
-            before, self._node = self._node, node
+            before, self._node = self._node, node or self._node
             try:
                 self._lease = await self._register()
             except BaseException:
@@ -237,7 +237,7 @@ class NodeLink:
             pause_s = self._held().renew_interval_ms / 1e3
             try:
                 if not self._is_registration_right:
-                    await self.update(self._node)
+                    await self.update()
                 await self._renew(self._held())
                 backoff.reset()
             except StaleIncarnation:
