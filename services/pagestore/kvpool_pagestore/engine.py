@@ -13,6 +13,7 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
+from kvpool_pagestore.engine_clear import Clearing
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
 from kvpool_pagestore.engine_movement import Movement
@@ -58,7 +59,6 @@ class PageStoreEngine:
         self._announcer = Announcer(parts.index)
         self._draining = False
         self._disk_live_bytes = parts.disk_live_bytes
-        self._clearing = asyncio.Lock()
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
         self._ledger = Ledger(ledger_limits(config, parts.first_segment_id), self._announcer.staging)
@@ -75,6 +75,7 @@ class PageStoreEngine:
         self.policies = Policies(
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
         )
+        self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.sessions = PeerSessions(
@@ -200,7 +201,7 @@ class PageStoreEngine:
 
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
-        return await self._tasks.finish(self._clear(self._chosen(tenant, keyspace)), "clear")
+        return await self._tasks.finish(self._clearing.clear(self._chosen(tenant, keyspace)), "clear")
 
     def gauges(self) -> StoreGauges:
         """What is true now."""
@@ -265,29 +266,6 @@ class PageStoreEngine:
     def _chosen(self, tenant: str, keyspace: bytes) -> list[bytes]:
         """The tenant's keyspaces, or the one named; none if it has no pages here or is another tenant's."""
         return [one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)]
-
-    async def _clear(self, keyspaces: Sequence[bytes]) -> int:
-        async with self._clearing:  # the end of one would let writes start beneath another
-            return sum([await self._clear_one(keyspace) for keyspace in keyspaces])
-
-    async def _clear_one(self, keyspace: bytes) -> int:
-        disk, write_back = self._disk, self._write_back
-        keys = set(self._ledger.keys_of(keyspace))
-        for key in keys:
-            self._ledger.drop(key)
-        if disk is not None and write_back is not None:
-            # What is being written must be on disk before it is deleted there.
-            await write_back.hold(keyspace)
-            try:
-                stored = await disk.delete_keyspace(keyspace)
-                for key in stored:  # read from disk before it was deleted there
-                    self._ledger.drop(key)
-                keys.update(stored)
-            finally:
-                write_back.unhold(keyspace)
-        # What was stored while this ran is told again.
-        await self._announcer.drop_keyspace(keyspace, lambda: self.truth.of_keyspace(keyspace))
-        return len(keys)
 
     async def _end_quarantine(self) -> bool:
         """Wait a moment for peers that are just going. True if none is left that may map the arena."""

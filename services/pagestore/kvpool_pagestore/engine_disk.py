@@ -10,11 +10,12 @@ from itertools import islice
 
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
-from kvpool.core.page import PageKey, verify
+from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
 from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
+from kvpool_pagestore.engine_disk_reads import read_verified
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -23,6 +24,7 @@ from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPag
 _log = logging.getLogger(__name__)
 
 _SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
+_CLEARED_CHUNKS = 256  # looked at between two turns of the loop: forgetting one takes 10 us
 
 
 class DiskTier:
@@ -94,7 +96,7 @@ class DiskTier:
         """
         self._reading[key] += 1
         try:
-            size_bytes = await self._readers.run(self._read_verified, key, keyspace, destination)
+            size_bytes = await self._readers.run(read_verified, self._store, key, keyspace, destination)
         except PageCorrupt as error:
             self._metrics.verification_failures.labels("disk").inc()
             _log.error("page %s on disk fails verification and is dropped: %s", key, error)
@@ -132,11 +134,19 @@ class DiskTier:
             self._forget(key)
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
-    async def delete_keyspace(self, keyspace: bytes) -> list[PageKey]:
-        """Forget a keyspace, durably; which pages it had. Raises StoreFault, and then they are still on disk."""
+    async def delete_keyspace(self, keyspace: bytes, on_gone: Callable[[PageKey], None]) -> None:
+        """Forget a keyspace, durably. Raises StoreFault, and then it is still on disk. Writes of it must be held back.
+
+        on_gone: told of each page once it cannot be promoted any more; what was promoted meanwhile is to be dropped.
+        """
         await self._writers.run(self._store.delete_keyspace, keyspace)
         await self._measure()
-        return self.map.remove_keyspace(keyspace)  # last, so that the caller can drop what was promoted meanwhile
+        names = self.map.names()
+        for start in range(0, len(names), _CLEARED_CHUNKS):
+            for name in names[start : start + _CLEARED_CHUNKS]:
+                for key in self.map.remove_chunk(name) if name.startswith(keyspace) else ():
+                    on_gone(key)
+            await asyncio.sleep(0)
 
     async def write(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         """Make pages durable; per key None or why it failed. Makes room first, so that the budget is never exceeded."""
@@ -213,17 +223,6 @@ class DiskTier:
             self.used_bytes = await self._readers.run(self._store.used_bytes)
         except KvPoolError as error:  # only a figure: what went before has still succeeded
             _log.warning("the use of the disk cannot be told: %s", error)
-
-    def _read_verified(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> int | None:
-        size_bytes = self._store.get_into(key, destination)
-        if size_bytes is None:
-            return None
-        if size_bytes != len(destination):
-            raise PageCorrupt(f"page {key} has {size_bytes} bytes on disk instead of {len(destination)}")
-        fault = verify(destination, key, keyspace.spec.codec, keyspace.payload_bytes(key.shard))
-        if fault is not None:
-            raise PageCorrupt(f"page {key} on disk: {fault}")
-        return size_bytes
 
     def _write_blocking(self, pages: Sequence[PageWrite]) -> dict[PageKey, KvPoolError | None]:
         for keyspace in {page.key.keyspace for page in pages} - self._remembered:

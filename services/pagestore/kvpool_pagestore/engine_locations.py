@@ -127,7 +127,10 @@ class NodeTruth:
 
     def of_keyspace(self, keyspace: bytes) -> list[LocationChange]:
         """All that is held of one keyspace now."""
-        places = dict.fromkeys(place.chunk_hash for place in self.chunks() if place.keyspace == keyspace)
+        names = [at for at in self._announcer.staged if at.startswith(keyspace)]
+        if self._disk_map is not None:  # a million at times: no value is made for each
+            names += [at for at in self._disk_map.names() if at.startswith(keyspace)]
+        places = dict.fromkeys(at[16:] for at in names)
         return [
             LocationChange(
                 keyspace=keyspace,

@@ -214,6 +214,8 @@ class PageCalls:
         answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
             return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
+        if not isinstance(answer, Grant):
+            self._retained.turned_down(item.key)
         return answer
 
     def _drop_corrupt(self, slot: Slot, peer: PeerSession) -> None:

@@ -26,7 +26,8 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 _log = logging.getLogger(__name__)
 
 MAX_PIN_CHUNKS = 4096
-_SWEPT_CHUNKS = 256  # between two turns of the loop
+_SWEPT_CHUNKS = 16  # between two turns of the loop: a chunk may have 64 pages
+_CHANGED_CHUNKS = 16  # the same for pins
 _SWEEP_PAUSE_S = 60.0  # the wall clock may jump: look at it now and then
 
 
@@ -50,12 +51,14 @@ class Retained:
         self._metrics = metrics
         self._clock = clock
         self._expiry = ExpiryQueue()
-        self._pins = PinBook(max_pinned_bytes, self._is_here)
+        self._pins = PinBook(max_pinned_bytes)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_us = 0
         self._stopped = False
+        ledger.on_left = self._left
         if disk is not None:
             disk.on_stored = self._stored
+            disk.map.on_removed = self._left
 
     @property
     def pinned_bytes(self) -> int:
@@ -76,6 +79,8 @@ class Retained:
     def visible(self, record: PageRecord) -> None:
         """A page came to staging: it will be forgotten when its time comes, or soon if it has come already."""
         self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
+        if record.metadata.pinned_until_us > self._clock.wall_us():  # also if another wish of that key was turned down
+            self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
 
     def admit(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> QuotaExceeded | None:
         """Count the pin of a page that is about to be stored; why it cannot be pinned."""
@@ -83,6 +88,13 @@ class Retained:
         if metadata.pinned_until_us <= now_us:
             return None
         return self._pins.pin({key: page_bytes}, metadata.pinned_until_us, now_us)
+
+    def turned_down(self, key: PageKey) -> None:
+        """A page that was admitted did not come, or not now."""
+        if key in self._pins:
+            kept = self._kept(key)
+            if kept is None or not kept.pinned_until_us:
+                self._pins.unpin([key])
 
     def drop_expired(self, key: PageKey) -> None:
         """Forget a page that is past its time, wherever it is: whoever asks for it now must not get it."""
@@ -126,7 +138,9 @@ class Retained:
             raise StoreFault(f"pins cannot be kept: {self._disk.fault}")
         pages: dict[PageKey, int] = {}
         changes: list[tuple[bytes, PageMetadata]] = []
-        for chunk_hash in dict.fromkeys(chunk_hashes):
+        for position, chunk_hash in enumerate(dict.fromkeys(chunk_hashes)):
+            if position % _CHANGED_CHUNKS == 0:
+                await asyncio.sleep(0)
             keys = self._keys(keyspace + chunk_hash)
             kept = self._kept(keys[0]) if keys else None
             if kept is not None:
@@ -136,18 +150,21 @@ class Retained:
             self._pins.unpin(pages)
         elif (refused := self._pins.pin(pages, until_us, self._clock.wall_us())) is not None:
             raise refused
-        await self._change(changes)
+        for start in range(0, len(changes), _CHANGED_CHUNKS):
+            await self._change(changes[start : start + _CHANGED_CHUNKS])
         return len(pages)
 
     def sweep(self) -> int:
         """Forget what has expired, a bounded part of it at once; how many pages went."""
         now_us, count = self._clock.wall_us(), 0
         for name in self._expiry.take_due(now_us, _SWEPT_CHUNKS):
-            keys = self._keys(name)
-            expired = [key for key in keys if (kept := self._kept(key)) is not None and is_expired(kept, now_us)]
-            for key in keys:
-                if key not in expired and (kept := self._kept(key)) is not None:
-                    self._note(name, kept)
+            expired: list[PageKey] = []
+            for key in self._keys(name):
+                kept = self._kept(key)
+                if kept is not None and is_expired(kept, now_us):
+                    expired.append(key)
+                elif kept is not None:
+                    self._expiry.add(name, kept.expires_us)  # whoever sweeps sets the timer
             for key in expired:
                 self._ledger.drop(key)
             on_disk = [key for key in expired if self._disk is not None and key in self._disk.map]
@@ -187,8 +204,13 @@ class Retained:
         self.sweep()
         self._arm()
 
-    def _is_here(self, key: PageKey) -> bool:
-        return self._kept(key) is not None or self._ledger.is_coming(key)
+    def _left(self, key: PageKey) -> None:
+        """A page has gone from staging or disk; nothing is known of it any more if it has gone from both."""
+        name = key.keyspace + key.chunk_hash
+        if key in self._pins and self._kept(key) is None and not self._ledger.is_coming(key):
+            self._pins.unpin([key])
+        if name in self._expiry and not self._keys(name):
+            self._expiry.forget(name)
 
     def _kept(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page that is here; staging knows the latest."""

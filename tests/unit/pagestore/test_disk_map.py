@@ -97,11 +97,14 @@ def test_victims_can_be_of_some_keyspaces_only() -> None:
     assert chosen(disk, 10**6, (b"x" * 16,)) == []
 
 
-def test_a_keyspace_is_forgotten_as_a_whole() -> None:
+def test_a_chunk_is_forgotten_as_a_whole() -> None:
     disk, other = new_map(), b"o" * 16
     disk.add(page_key(1), metadata(1))
     disk.add(page_key(1, keyspace=other), metadata(1))
-    assert disk.remove_keyspace(KEYSPACE) == [page_key(1)]
+    disk.add(page_key(1, 1), metadata(1))
+    (name,) = [name for name in disk.names() if name.startswith(KEYSPACE)]
+    assert disk.remove_chunk(name) == [page_key(1), page_key(1, 1)]
+    assert disk.remove_chunk(name) == []
     assert page_key(1, keyspace=other) in disk and disk.page_count == 1
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from kvpool.core.outcome import Tier
 from kvpool.testing import eventually
+from kvpool_pagestore import engine_disk
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
@@ -85,3 +87,28 @@ async def test_a_page_stored_while_one_of_two_clears_still_runs_is_known_if_it_i
             await second
             assert await flush == (1, 0)
             assert engine.gauges().disk_pages == 1 and len(list(world.memory.scan())) == 1
+
+
+async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_disk, "_CLEARED_CHUNKS", 4)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            engine, peer = running.engine, await open_session(running)
+            for start in (0, 16):
+                await store(running, peer, range(start, start + 16))
+                await engine.flush(TENANT, b"")
+            turn, removed = 0, Counter[int]()
+
+            async def turns() -> None:
+                nonlocal turn
+                while True:
+                    turn += 1
+                    await asyncio.sleep(0)
+
+            assert engine._disk is not None
+            engine._disk.map.on_removed = lambda key: removed.update([turn])
+            others = asyncio.ensure_future(turns())
+            assert await engine.clear(TENANT, b"") == 32
+            others.cancel()
+            assert sum(removed.values()) == 32 and max(removed.values()) <= 4
+            assert engine.gauges().disk_pages == engine.gauges().staging_pages == 0

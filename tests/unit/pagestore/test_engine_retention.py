@@ -215,3 +215,27 @@ async def test_a_page_whose_time_came_while_it_was_written_is_not_served_for_eve
             assert running.engine.retained.sweep() == 0, "it is nowhere yet"
             assert await running.engine.pages.commit(peer, [answer.lease_id]) == [None]
             assert (await acquire_one(running, peer, wanted(1))).grant is None
+
+
+async def test_nothing_is_remembered_of_pages_that_have_gone() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world, max_pinned_share=1.0) as (running, peer, _):
+            retained = running.engine.retained
+            for number in range(8):
+                await put(running, peer, number, ttl_ms=10**9, pinned_until_us=1 << 60)
+            refused = await reserve(running, peer, 8, ttl_ms=10**9, pinned_until_us=1 << 60)
+            assert isinstance(refused, Grant)
+            running.engine.pages.abort(peer, [refused.lease_id])
+            await running.engine.flush(TENANT, b"")
+            assert retained.pinned_bytes == 8 * PAGE_BYTES and len(retained._expiry) == 8
+            assert await running.engine.clear(TENANT, b"") == 8
+            assert retained.pinned_bytes == 0 and len(retained._expiry) == 0
+
+
+async def test_a_pin_that_is_turned_away_does_not_count() -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, _):
+            answer = await reserve(running, peer, 1)
+            assert isinstance(answer, Grant)
+            assert await reserve(running, peer, 1, pinned_until_us=1 << 60) is Admission.PENDING
+            assert running.engine.retained.pinned_bytes == 0

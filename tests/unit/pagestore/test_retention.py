@@ -70,8 +70,7 @@ def test_chunks_come_due_in_order_once_and_a_bounded_part_at_a_time() -> None:
 
 
 def test_pins_are_bounded_all_or_none_and_end() -> None:
-    here = {key(number) for number in range(9)}
-    book = PinBook(100, here.__contains__)
+    book = PinBook(100)
     assert book.pin({key(0): 40, key(1): 40}, until_us=50, now_us=0) is None
     refused = book.pin({key(2): 10, key(3): 20}, until_us=90, now_us=0)
     assert refused is not None and "80 bytes are pinned and 30 more" in refused.message
@@ -79,13 +78,27 @@ def test_pins_are_bounded_all_or_none_and_end() -> None:
     assert book.pin({key(0): 40, key(2): 20}, until_us=90, now_us=0) is None, "a longer pin costs nothing again"
     assert book.pin({key(3): 40}, until_us=90, now_us=60) is None, "the pin of 1 has ended"
     assert book.pinned_bytes(60) == 100
-    book.unpin({key(3): 40, key(8): 5})
+    book.unpin([key(3), key(8)])
     assert book.pinned_bytes(60) == 60
-    here.discard(key(0))
-    assert book.pinned_bytes(60) == 20, "what is not here is not pinned"
+    book.unpin([key(0)])
+    assert book.pinned_bytes(60) == 20 and key(0) not in book and key(2) in book
+    assert book.pinned_bytes(90) == 0
 
 
 def test_what_was_granted_before_a_restart_counts_even_beyond_the_bound() -> None:
-    book = PinBook(10, lambda _: True)
+    book = PinBook(10)
     assert book.pin({key(1): 40}, until_us=50, now_us=0, force=True) is None
     assert book.pin({key(2): 1}, until_us=50, now_us=0) is not None
+
+
+def test_what_is_put_off_or_forgotten_again_and_again_takes_no_room() -> None:
+    queue, book = ExpiryQueue(), PinBook(100)
+    for at in range(1, 5000):
+        queue.add(b"hot", at)
+        queue.add(b"%d" % at, 9999)
+        queue.forget(b"%d" % at)
+        assert book.pin({key(1): 40}, until_us=10_000 + at, now_us=0) is None
+    assert len(queue) == 1 and book.pinned_bytes(0) == 40
+    assert len(queue._heap) < 200 and len(book._ends._heap) < 200
+    assert queue.take_due(5000, most=9) == [b"hot"]
+    assert book.pinned_bytes(14_999) == 0

@@ -48,6 +48,7 @@ class DiskMap:
     def __init__(self, page_bytes: PageBytes, policy: PolicyName = DEFAULT_POLICY) -> None:
         self._page_bytes = page_bytes
         self.on_bytes: Callable[[bytes, int], None] = lambda keyspace, size_bytes: None  # pages came (> 0) or went
+        self.on_removed: Callable[[PageKey], None] = lambda key: None
         self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life
         self._chunks: dict[bytes, _Chunk] = {}  # by keyspace id + chunk hash
         self._policy: EvictionPolicy[bytes] = make_policy(policy)  # the same keys; a keyspace is a domain
@@ -132,11 +133,12 @@ class DiskMap:
         if not chunk.shards:
             del self._chunks[at]
             self._policy.remove(at)
+        self.on_removed(key)
         return True
 
-    def remove_keyspace(self, keyspace: bytes) -> list[PageKey]:
-        """Forget all pages of a keyspace; which they were."""
-        keys = [key for chunk in self.chunks() if chunk.keyspace == keyspace for key in chunk.keys]
+    def remove_chunk(self, name: bytes) -> list[PageKey]:
+        """Forget all pages of a chunk, named as by `names`; which they were."""
+        keys = self._chunk(name).keys if name in self._chunks else []
         for key in keys:
             self.remove(key)
         return keys

@@ -4,13 +4,16 @@ in, as wall time in microseconds."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
 from kvpool.core.retention import Retention
+
+_SLACK: Final = 64  # entries that a heap may have too many before it is built anew
 
 
 def with_defaults(metadata: PageMetadata, default: Retention, now_us: int) -> PageMetadata:
@@ -58,75 +61,99 @@ def is_expired(metadata: PageMetadata, now_us: int) -> bool:
     return 0 < metadata.expires_us <= now_us
 
 
-class ExpiryQueue:
-    """Chunks (by keyspace id + chunk hash) in the order in which they may expire."""
+class _Times:
+    """Names by the time at which they are due; a name has one time. Never many more entries than names."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, bytes]] = []
-        self._expires_us: dict[bytes, int] = {}
+        self._due_us: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        return len(self._expires_us)
+        return len(self._due_us)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._due_us
 
     @property
     def next_us(self) -> int | None:
         """When it is worth looking again."""
         return self._heap[0][0] if self._heap else None
 
-    def add(self, name: bytes, expires_us: int) -> None:
-        """A chunk will expire, or later than was thought. 0, never, is not worth a word."""
-        if expires_us and expires_us > self._expires_us.get(name, 0):
-            self._expires_us[name] = expires_us
-            heapq.heappush(self._heap, (expires_us, name))
+    def get(self, name: bytes) -> int:
+        """0 for a name that is not here."""
+        return self._due_us.get(name, 0)
+
+    def set(self, name: bytes, due_us: int) -> None:
+        self._due_us[name] = due_us
+        heapq.heappush(self._heap, (due_us, name))
+        if len(self._heap) > 2 * len(self._due_us) + _SLACK:  # what was put off again and again, or forgotten
+            self._heap = [(at, each) for at, each in self._heap if self._due_us.get(each) == at]
+            heapq.heapify(self._heap)
+
+    def forget(self, name: bytes) -> None:
+        self._due_us.pop(name, None)
 
     def take_due(self, now_us: int, most: int) -> list[bytes]:
-        """Chunks that may have expired, at most `most`; look at what is kept beside them, and add them again if not."""
         due: list[bytes] = []
         while self._heap and self._heap[0][0] <= now_us and len(due) < most:
-            expires_us, name = heapq.heappop(self._heap)
-            if self._expires_us.get(name) == expires_us:
-                del self._expires_us[name]
+            due_us, name = heapq.heappop(self._heap)
+            if self._due_us.get(name) == due_us:
+                del self._due_us[name]
                 due.append(name)
         return due
 
 
-class PinBook:
-    """Bytes of pinned pages, bounded. `holds` tells whether a page is still here, so that no leaver has to be told."""
+class ExpiryQueue(_Times):
+    """Chunks (by keyspace id + chunk hash) in the order in which they may expire.
 
-    def __init__(self, limit_bytes: int, holds: Callable[[PageKey], bool]) -> None:
+    `take_due`: chunks that may have expired; look at what is kept beside them, and add them again if they have not.
+    """
+
+    def add(self, name: bytes, expires_us: int) -> None:
+        """A chunk will expire, or later than was thought. 0, never, is not worth a word."""
+        if expires_us and expires_us > self.get(name):
+            self.set(name, expires_us)
+
+
+class PinBook:
+    """Bytes of pinned pages, bounded. Tell it of pages that leave (`unpin`); pins end by themselves."""
+
+    def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._holds = holds
-        self._pins: dict[PageKey, tuple[int, int]] = {}  # until, page bytes
-        self._most_bytes = 0  # of all in _pins, whether or not they still hold
+        self._pins: dict[bytes, int] = {}  # page bytes, by packed key
+        self._ends = _Times()
+        self._pinned_bytes = 0
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key.pack() in self._pins
 
     def pinned_bytes(self, now_us: int) -> int:
-        """Page bytes that are pinned and here now."""
-        self._pins = {
-            key: pin for key, pin in self._pins.items() if pin[0] > now_us and self._holds(key)
-        }  # fmt: skip
-        self._most_bytes = sum(size_bytes for _, size_bytes in self._pins.values())
-        return self._most_bytes
+        """Page bytes that are pinned now. Takes as long as there are pins that have ended since the last call."""
+        for name in self._ends.take_due(now_us, len(self._ends)):
+            self._pinned_bytes -= self._pins.pop(name)
+        return self._pinned_bytes
 
     def pin(
         self, pages: Mapping[PageKey, int], until_us: int, now_us: int, *, force: bool = False
     ) -> QuotaExceeded | None:
         """Pin pages (with their bytes) until then, all of them or, with the error, none. force: whatever the limit."""
-        new_bytes = sum(size_bytes for key, size_bytes in pages.items() if key not in self._pins)
-        if not force and self._most_bytes + new_bytes > self._limit_bytes:
-            pinned_bytes = self.pinned_bytes(now_us)
-            new_bytes = sum(size_bytes for key, size_bytes in pages.items() if key not in self._pins)
-            if pinned_bytes + new_bytes > self._limit_bytes:
-                return QuotaExceeded(
-                    f"{pinned_bytes} bytes are pinned and {new_bytes} more would be, max_pinned_share allows "
-                    f"{self._limit_bytes}; unpin others or pin later"
-                )
+        pinned_bytes = self.pinned_bytes(now_us)
+        new_bytes = sum(size_bytes for key, size_bytes in pages.items() if key not in self)
+        if not force and pinned_bytes + new_bytes > self._limit_bytes:
+            return QuotaExceeded(
+                f"{pinned_bytes} bytes are pinned and {new_bytes} more would be, max_pinned_share allows "
+                f"{self._limit_bytes}; unpin others or pin later"
+            )
         for key, size_bytes in pages.items():
-            self._most_bytes += size_bytes * (key not in self._pins)
-            self._pins[key] = until_us, size_bytes
+            name = key.pack()
+            self._pinned_bytes += size_bytes * (name not in self._pins)
+            self._pins[name] = size_bytes
+            self._ends.set(name, until_us)
         return None
 
-    def unpin(self, pages: Mapping[PageKey, int]) -> None:
-        """They are not pinned any more."""
+    def unpin(self, pages: Iterable[PageKey]) -> None:
+        """They are gone, or not pinned any more."""
         for key in pages:
-            _, size_bytes = self._pins.pop(key, (0, 0))
-            self._most_bytes -= size_bytes
+            name = key.pack()
+            self._pinned_bytes -= self._pins.pop(name, 0)
+            self._ends.forget(name)

@@ -47,6 +47,8 @@ class StagedPages:
         self.admit: Callable[[PageRecord, int], KvPoolError | None] = lambda record, size_bytes: None
         # A visible page was leased, or asked to be stored again.
         self.on_used: Callable[[Slot], None] = lambda slot: None
+        # A slot of the page has come back; it may still be in another one.
+        self.on_left: Callable[[PageKey], None] = lambda key: None
         # Slot bytes were taken for a page, or (< 0) came back.
         self.on_held: Callable[[PageRecord, int], None] = lambda record, size_bytes: None
         self.space = SegmentTable(
@@ -210,8 +212,10 @@ class StagedPages:
         self.on_held(record, slot.size_bytes)
 
     def _free(self, slot: Slot) -> None:
+        key = slot.page.key
         self.on_held(slot.page, -slot.size_bytes)
         self.space.free(slot)
+        self.on_left(key)
 
     def _soil(self, slot: Slot) -> None:
         slot.dirty = True
@@ -240,6 +244,7 @@ class StagedPages:
         self.on_held(slot.page, -slot.size_bytes)
         del self._ready[slot.page.key]
         self._tell(slot.page, False)
+        self.on_left(slot.page.key)
 
     def _tell(self, record: PageRecord, present: bool) -> None:
         if self.tells(record.key.keyspace):

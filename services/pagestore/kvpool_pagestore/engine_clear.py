@@ -1,0 +1,59 @@
+"""Clearing keyspaces: their pages go from staging, disk and index, whatever is on its way at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_locations import Announcer, NodeTruth
+from kvpool_pagestore.engine_writeback import WriteBack
+
+
+class Clearing:
+    """One clear at a time."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        announcer: Announcer,
+        truth: NodeTruth,
+    ) -> None:
+        self._ledger = ledger
+        self._disk = disk
+        self._write_back = write_back
+        self._announcer = announcer
+        self._truth = truth
+        self._one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another
+
+    async def clear(self, keyspaces: Sequence[bytes]) -> int:
+        """How many pages there were. Raises StoreFault."""
+        async with self._one_at_a_time:
+            return sum([await self._clear_one(keyspace) for keyspace in keyspaces])
+
+    async def _clear_one(self, keyspace: bytes) -> int:
+        disk, write_back = self._disk, self._write_back
+        keys = set(self._ledger.keys_of(keyspace))
+        for key in keys:
+            self._ledger.drop(key)
+        count = len(keys)
+
+        def gone(key: PageKey) -> None:  # from disk; what was read from there meanwhile goes too
+            nonlocal count
+            count += key not in keys
+            self._ledger.drop(key)
+
+        if disk is not None and write_back is not None:
+            # What is being written must be on disk before it is deleted there.
+            await write_back.hold(keyspace)
+            try:
+                await disk.delete_keyspace(keyspace, gone)
+            finally:
+                write_back.unhold(keyspace)
+        # What was stored while this ran is told again.
+        await self._announcer.drop_keyspace(keyspace, lambda: self._truth.of_keyspace(keyspace))
+        return count
