@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvpool.core.cluster import NodeInfo
-from kvpool.core.errors import KvPoolError, PageCorrupt, ServiceUnavailable
+from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, ServiceUnavailable
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import Keyspace
@@ -34,6 +34,9 @@ class Purpose(Enum):
     HOT = "hot"
     DRAIN = "drain"
     REBALANCE = "rebalance"
+
+
+_MOVES = (Purpose.DRAIN, Purpose.REBALANCE)  # the page is the target's then, and its pin goes with it
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class PageMover:
         for start in range(0, len(keys), window_pages):
             part = keys[start : start + window_pages]
             # Also when the caller is cancelled the thread goes on reading; slots are held until it has ended.
-            sent = await self._tasks.finish(self._copy_window(target, keyspace, part, durable), "push-pages")
+            sent = await self._tasks.finish(self._copy_window(target, keyspace, part, durable, purpose), "push-pages")
             report.add(sent)
             self._count(sent, purpose)
             if sent.failed and not sent.copied:
@@ -114,7 +117,7 @@ class PageMover:
     # Inside
 
     async def _copy_window(
-        self, target: NodeInfo, keyspace: Keyspace, keys: Sequence[PageKey], durable: bool
+        self, target: NodeInfo, keyspace: Keyspace, keys: Sequence[PageKey], durable: bool, purpose: Purpose
     ) -> CopyReport:
         report = CopyReport()
         async with self._streams:
@@ -122,8 +125,16 @@ class PageMover:
             try:
                 for key in keys:
                     await self._hold(window, keyspace, key, report)
-                if window.items:
-                    await self._push(target, keyspace, window.items, durable, report)
+                items = window.items if purpose in _MOVES else [_unpinned(item) for item in window.items]
+                if items:
+                    await self._push(target, keyspace, items, durable, report)
+                # A target that may pin no more still takes the page: moved without its pin is better than lost.
+                refused = [item for item in items if isinstance(report.failed.get(item.key), QuotaExceeded)]
+                again = [_unpinned(item) for item in refused if item.metadata.pinned_until_us]
+                for item in again:
+                    del report.failed[item.key]
+                if again:
+                    await self._push(target, keyspace, again, durable, report)
             finally:
                 for slot in window.pinned:
                     self._ledger.unpin(slot)
@@ -195,3 +206,10 @@ class PageMover:
         self._metrics.moved_bytes.labels(purpose.value).inc(sent.copied_bytes)
         for error in sent.failed.values():
             self._metrics.move_failures.labels(purpose.value, error.reason).inc()
+
+
+def _unpinned(item: PushItem) -> PushItem:
+    """A pin is one node's: copies come and go without it."""
+    if not item.metadata.pinned_until_us:
+        return item
+    return replace(item, metadata=replace(item.metadata, pinned_until_us=0))
