@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -72,6 +73,9 @@ async def test_an_outage_is_one_line_however_many_streams_find_it_and_how_often(
     def lines(text: str) -> int:
         return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.INFO)
 
+    def said(text: str, times: int) -> bool:
+        return lines(text) == times
+
     await reading.reader.start()
     for outage in (1, 2):
         asked.clear()
@@ -84,7 +88,7 @@ async def test_an_outage_is_one_line_however_many_streams_find_it_and_how_often(
             assert lines("goes on") == outage - 1
         for stream in range(4):
             reading.store.events.append_now(stream, b"")
-        await eventually(lambda outage=outage: lines("goes on") == outage)
+        await eventually(partial(said, "goes on", outage))
 
 
 async def test_an_entry_that_cannot_be_read_is_a_gap_and_no_end(reading: Reading) -> None:
