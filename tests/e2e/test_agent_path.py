@@ -67,7 +67,11 @@ async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
         engines["bare"].compute(other, range(CHUNKS))
         stored = await run_store(sessions["bare"], engines["bare"].span(other, range(CHUNKS)))
         assert stored.stored_chunks == CHUNKS
-        await eventually(lambda: matched(sessions["bare"], other.hashes), 10.0)
+
+        async def all_announced() -> bool:
+            return await matched(sessions["bare"], other.hashes) == CHUNKS
+
+        await eventually(all_announced, 10.0)
         again = await run_store(sessions["bare"], engines["bare"].span(other, range(CHUNKS)))
         assert again.deduplicated_chunks == CHUNKS
         assert (await run_load(sessions["a"], engines["a"].span(other, range(CHUNKS)))).loaded_chunks == CHUNKS

@@ -20,6 +20,8 @@ class PolicyService:
     async def set(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
         """Replace the policy of a keyspace of this tenant. Raises KeyspaceUnknown, InvalidRequest."""
         policy.check()
+        if not name:
+            raise InvalidRequest("a keyspace name must not be empty")
         named = [bound for bound in await self._keyspaces.of_tenant(tenant) if bound.name == name]
         if not named:
             raise KeyspaceUnknown(f"the tenant has no keyspace {name!r}")
