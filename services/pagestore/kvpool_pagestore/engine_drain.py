@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvpool.core.cluster import NodeInfo
-from kvpool.core.errors import DrainBlocked, KvPoolError
+from kvpool.core.errors import DrainBlocked, Draining, KvPoolError
 from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
 from kvpool_pagestore.engine_moving import Purpose
@@ -114,8 +114,10 @@ class Drain:
             self._tell()
 
     async def stop(self) -> None:
-        """The process ends."""
+        """The process ends, and with it whatever watches."""
         await self._pause()
+        self._failure = Draining("the pagestore is shutting down; drain again when it is back")
+        self._tell()
 
     # Inside
 

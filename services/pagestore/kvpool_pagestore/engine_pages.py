@@ -109,7 +109,16 @@ class PageCalls:
     async def reserve(self, peer: PeerSession, items: Sequence[ReserveItem]) -> list[ReserveAnswer]:
         """Per item, in order. Raises SessionUnknown if the session ends meanwhile."""
         with self._metrics.request_duration.labels("reserve").time():
-            answers = [await self._reserve_one(peer, index, item) for index, item in enumerate(items)]
+            changed: list[PageKey] = []
+            answers = [await self._reserve_one(peer, index, item, changed) for index, item in enumerate(items)]
+            try:
+                await self._retained.keep(changed)  # one sync for all of them
+            except KvPoolError as error:
+                here = {item.key for item in items}.intersection(changed)
+                answers = [
+                    error if answer is Admission.EXISTS and item.key in here else answer
+                    for item, answer in zip(items, answers, strict=True)
+                ]
         for answer in answers:
             label = answer.name if isinstance(answer, Admission) else "RESERVED" if isinstance(answer, Grant) else None
             self._metrics.reserved_pages.labels(label or "REJECTED").inc()
@@ -187,7 +196,9 @@ class PageCalls:
 
     # Inside
 
-    async def _reserve_one(self, peer: PeerSession, index: int, item: ReserveItem) -> ReserveAnswer:
+    async def _reserve_one(
+        self, peer: PeerSession, index: int, item: ReserveItem, changed: list[PageKey]
+    ) -> ReserveAnswer:
         keyspace = peer.keyspace(item.key.keyspace)
         if keyspace is None:
             return KeyspaceUnknown(f"item {index}: the session has not named keyspace {item.key.keyspace.hex()}")
@@ -199,7 +210,7 @@ class PageCalls:
         metadata = self._retained.prepared(item.key, item.metadata)
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
-            return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
+            return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
         if (refusal := self.refuses()) is not None:
             return refusal
         record = PageRecord(item.key, item.page_bytes, metadata)
@@ -213,7 +224,7 @@ class PageCalls:
 
         answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
-            return await self._retained.extend(item.key, item.page_bytes, metadata) or Admission.EXISTS
+            return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
         if not isinstance(answer, Grant):
             self._retained.turned_down(item.key)
         return answer

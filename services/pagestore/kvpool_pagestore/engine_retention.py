@@ -108,8 +108,11 @@ class Retained:
         if on_disk is not None and is_expired(on_disk, now_us) and self._disk is not None:
             self._disk.discard([key])
 
-    async def extend(self, key: PageKey, page_bytes: int, wanted: PageMetadata) -> KvPoolError | None:
-        """A page that is here was asked to be stored again: keep it as long as both wish. None, or why not durably."""
+    def extend(self, key: PageKey, page_bytes: int, wanted: PageMetadata, changed: list[PageKey]) -> KvPoolError | None:
+        """A page that is here was asked to be stored again: keep it as long as both wish. None, or why not.
+
+        Pages whose records on disk do not say so yet are added to `changed`; see `keep`.
+        """
         kept = self._kept(key)
         if kept is None or (after := extended(kept, wanted)) == kept:
             return None
@@ -117,11 +120,14 @@ class Retained:
             refused = self.admit(key, page_bytes, after)
             if refused is not None:
                 return refused
-        try:
-            await self._change([(key.keyspace + key.chunk_hash, after)])
-        except KvPoolError as error:
-            return error
+        changed += self._change([(key.keyspace + key.chunk_hash, after)])
         return None
+
+    async def keep(self, changed: Sequence[PageKey]) -> None:
+        """Have the disk say what is kept beside pages; synced, once for all of them. Raises StoreFault."""
+        if self._disk is not None and changed:
+            now = [(key, kept) for key in changed if (kept := self._kept(key)) is not None]
+            await self._disk.set_metadata(now)
 
     async def pin(self, tenant: str, keyspace: bytes, chunk_hashes: Sequence[bytes], until_us: int) -> int:
         """Pin chunks until then, or (0) end their pins; how many pages of them are here.
@@ -151,7 +157,7 @@ class Retained:
         elif (refused := self._pins.pin(pages, until_us, self._clock.wall_us())) is not None:
             raise refused
         for start in range(0, len(changes), _CHANGED_CHUNKS):
-            await self._change(changes[start : start + _CHANGED_CHUNKS])
+            await self.keep(self._change(changes[start : start + _CHANGED_CHUNKS]))
         return len(pages)
 
     def sweep(self) -> int:
@@ -226,9 +232,9 @@ class Retained:
         keys = (PageKey(name[:16], name[16:], shard) for shard in shards)
         return [key for key in keys if self._kept(key) is not None]
 
-    async def _change(self, changes: Sequence[tuple[bytes, PageMetadata]]) -> None:
-        """Other metadata for all pages of chunks: at once in memory, synced on disk. Raises StoreFault."""
-        on_disk: list[tuple[PageKey, PageMetadata]] = []
+    def _change(self, changes: Sequence[tuple[bytes, PageMetadata]]) -> list[PageKey]:
+        """Other metadata for all pages of chunks, in memory; those that are on disk too, for `keep`."""
+        on_disk: list[PageKey] = []
         for name, metadata in changes:
             self._note(name, metadata)
             for key in self._keys(name):
@@ -236,6 +242,6 @@ class Retained:
                 if slot is not None:
                     self._ledger.set_metadata(slot, metadata)
                 if self._disk is not None and key in self._disk.map:
-                    on_disk.append((key, metadata))
-        if self._disk is not None and on_disk:
-            await self._disk.set_metadata(on_disk)
+                    self._disk.map.set_metadata(name[:16], name[16:], metadata)
+                    on_disk.append(key)
+        return on_disk

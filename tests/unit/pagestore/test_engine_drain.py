@@ -223,3 +223,21 @@ async def test_without_an_index_there_is_no_drain() -> None:
             peer = await open_session(running)
             (grant,) = await running.engine.pages.reserve(peer, [reserve_item(1)])
             assert not isinstance(grant, Draining | Admission)
+
+
+async def test_a_node_that_stops_in_the_middle_says_so_to_whoever_watches() -> None:
+    async with cluster_of(2) as cluster:
+        await fill(cluster, numbers=range(4))
+        reached, go = asyncio.Event(), asyncio.Event()
+        drain = cluster.members[0].run.engine.movement.drain
+
+        async def slow() -> None:
+            reached.set()
+            await go.wait()
+
+        drain._flush = slow
+        watching = asyncio.ensure_future(drained(cluster))
+        await asyncio.wait_for(reached.wait(), 5)
+        await drain.stop()
+        with pytest.raises(Draining, match="shutting down"):
+            await asyncio.wait_for(watching, 5)

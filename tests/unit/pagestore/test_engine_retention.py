@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ import pytest
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, QuotaExceeded, StoreFault
 from kvpool.core.outcome import Admission, Tier
+from kvpool.core.page import PageKey
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
@@ -239,3 +240,30 @@ async def test_a_pin_that_is_turned_away_does_not_count() -> None:
             assert isinstance(answer, Grant)
             assert await reserve(running, peer, 1, pinned_until_us=1 << 60) is Admission.PENDING
             assert running.engine.retained.pinned_bytes == 0
+
+
+async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world) as (running, peer, clock):
+            items = []
+            for number in range(8):
+                await put(running, peer, number, ttl_ms=1000)
+                kept = replace(metadata(number), ttl_ms=1000)
+                items.append(ReserveItem(key=page_key(number), page_bytes=PAGE_BYTES, metadata=kept))
+            await running.engine.flush(TENANT, b"")
+            set_metadata, calls = world.memory.set_metadata, list[int]()
+
+            def counted(changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+                calls.append(len(changes))
+                set_metadata(changes)
+
+            monkeypatch.setattr(world.memory, "set_metadata", counted)
+            clock.advance(0.5)
+            assert await running.engine.pages.reserve(peer, items) == [Admission.EXISTS] * 8
+            assert calls == [8]
+            assert {kept.expires_us for kept in on_disk(world).values()} == {clock.wall_us() + 1_000_000}
+            world.memory.fault = StoreFault("the disk is gone")
+            clock.advance(0.1)
+            answers = await running.engine.pages.reserve(peer, items)
+            assert [type(answer) for answer in answers] == [StoreFault] * 8, "it could not be promised durably"
+            world.memory.fault = None

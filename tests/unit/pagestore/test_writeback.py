@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpool.core.errors import StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.slots import PageRecord, Segment, Slot
@@ -104,3 +106,27 @@ def test_everything_is_pending_until_it_is_durable() -> None:
     assert waiting.pending == [two] and waiting.oldest_s(5.0) == 5.0
     assert (one.durable, two.durable) == (True, False)
     assert isinstance(one.record.key, PageKey)
+
+
+def test_pages_of_a_held_keyspace_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = queue(*(slot(number) for number in range(64)))  # four groups
+    waiting.hold(KEYSPACE)
+    may_start, looks = WriteQueue._may_start, list[PageKey]()
+
+    def counted(self: WriteQueue, key: PageKey, busy: set[PageKey]) -> bool:
+        looks.append(key)
+        return may_start(self, key, busy)
+
+    monkeypatch.setattr(WriteQueue, "_may_start", counted)
+    assert waiting.next_batch(2.0) == []
+    assert len(looks) == 64, "each commit during a clear would cost the square of what waits"
+
+
+def test_a_page_that_waits_to_be_tried_again_is_found_by_its_slot() -> None:
+    one, other = slot(1), slot(1)
+    waiting = queue(one)
+    (page,) = waiting.next_batch(1.0)
+    waiting.failed(page, StoreFault("gone"), 1.0)
+    assert waiting.find(one) is page and waiting.find(other) is None
+    one.stay += 1
+    assert waiting.find(one) is None, "the slot has another stay now"

@@ -173,8 +173,10 @@ class WriteQueue:
         size_bytes = 0
         # A page dropped in the middle of its write and stored again waits: two writes of a key could land in any order.
         busy = {page.record.key for page in self._writing.values()}
-        for first in [*self._again.values(), *self._fresh.values()]:
-            for page in list(self._groups.get(_group(first), {}).values()):
+        # Each group once: what cannot start now, as while its keyspace is cleared, may be all of it.
+        firsts = (_group(page) for page in [*self._again.values(), *self._fresh.values()])
+        for group in dict.fromkeys(firsts):
+            for page in list(self._groups.get(group, {}).values()):
                 if not page.wanted:  # cleared or evicted meanwhile
                     self._dequeue(page)
                     self._done(page)
