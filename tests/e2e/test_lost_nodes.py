@@ -90,6 +90,11 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         index = IndexClient(ClientConfig(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
         (keyspace,) = await index.list_keyspaces()
         query = ChainQuery(keyspace=keyspace.keyspace, chunk_hashes=bytes(16), shards=0)
+        engine = EngineProcess(f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}", chunk_count=CHUNKS)
+        session = await engine.open(CLIENT)
+        chain = prompt(session, CHUNKS)
+        engine.compute(chain, range(CHUNKS))
+        await run_store(session, engine.span(chain, range(CHUNKS)))
         with connect(cluster, model) as second:
             os.kill(processes["redis"], signal.SIGSTOP)
             try:
@@ -98,14 +103,17 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
                     await index.match(query, timeout_s=5.0)
                 assert time.monotonic() - asked_s < 2.0
 
-                def recomputes() -> bool:  # once what the agent knows of locations is too old to be used
-                    tokens, stats = generate(second, input_ids)
-                    assert tokens == expected
-                    recomputed = stats.prompt_tokens.recomputed == input_ids.shape[1]
-                    assert recomputed == bool(stats.failure)
-                    return bool(recomputed)
+                async def too_old_to_be_used() -> bool:  # what the agent itself knows of locations
+                    try:
+                        await session.match(chain.hashes)
+                    except StoreUnavailable:
+                        return True
+                    return False
 
-                eventually_sync(recomputes, 20)
+                await eventually(too_old_to_be_used, 20.0)
+                tokens, stats = generate(second, input_ids)
+                assert tokens == expected and stats.failure
+                assert stats.prompt_tokens.recomputed == input_ids.shape[1]
             finally:
                 os.kill(processes["redis"], signal.SIGCONT)
 
@@ -125,6 +133,8 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
 
         eventually_sync(restarted, 20)
         assert restarted() == {"redis"}, "the others recover without a restart"
+        await session.close()
+        engine.close()
         await index.close()
     finally:
         cluster.run("down")
