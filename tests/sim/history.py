@@ -151,6 +151,14 @@ class _History:
             if client.process.kill_at or not client.alive:
                 client.crash()
         nemesis.end()
+        await self._settle(nemesis)
+        # What was sent slowly arrives: a registration that overtakes its successor ends that process, for one.
+        await asyncio.sleep(3.0)
+        await self._settle(nemesis)
+
+    async def _settle(self, nemesis: Nemesis) -> None:
+        """Return when everything runs and holds nothing."""
+        world = self._world
         until_s = world.loop.time() + _SETTLE_S
         while True:
             await asyncio.sleep(0.5)
@@ -169,7 +177,6 @@ class _History:
     async def _load_everything(self) -> None:
         """Whatever is still there is right, and the index tells where it is."""
         world = self._world
-        await asyncio.sleep(3.0)  # what was sent slowly arrives
         await check_calm(world)
         for number, store in enumerate(world.pagestores):
             client = ClientNode(world, f"last{number}", store)
