@@ -14,8 +14,10 @@ from kvpool.core.eviction.reuse import ReuseModel
 
 _HEATS = 7
 """Classes of heat: below 1/4, 1/2, 1, 2, 4 and 8 hits on the average key of the path, and above. Steps of two, because
-chances of reuse differ by about that; few, because each has to be learned."""
-_RANKS = 2 * _HEATS  # of keys that never had a child, and of others
+that changes the chance of reuse by about half; few, because each has to be learned."""
+_LENGTHS = 3  # classes of the length of the chain: below _MIDDLING_LENGTH, below four times that, and above
+_MIDDLING_LENGTH = 32
+_RANKS = _HEATS * (1 + _LENGTHS)  # of keys that never had a child, and of others by length
 _GHOSTS = 2
 """Ghost cells for each key inside. More remember longer; beyond twice the cache little came of it, at 8 bytes each."""
 _SAME_USE_SHARE = 128
@@ -28,21 +30,25 @@ _MIN_REBUILD_USES = 4096  # the model costs about a millisecond
 class ChainPolicy(Generic[K]):
     """Never gives up a key while one of its descendants is inside, whatever the order in which they came.
 
-    Which end of a chain goes: each key has a rank, made of the hits on its path per key (its heat) and of whether it
-    ever had a child; of each rank a model learns online how likely reuse is at which age; the longest unused ends of
-    each rank are compared by what their place is worth by that. Keys that come back after they were given up are known
-    by ghosts and keep their hits.
+    Which end of a chain goes: each key has a rank, made of the hits on its path per key (its heat), of the length of
+    its chain, and of whether it ever had a child. Of each rank a model learns online how likely reuse is at which age,
+    and the longest unused ends of all ranks are compared by what their place is worth by that. Keys that come back
+    after they were given up are known by ghosts and keep their hits.
 
-    The rank does without lengths, times or depths of any one workload. A path's heat is diluted where chains part, or
-    a popular system prompt would recommend every prompt that begins with it.
+    A path's heat is diluted where chains part, or a popular system prompt would recommend every prompt that begins
+    with it. What a rank means for reuse is nowhere assumed: it is learned, so that the policy fits traffic in which
+    long chains come back rarely (chat) as well as one in which they do so often (agents).
     """
 
     def __init__(self) -> None:
         self._nodes: ChainNodes[K] = ChainNodes()
         self._queues: ChainQueues[K] = ChainQueues(self._nodes, _RANKS)
-        self._model: ReuseModel[K] = ReuseModel(_RANKS)
+        self._model: ReuseModel[K] = ReuseModel(_RANKS, _HEATS)
         self._ghosts = GhostTable()
         self._book: RetentionBook[K] = RetentionBook()
+        self._retained = self._book.retentions
+        self._previous = NONE  # the node that was used last
+        self._watched: list[int] = []  # nodes of the request that goes on, which the model watches
         self._newest = NONE  # the node that was used last, if it may be an end without a place in the queues
         self._uses = 0
         self._rebuild_at = _MIN_REBUILD_USES
@@ -59,7 +65,7 @@ class ChainPolicy(Generic[K]):
         node = nodes.find(key)
         if node >= 0:
             self._use(node, key)
-            if retention is not PLAIN or self._book:
+            if retention is not PLAIN or self._retained:
                 self.retain(key, retention)
             return
         self._uses += 1
@@ -78,17 +84,18 @@ class ChainPolicy(Generic[K]):
             nodes.forks[above] += 1
             if nodes.forks[above] == 1 and nodes.flags[above] & PRESENT:
                 self._has_child(above)
-        nodes.last_use[node] = self._uses
+        self._follow(node, above)
         rank = nodes.rank[node] = self._rank(node)
         if retention is not PLAIN:
             self._book.note(key, retention)
             if self._book.pinned(key):
                 nodes.flags[node] |= PINNED
-        nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._book else 0, domain)
+        nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._retained else 0, domain)
         if self._newest != above:
             self._offer_newest()
         self._newest = node
-        self._model.observe(key, self._uses, rank, is_new=True)
+        if self._model.observe(key, self._uses, rank, is_new=True):
+            self._watched.append(node)
 
     def touch(self, key: K) -> None:
         node = self._nodes.find(key)
@@ -109,7 +116,7 @@ class ChainPolicy(Generic[K]):
 
     def retain(self, key: K, retention: Retention) -> None:
         node = self._nodes.find(key)
-        if node >= 0 and (retention != PLAIN or len(self._book)):
+        if node >= 0 and (retention != PLAIN or self._retained):
             self._book.note(key, retention)
             self._settle(node, key)
 
@@ -122,7 +129,7 @@ class ChainPolicy(Generic[K]):
         self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
     ) -> K | None:
         nodes = self._nodes
-        if self._book:
+        if self._retained:
             for key in self._book.advance(now_us):
                 self._settle(nodes.find(key), key)
         self._offer_newest()
@@ -132,7 +139,7 @@ class ChainPolicy(Generic[K]):
             key = nodes.keys[node]
             assert key is not None
             if spare is None or not spare(key):
-                if len(self._ghosts) < _GHOSTS * nodes.present_count:
+                if self._ghosts.cell_count < _GHOSTS * nodes.present_count:
                     self._ghosts.resize(_GHOSTS * nodes.present_count)
                 note = min(nodes.hits[node], _OLD_HITS - 1) + _OLD_HITS * (nodes.forks[node] > 0)
                 self._ghosts.put(key, note)
@@ -153,15 +160,15 @@ class ChainPolicy(Generic[K]):
         self._uses += 1
         if self._uses >= self._rebuild_at:
             self._rebuild()
-        nodes.last_use[node] = self._uses
+        self._follow(node, nodes.parent[node])
         if nodes.hits[node] < MAX_HITS:
             nodes.hits[node] += 1
         rank = nodes.rank[node] = self._rank(node)
-        nodes.flags[node] &= ~QUEUED
         if not nodes.children[node]:
             self._offer_newest()
             self._newest = node
-        self._model.observe(key, self._uses, rank, is_new=False)
+        if self._model.observe(key, self._uses, rank, is_new=False):
+            self._watched.append(node)
 
     def _rebuild(self) -> None:
         key_count = self._nodes.present_count
@@ -173,9 +180,44 @@ class ChainPolicy(Generic[K]):
         nodes = self._nodes
         key = nodes.keys[node]
         assert key is not None
-        nodes.rank[node] -= _HEATS
+        nodes.rank[node] = self._rank_of(node, nodes.heat[node])
         nodes.flags[node] &= ~QUEUED
         self._model.reclassify(key, nodes.rank[node])
+
+    def _follow(self, node: int, above: int) -> None:
+        """A node is used now, after the one above it or as the first of another request."""
+        nodes = self._nodes
+        if self._previous != above and self._watched:
+            self._end_request()
+        self._previous = node
+        nodes.flags[node] &= ~QUEUED
+        nodes.reach[node] = 0
+        nodes.last_use[node] = self._uses
+
+    def _end_request(self) -> None:
+        """Now it is known how long the chain is that the watched nodes were used for."""
+        nodes = self._nodes
+        length = nodes.depth[self._previous] + 1
+        for node in self._watched:
+            key = nodes.keys[node]
+            if key is not None and nodes.flags[node] & PRESENT:
+                self._reach(node, length)
+                self._model.reclassify(key, nodes.rank[node])
+        self._watched.clear()
+
+    def _reach(self, node: int, length: int) -> None:
+        """A chain of that length goes, or went on here."""
+        nodes = self._nodes
+        if length <= nodes.reach[node]:
+            return
+        nodes.reach[node] = length
+        if length >= _MIDDLING_LENGTH:
+            rank = self._rank_of(node, nodes.heat[node])
+            if rank != nodes.rank[node]:
+                nodes.rank[node] = rank
+                nodes.flags[node] &= ~QUEUED
+                if not nodes.children[node]:
+                    self._queues.offer(node)
 
     def _offer_newest(self) -> None:
         """Ends are offered only once something else is used: most keys get a child before."""
@@ -193,10 +235,22 @@ class ChainPolicy(Generic[K]):
             forks = nodes.forks[above]
             heat += nodes.heat[above] / (forks - 1) if forks > 2 else nodes.heat[above]
         nodes.heat[node] = heat
-        rank = int(4 * heat / (nodes.depth[node] + 1)).bit_length()
+        return self._rank_of(node, heat)
+
+    def _rank_of(self, node: int, heat: float) -> int:
+        nodes = self._nodes
+        depth = nodes.depth[node] + 1
+        rank = int(4 * heat / depth).bit_length()
         if rank >= _HEATS:
             rank = _HEATS - 1
-        return rank if nodes.forks[node] else rank + _HEATS
+        if not nodes.forks[node]:
+            return rank
+        length = nodes.reach[node]
+        if length < depth:
+            length = depth
+        if length < _MIDDLING_LENGTH:
+            return rank + _HEATS
+        return rank + (2 * _HEATS if length < 4 * _MIDDLING_LENGTH else 3 * _HEATS)
 
     def _settle(self, node: int, key: K) -> None:
         """Its pin or priority is another one."""
@@ -209,9 +263,12 @@ class ChainPolicy(Generic[K]):
             self._queues.offer(node)
 
     def _take_out(self, node: int, key: K) -> None:
-        if self._book:
+        if self._retained:
             self._book.forget(key)
-        last_use = self._nodes.last_use[node]
-        above = self._nodes.drop(node)
+        nodes = self._nodes
+        last_use = nodes.last_use[node]
+        length = max(nodes.reach[node], nodes.depth[node] + 1)
+        above = nodes.drop(node)
         if above >= 0:
+            self._reach(above, length)
             self._queues.expose(above, last_use)

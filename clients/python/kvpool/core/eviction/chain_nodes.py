@@ -19,7 +19,7 @@ MAX_HITS = 255
 class ChainNodes(Generic[K]):
     """Nodes by number. A node whose key is not inside is kept while it has children, and no longer.
 
-    About 40 bytes a node, beside the key, the dictionary's entry for it, and the number in it.
+    About 44 bytes a node, beside the key, the dictionary's entry for it, and the number in it.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class ChainNodes(Generic[K]):
         self.last_use = array("q")
         self.hits = array("B")
         self.heat = array("f")  # hits along the path from the head, as far as they are this path's own
+        self.reach = array("i")  # length of the longest chain known to go on here since its last use; 0: its depth
         self.rank = array("B")  # class of the reuse model
         self.shelf = array("H")
         self.flags = array("B")
@@ -83,7 +84,7 @@ class ChainNodes(Generic[K]):
         else:
             node = len(self.keys)
             self.keys.append(key)
-            for column in (self.parent, self.children, self.forks, self.depth, self.last_use, self.hits):
+            for column in (self.parent, self.children, self.forks, self.depth, self.last_use, self.hits, self.reach):
                 column.append(0)
             for column in (self.heat, self.rank, self.shelf, self.flags):
                 column.append(0)

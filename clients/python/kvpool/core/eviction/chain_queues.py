@@ -7,12 +7,12 @@ from heapq import heapify, heappop, heappush
 from typing import Generic
 
 from kvpool.core.eviction.chain_nodes import NONE, PRESENT, QUEUED, ChainNodes
+from kvpool.core.eviction.place_values import age_bucket
 from kvpool.core.eviction.port import K
-from kvpool.core.eviction.reuse import age_bucket
 
 _READY = PRESENT | QUEUED  # and neither held nor pinned
 _SLACK = 64
-_TAKES_A_CHOICE = 8
+_TAKES_A_CHOICE = 16
 """Victims taken from a queue before the queues are compared again: most of a chain's end goes together anyway."""
 
 _Entry = tuple[int, int]  # last use, node

@@ -20,28 +20,27 @@ class GhostTable:
 
     def __init__(self) -> None:
         self._cells = array("Q", bytes(8 * _MIN_CELLS))
+        self.cell_count = _MIN_CELLS
         self._is_used = False
-
-    def __len__(self) -> int:
-        return len(self._cells)
 
     def resize(self, cell_count: int) -> None:
         """At least so many cells. What was noted is lost when that is more than now."""
-        if cell_count > len(self._cells):
-            self._cells = array("Q", bytes(8 << (cell_count - 1).bit_length()))
+        if cell_count > self.cell_count:
+            self.cell_count = 1 << (cell_count - 1).bit_length()
+            self._cells = array("Q", bytes(8 * self.cell_count))
 
     def put(self, key: Hashable, note: int) -> None:
         """Remember 0 <= note < 256 of a key."""
         self._is_used = True
         number = _number(key)
-        self._cells[number & (len(self._cells) - 1)] = number >> _NOTE_BITS << _NOTE_BITS | note
+        self._cells[number & (self.cell_count - 1)] = number >> _NOTE_BITS << _NOTE_BITS | note
 
     def take(self, key: Hashable) -> int | None:
         """What was noted, once; None if it is not known any more."""
         if not self._is_used:
             return None
         number = _number(key)
-        at = number & (len(self._cells) - 1)
+        at = number & (self.cell_count - 1)
         cell = self._cells[at]
         if not cell or cell >> _NOTE_BITS != number >> _NOTE_BITS:
             return None
