@@ -49,7 +49,8 @@ class ChainPolicy(Generic[K]):
         self._retained = self._book.retentions
         self._previous = NONE  # the node that was used last
         self._watched: list[int] = []  # nodes of the request that goes on, which the model watches
-        self._newest = NONE  # the node that was used last, if it may be an end without a place in the queues
+        self._newest = NONE  # the same while it has no rank and no place in the queues yet
+        self._newest_is_new = False
         self._uses = 0
         self._rebuild_at = _MIN_REBUILD_USES
 
@@ -71,31 +72,29 @@ class ChainPolicy(Generic[K]):
         self._uses += 1
         if self._uses >= self._rebuild_at:
             self._rebuild()
-        node = nodes.add(key, parent)
+        above = NONE if parent is None else nodes.number_of.get(parent, NONE)
         note = self._ghosts.take(key)
+        if above >= 0 and (note is None or not nodes.forks[above]):
+            nodes.forks[above] += 1
+            if nodes.forks[above] == 1 and above != self._newest and nodes.flags[above] & PRESENT:
+                self._has_child(above)
+        self._begin_use(above)
+        node = nodes.add(key, parent)
+        nodes.last_use[node] = self._uses
         if note is None:
             nodes.hits[node] = 0
             nodes.forks[node] = nodes.children[node] > 0
         else:
             nodes.hits[node] = note % _OLD_HITS + 1
             nodes.forks[node] = note // _OLD_HITS
-        above = nodes.parent[node]
-        if above >= 0 and (note is None or not nodes.forks[above]):
-            nodes.forks[above] += 1
-            if nodes.forks[above] == 1 and nodes.flags[above] & PRESENT:
-                self._has_child(above)
-        self._follow(node, above)
-        rank = nodes.rank[node] = self._rank(node)
+        self._warm(node, above)
         if retention is not PLAIN:
             self._book.note(key, retention)
             if self._book.pinned(key):
                 nodes.flags[node] |= PINNED
         nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._retained else 0, domain)
-        if self._newest != above:
-            self._offer_newest()
-        self._newest = node
-        if self._model.observe(key, self._uses, rank, is_new=True):
-            self._watched.append(node)
+        self._newest = self._previous = node
+        self._newest_is_new = True
 
     def touch(self, key: K) -> None:
         node = self._nodes.find(key)
@@ -111,7 +110,7 @@ class ChainPolicy(Generic[K]):
         node = self._nodes.find(key)
         if node >= 0:
             self._nodes.flags[node] &= ~HELD
-            if not self._nodes.children[node]:
+            if node != self._newest and not self._nodes.children[node]:
                 self._queues.offer(node)
 
     def retain(self, key: K, retention: Retention) -> None:
@@ -123,6 +122,8 @@ class ChainPolicy(Generic[K]):
     def remove(self, key: K) -> None:
         node = self._nodes.find(key)
         if node >= 0:
+            if node == self._newest:
+                self._newest = NONE
             self._take_out(node, key)
 
     def evict(
@@ -132,7 +133,8 @@ class ChainPolicy(Generic[K]):
         if self._retained:
             for key in self._book.advance(now_us):
                 self._settle(nodes.find(key), key)
-        self._offer_newest()
+        if self._newest >= 0:
+            self._classify_newest()
         spared: list[int] = []
         found: K | None = None
         while (node := self._queues.take(domains, self._model.values, self._uses)) >= 0:
@@ -160,15 +162,16 @@ class ChainPolicy(Generic[K]):
         self._uses += 1
         if self._uses >= self._rebuild_at:
             self._rebuild()
-        self._follow(node, nodes.parent[node])
+        above = nodes.parent[node]
+        self._begin_use(above)
+        nodes.flags[node] &= ~QUEUED
+        nodes.last_use[node] = self._uses
+        nodes.reach[node] = 0
         if nodes.hits[node] < MAX_HITS:
             nodes.hits[node] += 1
-        rank = nodes.rank[node] = self._rank(node)
-        if not nodes.children[node]:
-            self._offer_newest()
-            self._newest = node
-        if self._model.observe(key, self._uses, rank, is_new=False):
-            self._watched.append(node)
+        self._warm(node, above)
+        self._newest = self._previous = node
+        self._newest_is_new = False
 
     def _rebuild(self) -> None:
         key_count = self._nodes.present_count
@@ -184,15 +187,24 @@ class ChainPolicy(Generic[K]):
         nodes.flags[node] &= ~QUEUED
         self._model.reclassify(key, nodes.rank[node])
 
-    def _follow(self, node: int, above: int) -> None:
-        """A node is used now, after the one above it or as the first of another request."""
-        nodes = self._nodes
+    def _begin_use(self, above: int) -> None:
+        """A node is used now, below `above`: the one used before either goes on with it, or ends its request."""
+        if self._newest >= 0:
+            self._classify_newest()
         if self._previous != above and self._watched:
             self._end_request()
-        self._previous = node
-        nodes.flags[node] &= ~QUEUED
-        nodes.reach[node] = 0
-        nodes.last_use[node] = self._uses
+
+    def _classify_newest(self) -> None:
+        """Rank the node that was used last, when it is known whether it has a child: most get one at once."""
+        node, self._newest = self._newest, NONE
+        nodes = self._nodes
+        rank = nodes.rank[node] = self._rank_of(node, nodes.heat[node])
+        if not nodes.children[node]:
+            self._queues.offer(node)
+        key = nodes.keys[node]
+        assert key is not None
+        if self._model.observe(key, nodes.last_use[node], rank, is_new=self._newest_is_new):
+            self._watched.append(node)
 
     def _end_request(self) -> None:
         """Now it is known how long the chain is that the watched nodes were used for."""
@@ -219,25 +231,18 @@ class ChainPolicy(Generic[K]):
                 if not nodes.children[node]:
                     self._queues.offer(node)
 
-    def _offer_newest(self) -> None:
-        """Ends are offered only once something else is used: most keys get a child before."""
-        node, self._newest = self._newest, NONE
-        if node >= 0 and self._nodes.flags[node] & PRESENT and not self._nodes.children[node]:
-            self._queues.offer(node)
-
-    def _rank(self, node: int) -> int:
-        """The class of a key for the model; brings its heat up to date from its parent's."""
+    def _warm(self, node: int, above: int) -> None:
+        """Bring its heat up to date from that of the node above it."""
         nodes = self._nodes
         heat: float = nodes.hits[node]
-        above = nodes.parent[node]
         if above >= 0:
             # One child of a parent is the turn that went on, another the end that it left behind; a third is a fork.
             forks = nodes.forks[above]
             heat += nodes.heat[above] / (forks - 1) if forks > 2 else nodes.heat[above]
         nodes.heat[node] = heat
-        return self._rank_of(node, heat)
 
     def _rank_of(self, node: int, heat: float) -> int:
+        """The class of a key for the model."""
         nodes = self._nodes
         depth = nodes.depth[node] + 1
         rank = int(4 * heat / depth).bit_length()
@@ -259,7 +264,7 @@ class ChainPolicy(Generic[K]):
         if self._book.pinned(key):
             nodes.flags[node] |= PINNED
         nodes.shelf[node] = self._queues.other_priority(nodes.shelf[node], self._book.priority(key))
-        if not nodes.children[node]:
+        if node != self._newest and not nodes.children[node]:
             self._queues.offer(node)
 
     def _take_out(self, node: int, key: K) -> None:
