@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import kvpool_pagestore.engine_disk
+import kvpool_pagestore.engine_disk_reads
 import kvpool_pagestore.engine_pulls
 from kvpool.core.errors import KvPoolError
 from kvpool_pagestore.core.ledger import Ledger
@@ -19,9 +19,9 @@ from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_sessions import PeerSession
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -29,12 +29,12 @@ Mutant = Callable[[], AbstractContextManager[object]]
 
 def _skip_commit_checksum() -> AbstractContextManager[object]:
     """A commit believes its writer."""
-    return mock.patch.object(PageCalls, "_verify", lambda self, slot: None)
+    return mock.patch.object(Commits, "_verify", lambda self, slot: None)
 
 
 def _skip_disk_checksum() -> AbstractContextManager[object]:
     """What the disk gives is served as it is."""
-    return mock.patch.object(kvpool_pagestore.engine_disk, "verify", lambda *args: None)
+    return mock.patch.object(kvpool_pagestore.engine_disk_reads, "verify", lambda *args: None)
 
 
 def _skip_pull_checksum() -> AbstractContextManager[object]:
@@ -45,7 +45,7 @@ def _skip_pull_checksum() -> AbstractContextManager[object]:
 def _visible_before_verified() -> AbstractContextManager[object]:
     """Pages are visible from the begin of their commit, and taken back if they turn out to be incomplete."""
 
-    async def finish(self: PageCalls, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+    async def finish(self: Commits, slots: Sequence[Slot], durable: bool) -> list[KvPoolError | None]:
         records = [slot.page for slot in slots]
         for slot in slots:
             self._ledger.finish_commit(slot, verified=True, dirty=False)
@@ -58,7 +58,7 @@ def _visible_before_verified() -> AbstractContextManager[object]:
                 self._ledger.drop(record.key)
         return errors
 
-    return mock.patch.object(PageCalls, "_finish_commits", finish)
+    return mock.patch.object(Commits, "finish", finish)
 
 
 def _reuse_leased_slots() -> AbstractContextManager[object]:

@@ -151,9 +151,9 @@ class DiskMap:
         The caller removes them now; one that it keeps may be chosen again. Chunks with a page that `spare` wants kept
         (being read, say) are passed over, as are pinned ones and, if `keyspaces` is not None, those of others.
         """
-        for at in self._chosen:
-            if at in self._chunks and at not in self._policy:
-                self._enter(at, _unpack(self._chunks[at].metadata))
+        for name in self._chosen:
+            if name in self._chunks and name not in self._policy:
+                self._enter(name, _unpack(self._chunks[name].metadata))
         self._chosen = []
         chosen: list[DiskChunk] = []
         now_us = self.now_us()
