@@ -49,7 +49,7 @@ class Server:
 def running_redis(directory: Path) -> Iterator[Server]:
     """A server on a unix socket, without persistence."""
     path = directory / "redis.sock"
-    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", directory]
+    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory)]
     with _ended(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
         _wait(lambda: _answers(path))
         yield Server(process, f"unix://{path}")

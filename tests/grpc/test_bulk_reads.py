@@ -44,13 +44,21 @@ def read_request(count: int, **fields: int) -> pb.ReadPagesRequest:
     return pb.ReadPagesRequest(keys=keys, keyspaces=session_keyspaces_to_proto(KEYSPACES), **fields)
 
 
-def read(endpoint: str, sizes: list[int], **options: int) -> tuple[list[bytearray], list[Report]]:
+def read(
+    endpoint: str, sizes: list[int], *, frame_bytes: int = 1 << 20, expected_incarnation: int = 0
+) -> tuple[list[bytearray], list[Report]]:
     """Read pages 0, 1, ... of `sizes` with our client."""
     buffers = [bytearray(size) for size in sizes]
     reports: list[Report] = []
     items = [PageToRead(key=key(number), destination=memoryview(buffer)) for number, buffer in enumerate(buffers)]
-    client = PageTransferClient(endpoint, frame_bytes=options.pop("frame_bytes", 1 << 20))
-    client.read_pages(KEYSPACES, items, lambda *report: reports.append(report), timeout_s=10, **options)
+    client = PageTransferClient(endpoint, frame_bytes=frame_bytes)
+    client.read_pages(
+        KEYSPACES,
+        items,
+        lambda *report: reports.append(report),
+        timeout_s=10,
+        expected_incarnation=expected_incarnation,
+    )
     client.close()
     return buffers, reports
 

@@ -42,14 +42,20 @@ def stub(endpoint: str) -> Iterator[pb_grpc.PageTransferServiceStub]:
         yield pb_grpc.PageTransferServiceStub(channel)
 
 
-def write(endpoint: str, pages: list[bytearray], **options: int) -> list[Report]:
+def write(endpoint: str, pages: list[bytearray], expected_incarnation: int = 0) -> list[Report]:
     """Write pages 0, 1, ... with our client."""
     items = [
         PageToWrite(key=key(number), page=memoryview(page), metadata=METADATA) for number, page in enumerate(pages)
     ]
     reports: list[Report] = []
     client = PageTransferClient(endpoint, frame_bytes=PIECE)
-    client.write_pages(KEYSPACES, items, lambda *report: reports.append(report), timeout_s=10, **options)
+    client.write_pages(
+        KEYSPACES,
+        items,
+        lambda *report: reports.append(report),
+        timeout_s=10,
+        expected_incarnation=expected_incarnation,
+    )
     client.close()
     return reports
 

@@ -22,7 +22,6 @@ from kvpool.core.cluster import (
     NodeKind,
     NodeLoad,
     RemoteSource,
-    ResyncEvent,
 )
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, StaleIncarnation
 from kvpool.core.keyspace import encode_keyspace
@@ -221,7 +220,7 @@ async def test_a_dropped_keyspace_is_gone_and_unknown_ones_are_named() -> None:
 async def test_watch_tells_nodes_and_chunks() -> None:
     async with world() as (client, node):
         await node.link.start()
-        seen: list[ChunkEvent | NodeEvent | ResyncEvent] = []
+        seen: list[object] = []
 
         async def watch() -> None:
             async with aclosing(client.watch(keyspace=node.keyspace)) as events:

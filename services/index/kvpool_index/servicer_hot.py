@@ -52,7 +52,7 @@ def add_index_servicer(servicer: pb_grpc.IndexServiceServicer, server: grpc.aio.
     for method, rebuild in _AS_BYTES.items():
         handlers[method] = rebuild(handlers[method])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(catcher.service, handlers),))
-    server.add_registered_method_handlers(catcher.service, handlers)  # type: ignore[attr-defined]
+    server.add_registered_method_handlers(catcher.service, handlers)
 
 
 class _Catcher:

@@ -141,9 +141,7 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
 def _index(config: PageStoreConfig) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
-    return NodeIndexLink(
-        config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3
-    )
+    return NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
 
 
 def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:

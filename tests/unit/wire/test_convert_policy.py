@@ -56,7 +56,7 @@ def test_a_policy_that_cannot_be_is_refused(message: common_pb2.KeyspacePolicy, 
 
 def test_a_malformed_range_names_its_place() -> None:
     good, bad = RetentionRange(0, 1, Retention()), RetentionRange(0, 0, Retention())
-    with pytest.raises(InvalidRequest, match="retention range 1: .*token_count"):
+    with pytest.raises(InvalidRequest, match=r"retention range 1: .*token_count"):
         convert_policy.retention_ranges_from_proto(convert_policy.retention_ranges_to_proto([good, bad]))
     many = convert_policy.retention_ranges_to_proto([good] * (convert_policy.MAX_RETENTION_RANGES + 1))
     with pytest.raises(InvalidRequest, match="at most 64"):
