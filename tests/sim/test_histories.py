@@ -18,7 +18,7 @@ from tests.sim.mutants import MUTANTS
 _ROOT = Path(__file__).parents[2]
 _CHUNK = 125
 _HISTORIES = 1500
-_SEEDS_FOR_A_MUTANT = {"leak-late-words": 900, "serve-old-incarnations": 600}
+_SEEDS_FOR_A_MUTANT = {"leak-late-words": 1500, "serve-old-incarnations": 600}
 _SEEDS_FOR_OTHERS = 250
 
 
