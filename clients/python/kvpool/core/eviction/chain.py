@@ -272,8 +272,9 @@ class ChainPolicy(Generic[K]):
             self._book.forget(key)
         nodes = self._nodes
         last_use = nodes.last_use[node]
-        length = max(nodes.reach[node], nodes.depth[node] + 1)
+        length = nodes.reach[node] or nodes.depth[node] + 1
         above = nodes.drop(node)
         if above >= 0:
-            self._reach(above, length)
+            if length >= _MIDDLING_LENGTH and length > nodes.reach[above]:
+                self._reach(above, length)
             self._queues.expose(above, last_use)

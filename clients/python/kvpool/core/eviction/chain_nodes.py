@@ -90,7 +90,7 @@ class ChainNodes(Generic[K]):
                 column.append(0)
         self.number_of[key] = node
         self.parent[node] = NONE
-        self.children[node] = self.forks[node] = self.depth[node] = self.hits[node] = 0
+        self.children[node] = self.forks[node] = self.depth[node] = self.hits[node] = self.reach[node] = 0
         self.heat[node] = 0.0
         return node
 

@@ -12,10 +12,11 @@ from kvpool.core.eviction.port import K
 
 _READY = PRESENT | QUEUED  # and neither held nor pinned
 _SLACK = 64
-_TAKES_A_CHOICE = 16
+_TAKES_A_CHOICE = 8
 """Victims taken from a queue before the queues are compared again: most of a chain's end goes together anyway."""
 
-_Entry = tuple[int, int]  # last use, node
+_NODE_BITS = 32
+_NODE = (1 << _NODE_BITS) - 1
 
 
 class ChainQueues(Generic[K]):
@@ -26,7 +27,7 @@ class ChainQueues(Generic[K]):
         self._rank_count = rank_count
         self._shelves: list[tuple[int, Hashable]] = []  # priority, domain
         self._shelf_of: dict[tuple[int, Hashable], int] = {}
-        self._queues: list[list[list[_Entry]]] = []  # by shelf and rank
+        self._queues: list[list[list[int]]] = []  # by shelf and rank: heaps of last use, then node, in one number
         self._limits: list[list[int]] = []  # entries of a queue before it is cleaned
         self._by_priority: list[list[int]] = []  # shelves, the lowest priority first
         self._run: tuple[int, int] = (0, 0)
@@ -66,7 +67,7 @@ class ChainQueues(Generic[K]):
             queue[:] = [entry for entry in queue if self._is_current(entry, shelf, rank)]
             heapify(queue)
             self._limits[shelf][rank] = 2 * len(queue) + _SLACK
-        heappush(queue, (nodes.last_use[node], node))
+        heappush(queue, nodes.last_use[node] << _NODE_BITS | node)
 
     def expose(self, node: int, child_use: int) -> None:
         """A node has no children any more; the last one was used at `child_use`."""
@@ -93,9 +94,8 @@ class ChainQueues(Generic[K]):
                 if nodes.flags[node] == PRESENT and not nodes.children[node]:
                     return node
                 self.offer(node)
-            shelf, rank = self._run
-            if self._head(shelf, rank) >= 0:
-                return self._pop(shelf, rank)
+            if self._head(*self._run) >= 0:
+                return self._pop(*self._run)
         self._offer_next()
         for shelves in self._by_priority:
             lowest: tuple[float, int, int] | None = None
@@ -125,8 +125,8 @@ class ChainQueues(Generic[K]):
         queue = self._queues[shelf][rank]
         nodes = self._nodes
         while queue:
-            last_use, node = entry = queue[0]
-            if nodes.last_use[node] == last_use and self._is_current(entry, shelf, rank):
+            node = queue[0] & _NODE
+            if nodes.last_use[node] == queue[0] >> _NODE_BITS and self._is_current(queue[0], shelf, rank):
                 if nodes.flags[node] == _READY and not nodes.children[node]:
                     return node
                 nodes.flags[node] &= ~QUEUED  # offered again when it may go
@@ -134,16 +134,16 @@ class ChainQueues(Generic[K]):
         return NONE
 
     def _pop(self, shelf: int, rank: int) -> int:
-        node = heappop(self._queues[shelf][rank])[1]
+        node = heappop(self._queues[shelf][rank]) & _NODE
         self._nodes.flags[node] &= ~QUEUED
         return node
 
-    def _is_current(self, entry: _Entry, shelf: int, rank: int) -> bool:
+    def _is_current(self, entry: int, shelf: int, rank: int) -> bool:
         """Whether the entry is that of its node as it is now."""
         nodes = self._nodes
-        last_use, node = entry
+        node = entry & _NODE
         return (
-            nodes.last_use[node] == last_use
+            nodes.last_use[node] == entry >> _NODE_BITS
             and nodes.rank[node] == rank
             and nodes.shelf[node] == shelf
             and nodes.flags[node] & QUEUED != 0
