@@ -24,7 +24,7 @@ _SAME_USE_SHARE = 128
 """Uses within a 128th of a turnover of the cache are one: several shards of a chunk, and a lookup and its load."""
 _OLD_HITS = 64
 """A note of a ghost is its hits, at most this many less one, and beside them whether it ever had a child."""
-_MIN_REBUILD_USES = 4096  # the model costs about a millisecond
+_MIN_REBUILD_USES = 8192  # the model costs some milliseconds
 
 
 class ChainPolicy(Generic[K]):
@@ -78,12 +78,15 @@ class ChainPolicy(Generic[K]):
             nodes.forks[above] += 1
             if nodes.forks[above] == 1 and above != self._newest and nodes.flags[above] & PRESENT:
                 self._has_child(above)
-        self._begin_use(above)
+        if self._newest >= 0:
+            self._classify_newest()
+        if self._previous != above and self._watched:
+            self._end_request()
         node = nodes.add(key, parent)
         nodes.last_use[node] = self._uses
         if note is None:
-            nodes.hits[node] = 0
-            nodes.forks[node] = nodes.children[node] > 0
+            if nodes.children[node]:  # it stood for itself while it was away
+                nodes.hits[node], nodes.forks[node] = 0, 1
         else:
             nodes.hits[node] = note % _OLD_HITS + 1
             nodes.forks[node] = note // _OLD_HITS
@@ -163,7 +166,10 @@ class ChainPolicy(Generic[K]):
         if self._uses >= self._rebuild_at:
             self._rebuild()
         above = nodes.parent[node]
-        self._begin_use(above)
+        if self._newest >= 0:
+            self._classify_newest()
+        if self._previous != above and self._watched:
+            self._end_request()
         nodes.flags[node] &= ~QUEUED
         nodes.last_use[node] = self._uses
         nodes.reach[node] = 0
@@ -186,13 +192,6 @@ class ChainPolicy(Generic[K]):
         nodes.rank[node] = self._rank_of(node, nodes.heat[node])
         nodes.flags[node] &= ~QUEUED
         self._model.reclassify(key, nodes.rank[node])
-
-    def _begin_use(self, above: int) -> None:
-        """A node is used now, below `above`: the one used before either goes on with it, or ends its request."""
-        if self._newest >= 0:
-            self._classify_newest()
-        if self._previous != above and self._watched:
-            self._end_request()
 
     def _classify_newest(self) -> None:
         """Rank the node that was used last, when it is known whether it has a child: most get one at once."""

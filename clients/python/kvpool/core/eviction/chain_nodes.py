@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Generic
+from typing import Any, Generic
 
 from kvpool.core.eviction.port import K
 
@@ -38,6 +38,8 @@ class ChainNodes(Generic[K]):
         self.shelf = array("H")
         self.flags = array("B")
         self._free: list[int] = []
+        counts = (self.children, self.forks, self.depth, self.last_use, self.hits, self.reach)
+        self._columns: tuple[array[Any], ...] = (*counts, self.heat, self.rank, self.shelf, self.flags)
 
     def find(self, key: K) -> int:
         """The number of a key that is inside, or NONE."""
@@ -49,10 +51,14 @@ class ChainNodes(Generic[K]):
         node = self.number_of.get(key, NONE)
         if node < 0:
             node = self._new(key)
-            if parent is not None:
-                self._link(node, parent)
-        elif parent is not None and self.parent[node] < 0:  # until now it only stood for a parent
-            self._link(node, parent)
+        if parent is not None and self.parent[node] < 0:  # else it stood for a parent until now, and has its own
+            above = self.number_of.get(parent, NONE)
+            if above < 0:
+                above = self._new(parent)
+                self.flags[above] = 0
+            self.parent[node] = above
+            self.children[above] += 1
+            self.depth[node] = self.depth[above] + 1
         self.flags[node] = PRESENT
         self.present_count += 1
         return node
@@ -81,27 +87,17 @@ class ChainNodes(Generic[K]):
         if self._free:
             node = self._free.pop()
             self.keys[node] = key
+            self.parent[node] = NONE
+            self.children[node] = self.forks[node] = self.depth[node] = self.reach[node] = self.hits[node] = 0
+            self.heat[node] = 0.0
         else:
             node = len(self.keys)
             self.keys.append(key)
-            for column in (self.parent, self.children, self.forks, self.depth, self.last_use, self.hits, self.reach):
-                column.append(0)
-            for column in (self.heat, self.rank, self.shelf, self.flags):
+            self.parent.append(NONE)
+            for column in self._columns:
                 column.append(0)
         self.number_of[key] = node
-        self.parent[node] = NONE
-        self.children[node] = self.forks[node] = self.depth[node] = self.hits[node] = self.reach[node] = 0
-        self.heat[node] = 0.0
         return node
-
-    def _link(self, node: int, parent: K) -> None:
-        above = self.number_of.get(parent, NONE)
-        if above < 0:
-            above = self._new(parent)
-            self.flags[above] = 0
-        self.parent[node] = above
-        self.children[above] += 1
-        self.depth[node] = self.depth[above] + 1
 
     def _release(self, node: int) -> None:
         key = self.keys[node]
