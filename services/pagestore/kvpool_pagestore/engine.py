@@ -55,6 +55,7 @@ class PageStoreEngine:
         self._clock = parts.clock
         self._tasks = EngineTasks()
         self._keyspaces = KeyspaceBook()
+        self._adopting = asyncio.Lock()
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
         self._draining = False
@@ -136,11 +137,12 @@ class PageStoreEngine:
 
     async def adopt_incarnation(self, incarnation: int) -> None:
         """Serve under an incarnation from now on; it is durable before anybody is told. Raises StoreFault."""
-        if self._disk is not None:
-            reach("pagestore.register.granted")
-            await self._disk.save_value(_INCARNATION, incarnation.to_bytes(8, "little"))
-            reach("pagestore.incarnation.saved")
-        self.incarnation = incarnation
+        async with self._adopting:  # one after the other: what was adopted last is served, and on disk
+            if self._disk is not None:
+                reach("pagestore.register.granted")
+                await self._disk.save_value(_INCARNATION, incarnation.to_bytes(8, "little"))
+                reach("pagestore.incarnation.saved")
+            self.incarnation = incarnation
 
     async def stop(self, drain_s: float) -> bool:
         """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
