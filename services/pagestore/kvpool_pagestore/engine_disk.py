@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
-from kvpool.core.errors import KeyspaceUnknown, KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
+from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook, check_page
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
 from kvpool_pagestore.engine_disk_reads import read_verified
+from kvpool_pagestore.engine_disk_start import FoundPages
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
-from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, StoredPage, Workers
+from kvpool_pagestore.ports import PageMetadata, PageStore, PageWrite, Workers
 
 _log = logging.getLogger(__name__)
 
-_SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
 _CLEARED_CHUNKS = 256  # looked at between two turns of the loop: forgetting one takes 10 us
 
 
@@ -58,6 +57,7 @@ class DiskTier:
         self._deletions = Deletions(store, writers)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
         self.map = DiskMap(self.charged_bytes)
+        self._found = FoundPages(store, self.map, keyspaces, readers)
         self.health = DiskHealth(self._probe)
         self.used_bytes = 0  # as the file system counted them last
         self.on_change: Callable[[], None] = lambda: None  # the fault came or went
@@ -81,13 +81,11 @@ class DiskTier:
         """Build the map from what an earlier process left. Raises StoreFault."""
         for encoding in await self._readers.run(self._store.keyspaces):
             self._remembered.add(self._keyspaces.remember(encoding).keyspace)
-        pages, useless = self._store.scan(), list[PageKey]()
-        while found := await self._readers.run(_take, pages, _SCAN_PAGES):
-            useless += [page.key for page in found if not self._take_stored(page)]
-        if useless:
+        if useless := await self._found.take(self.on_stored):
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()
         await self._measure()
+        self._found.rank()
 
     async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
         """Fill a slot with a page that the map names and verify it. None, or why it cannot be used.
@@ -188,6 +186,7 @@ class DiskTier:
 
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
+        await self._found.close()
         await self.health.close()
         await self._writers.run(self._store.close)
 
@@ -204,19 +203,6 @@ class DiskTier:
         keyspace = self._keyspaces.find(key.keyspace)
         assert keyspace is not None  # remembered before the first page of it was written
         return self._store.charged_bytes(keyspace.page_bytes(key.shard))
-
-    def _take_stored(self, page: StoredPage) -> bool:
-        """False if nobody could ever ask for the page."""
-        keyspace = self._keyspaces.find(page.key.keyspace)
-        try:
-            if keyspace is None:
-                raise KeyspaceUnknown(f"keyspace {page.key.keyspace.hex()} was not remembered")
-            check_page(keyspace, page.key, page.page_bytes)
-        except KvPoolError as error:
-            _log.error("page %s on disk is dropped: %s", page.key, error)
-            return False
-        self.on_stored(page.key, page.metadata)
-        return self.map.add(page.key, page.metadata)
 
     async def _measure(self) -> None:
         try:
@@ -291,7 +277,3 @@ class DiskTier:
         if not self.fault and (left := self._deletions.take_failed()):
             self.discard(left)
         self.on_change()
-
-
-def _take(pages: Iterator[StoredPage], count: int) -> list[StoredPage]:
-    return list(islice(pages, count))

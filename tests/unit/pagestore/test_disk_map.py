@@ -135,3 +135,20 @@ def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> 
         assert disk.add(PageKey(b"k" * 16, b"c" * 16, shard), kept)
     assert disk.oldest(1, lambda key: False) == [], "a page that was stored with a pin was given up"
     assert disk.metadata(PageKey(b"k" * 16, b"c" * 16, 2)) == replace(plain, pinned_until_us=200)
+
+
+def test_found_chunks_are_ranked_by_and_by_and_at_once_when_victims_are_needed() -> None:
+    disk = DiskMap(lambda key: 1)
+    keys = [PageKey(bytes(16), bytes([number]) * 16, 0) for number in range(1, 6)]
+    for number, key in enumerate(keys):
+        parent = keys[number - 1].chunk_hash if number else bytes(16)
+        disk.add(key, PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16)), found=True)
+    assert disk.remove(keys[4])  # before it was ranked
+    assert disk.enter_found(2)
+    disk.touch(keys[0])  # may be one that is not ranked yet
+    (victim,) = disk.oldest(1, lambda key: False)
+    assert victim.chunk_hash == keys[3].chunk_hash, "the end of the chain, though nobody ranked it before"
+    assert not disk.enter_found(100)
+    assert [chunk.chunk_hash for chunk in disk.oldest(4, lambda key: False)] == [
+        key.chunk_hash for key in reversed(keys[:4])
+    ]

@@ -53,6 +53,7 @@ class DiskMap:
         self._chunks: dict[bytes, _Chunk] = {}  # by keyspace id + chunk hash
         self._policy: EvictionPolicy[bytes] = make_policy(policy)  # the same keys; a keyspace is a domain
         self._chosen: list[bytes] = []  # by the last call of `oldest`
+        self._found: list[bytes] = []  # by a scan: the policy does not know them yet
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
 
@@ -65,16 +66,20 @@ class DiskMap:
         chunk = self._chunks.get(key.keyspace + key.chunk_hash)
         return chunk is not None and bool(chunk.shards >> key.shard & 1)
 
-    def add(self, key: PageKey, metadata: PageMetadata) -> bool:
+    def add(self, key: PageKey, metadata: PageMetadata, *, found: bool = False) -> bool:
         """A page is durable. False if it was there already.
 
-        Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest.
+        Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest. found: by the
+        scan of a start. Such a chunk is shown to the policy later, by `enter_found`: that takes longer than the scan.
         """
         at = key.keyspace + key.chunk_hash
         chunk, packed = self._chunks.get(at), _pack(metadata)
         if chunk is None:
             chunk = self._chunks[at] = _Chunk(0, packed)
-            self._enter(at, metadata)
+            if found:
+                self._found.append(at)
+            else:
+                self._enter(at, metadata)
         elif chunk.metadata != packed:
             self.set_metadata(key.keyspace, key.chunk_hash, extended(_unpack(chunk.metadata), metadata))
         if chunk.shards >> key.shard & 1:
@@ -119,7 +124,16 @@ class DiskMap:
 
     def touch(self, key: PageKey) -> None:
         """The page was used."""
-        self._policy.touch(key.keyspace + key.chunk_hash)
+        at = key.keyspace + key.chunk_hash
+        if self._found:
+            self._enter_missing([at])
+        self._policy.touch(at)
+
+    def enter_found(self, count: int) -> bool:
+        """Show the policy some of the chunks that it does not know yet; whether there are more."""
+        part, self._found[-count:] = self._found[-count:], []
+        self._enter_missing(part)
+        return bool(self._found)
 
     def remove(self, key: PageKey) -> bool:
         """The page is gone or worthless. False if it was not there."""
@@ -151,9 +165,8 @@ class DiskMap:
         The caller removes them now; one that it keeps may be chosen again. Chunks with a page that `spare` wants kept
         (being read, say) are passed over, as are pinned ones and, if `keyspaces` is not None, those of others.
         """
-        for name in self._chosen:
-            if name in self._chunks and name not in self._policy:
-                self._enter(name, _unpack(self._chunks[name].metadata))
+        self.enter_found(len(self._found))
+        self._enter_missing(self._chosen)
         self._chosen = []
         chosen: list[DiskChunk] = []
         now_us = self.now_us()
@@ -189,6 +202,11 @@ class DiskMap:
         keyspace = at[:16]
         parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
         self._policy.insert(at, parent, domain=keyspace, retention=retention_of(metadata))
+
+    def _enter_missing(self, names: Collection[bytes]) -> None:
+        for at in names:
+            if at in self._chunks and at not in self._policy:
+                self._enter(at, _unpack(self._chunks[at].metadata))
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes

@@ -1,0 +1,73 @@
+"""What the disk tier does with the pages that an earlier process left: find them at once, rank them by and by."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
+from kvpool_pagestore.engine_tasks import background, cancelled
+from kvpool_pagestore.ports import PageMetadata, PageStore, StoredPage, Workers
+
+_log = logging.getLogger(__name__)
+
+_SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
+_RANKED_CHUNKS = 64  # about 1 ms
+_RANKING_PAUSE_S = 0.005  # so that ranking takes no more than a sixth of the loop
+
+
+class FoundPages:
+    """The scan of a start."""
+
+    def __init__(self, store: PageStore, disk_map: DiskMap, keyspaces: KeyspaceBook, readers: Workers) -> None:
+        self._store = store
+        self._map = disk_map
+        self._keyspaces = keyspaces
+        self._readers = readers
+        self._ranking: asyncio.Task[None] | None = None
+
+    async def take(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
+        """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault."""
+        pages, useless = self._store.scan(), list[PageKey]()
+        while found := await self._readers.run(_take, pages, _SCAN_PAGES):
+            for page in found:
+                if self._is_useful(page):
+                    on_stored(page.key, page.metadata)
+                    self._map.add(page.key, page.metadata, found=True)
+                else:
+                    useless.append(page.key)
+        return useless
+
+    def rank(self) -> None:
+        """Show what was found to the eviction policy, in the background; who needs victims before does it at once."""
+        self._ranking = background(self._rank(), "rank-found-pages")
+
+    async def close(self) -> None:
+        """Rank no more."""
+        await cancelled(self._ranking)
+
+    async def _rank(self) -> None:
+        more = True
+        while more:
+            more = self._map.enter_found(_RANKED_CHUNKS)
+            await asyncio.sleep(_RANKING_PAUSE_S)
+
+    def _is_useful(self, page: StoredPage) -> bool:
+        keyspace = self._keyspaces.find(page.key.keyspace)
+        try:
+            if keyspace is None:
+                raise KeyspaceUnknown(f"keyspace {page.key.keyspace.hex()} was not remembered")
+            check_page(keyspace, page.key, page.page_bytes)
+        except KvPoolError as error:
+            _log.error("page %s on disk is dropped: %s", page.key, error)
+            return False
+        return True
+
+
+def _take(pages: Iterator[StoredPage], count: int) -> list[StoredPage]:
+    return list(islice(pages, count))
