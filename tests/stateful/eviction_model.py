@@ -60,6 +60,13 @@ class EvictionMachine(RuleBasedStateMachine):
         is_held = key in self.inside and self.inside[key].is_held
         self.inside[key] = Entry(domain, retention, is_held)
 
+    @precondition(lambda self: len(self.inside) < 4)
+    @rule(key=KEYS, retention=RETENTIONS)
+    def restore(self, key: int, retention: Retention) -> None:
+        if key not in self.inside:
+            self.policy.restore(key, parent_of(key), domain=DOMAINS[key % 2], retention=retention)
+            self.inside[key] = Entry(DOMAINS[key % 2], retention)
+
     @rule(key=KEYS)
     def use_chain(self, key: int) -> None:
         """A request: all keys of a chain, from its head on."""

@@ -74,6 +74,16 @@ def test_inserting_again_is_a_use(policy: EvictionPolicy[int]) -> None:
     assert all_victims(policy) == [1]
 
 
+def test_restored_keys_are_inside_in_whatever_order_they_come(policy: EvictionPolicy[int]) -> None:
+    for key in (3, 1, 0, 2, 5, 4):
+        policy.restore(key, key - 1 if key % 3 else None, domain="d")
+    policy.restore(4, 3, domain="d")
+    policy.restore(9, retention=Retention(pinned_until_us=10))
+    assert len(policy) == 7 and 9 in policy
+    assert sorted(all_victims(policy)) == list(range(6))
+    assert all_victims(policy, now_us=10) == [9]
+
+
 def test_what_is_held_stays(policy: EvictionPolicy[int]) -> None:
     for key in range(4):
         policy.insert(key)

@@ -24,7 +24,8 @@ _SAME_USE_SHARE = 128
 """Uses within a 128th of a turnover of the cache are one: several shards of a chunk, and a lookup and its load."""
 _OLD_HITS = 64
 """A note of a ghost is its hits, at most this many less one, and beside them whether it ever had a child."""
-_MIN_REBUILD_USES = 8192  # the model costs some milliseconds
+_FIRST_REBUILD_USES = 256
+_MIN_REBUILD_USES = 8192  # between two, later on: the model costs some milliseconds
 
 
 class ChainPolicy(Generic[K]):
@@ -52,7 +53,7 @@ class ChainPolicy(Generic[K]):
         self._newest = NONE  # the same while it has no rank and no place in the queues yet
         self._newest_is_new = False
         self._uses = 0
-        self._rebuild_at = _MIN_REBUILD_USES
+        self._rebuild_at = _FIRST_REBUILD_USES
 
     def __len__(self) -> int:
         return self._nodes.present_count
@@ -98,6 +99,22 @@ class ChainPolicy(Generic[K]):
         nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._retained else 0, domain)
         self._newest = self._previous = node
         self._newest_is_new = True
+
+    def restore(
+        self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+    ) -> None:
+        nodes = self._nodes
+        known = nodes.number_of.get(key, NONE)
+        if retention is not PLAIN or (known >= 0 and nodes.flags[known] & PRESENT):
+            self.insert(key, parent, domain=domain, retention=retention)
+            return
+        node = nodes.add(key, parent)
+        nodes.last_use[node] = self._uses
+        nodes.shelf[node] = self._queues.shelf(0, domain)
+        # Neither hot nor known to be a dead end: as most keys are.
+        nodes.forks[node], nodes.rank[node] = 1, _HEATS
+        if not nodes.children[node]:
+            self._queues.offer(node)
 
     def touch(self, key: K) -> None:
         node = self._nodes.find(key)
@@ -182,7 +199,7 @@ class ChainPolicy(Generic[K]):
     def _rebuild(self) -> None:
         key_count = self._nodes.present_count
         self._model.rebuild(self._uses, key_count)
-        self._rebuild_at = self._uses + max(_MIN_REBUILD_USES, key_count // 2)
+        self._rebuild_at = self._uses + max(min(self._uses, _MIN_REBUILD_USES), key_count // 2)
 
     def _has_child(self, node: int) -> None:
         """It got the first child that it ever had."""

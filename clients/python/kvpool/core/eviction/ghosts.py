@@ -50,6 +50,6 @@ class GhostTable:
 
 def _number(key: Hashable) -> int:
     """64 bits of a key, the same in every process where keys are bytes, which end in a hash, or integers."""
-    number = int.from_bytes(key[-8:], "little") if type(key) is bytes else hash(key)
+    number = int.from_bytes(key[-8:], "big") if type(key) is bytes else hash(key)
     mixed = number * _MULTIPLIER & _MASK
     return mixed ^ mixed >> 32

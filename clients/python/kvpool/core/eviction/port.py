@@ -49,6 +49,15 @@ class EvictionPolicy(Protocol[K]):
         """
         ...
 
+    def restore(
+        self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+    ) -> None:
+        """`insert` of a key that was inside before a restart: nothing is learned from the order in which such come.
+
+        For many keys, in any order; cheaper than `insert`.
+        """
+        ...
+
     def touch(self, key: K) -> None:
         """It was used. Touch the keys of a chain from its head on."""
         ...

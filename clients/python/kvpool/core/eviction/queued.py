@@ -71,6 +71,11 @@ class QueuedPolicy(Generic[K]):
         self._uses += 1
         self._place(key)
 
+    def restore(
+        self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+    ) -> None:
+        self.insert(key, parent, domain=domain, retention=retention)
+
     def touch(self, key: K) -> None:
         self._uses += 1
         queue = self._queue_of.get(key)
