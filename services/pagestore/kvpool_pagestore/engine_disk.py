@@ -52,6 +52,7 @@ class DiskTier:
         self._tasks = tasks
         self._metrics = metrics
         self._remembered: set[bytes] = set()
+        self._charged_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
         self._deletions = Deletions(store, writers)
@@ -200,9 +201,13 @@ class DiskTier:
 
     def charged_bytes(self, key: PageKey) -> int:
         """What a page counts towards the tier's budget, and towards quotas."""
-        keyspace = self._keyspaces.find(key.keyspace)
-        assert keyspace is not None  # remembered before the first page of it was written
-        return self._store.charged_bytes(keyspace.page_bytes(key.shard))
+        charged = self._charged_bytes.get((key.keyspace, key.shard))
+        if charged is None:
+            keyspace = self._keyspaces.find(key.keyspace)
+            assert keyspace is not None  # remembered before the first page of it was written
+            charged = self._store.charged_bytes(keyspace.page_bytes(key.shard))
+            self._charged_bytes[key.keyspace, key.shard] = charged
+        return charged
 
     async def _measure(self) -> None:
         try:

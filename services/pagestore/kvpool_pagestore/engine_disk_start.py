@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -29,18 +30,19 @@ class FoundPages:
         self._map = disk_map
         self._keyspaces = keyspaces
         self._readers = readers
+        self._right_sizes: set[tuple[bytes, int, int]] = set()  # keyspace, shard, page bytes
         self._ranking: asyncio.Task[None] | None = None
 
     async def take(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
         """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault."""
-        pages, useless = self._store.scan(), list[PageKey]()
-        while found := await self._readers.run(_take, pages, _SCAN_PAGES):
-            for page in found:
-                if self._is_useful(page):
-                    on_stored(page.key, page.metadata)
-                    self._map.add(page.key, page.metadata, found=True)
-                else:
-                    useless.append(page.key)
+        # Nothing of the map is garbage: the collector need not look at it again and again while it grows, nor hold up
+        # the loop ever after for as long as it takes to look at a million chunks.
+        gc.disable()
+        try:
+            useless = await self._take_all(on_stored)
+        finally:
+            gc.enable()
+        gc.freeze()
         return useless
 
     def rank(self) -> None:
@@ -51,6 +53,17 @@ class FoundPages:
         """Rank no more."""
         await cancelled(self._ranking)
 
+    async def _take_all(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
+        pages, useless = self._store.scan(), list[PageKey]()
+        while found := await self._readers.run(_take, pages, _SCAN_PAGES):
+            for page in found:
+                if self._is_useful(page):
+                    on_stored(page.key, page.metadata)
+                    self._map.add(page.key, page.metadata, found=True)
+                else:
+                    useless.append(page.key)
+        return useless
+
     async def _rank(self) -> None:
         more = True
         while more:
@@ -58,6 +71,9 @@ class FoundPages:
             await asyncio.sleep(_RANKING_PAUSE_S)
 
     def _is_useful(self, page: StoredPage) -> bool:
+        size = (page.key.keyspace, page.key.shard, page.page_bytes)
+        if size in self._right_sizes:
+            return True
         keyspace = self._keyspaces.find(page.key.keyspace)
         try:
             if keyspace is None:
@@ -66,6 +82,7 @@ class FoundPages:
         except KvPoolError as error:
             _log.error("page %s on disk is dropped: %s", page.key, error)
             return False
+        self._right_sizes.add(size)
         return True
 
 
