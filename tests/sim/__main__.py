@@ -24,12 +24,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="say everything that happens")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug: the histories must fail")
+    parser.add_argument("--mutants", nargs="+", choices=sorted(MUTANTS), help="plant one after the other, and tell")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of bytes would have another order in each process
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *argv], environment)
     first, last = (options.seed, options.seed) if options.seed is not None else _range(options.seeds)
+    if options.mutants:
+        return _plant(options.mutants, range(first, last + 1))
     with MUTANTS[options.mutant]() if options.mutant else nullcontext():
         return _run(range(first, last + 1), trace=print if options.trace else None, keep_going=options.keep_going)
 
@@ -38,6 +41,7 @@ def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool)
     started_s, failed, total = time.process_time(), 0, ClientCounts()
     callbacks = virtual_s = 0.0
     gc.disable()  # a history's world is one large cycle, collected as a whole
+    gc.freeze()  # the modules are not looked at again
     for seed in seeds:
         if seed % _COLLECT_EACH == 0:
             gc.collect()
@@ -58,6 +62,35 @@ def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool)
     print(f"{count} histories, {failed} failed, {rate}, {each}")
     print(f"{total.operations} operations: {pages}, {total.errors} errors")
     return 1 if failed else 0
+
+
+def _plant(mutants: Sequence[str], seeds: range) -> int:
+    """Say which history finds each mutant; exit code 1 if one is not found."""
+    failed = 0
+    gc.disable()
+    gc.freeze()
+    for name in mutants:
+        violation, seed = _first_violation(name, seeds)
+        if not violation:
+            print(f"{name} is NOT found by {len(seeds)} histories")
+        elif any(fault in violation for fault in ("TypeError(", "AttributeError(")):
+            print(f"{name} does NOT fit the code any more: {violation}")
+        else:
+            print(f"{name} is found by seed {seed}: {violation}")
+            continue
+        failed += 1
+    return 1 if failed else 0
+
+
+def _first_violation(mutant: str, seeds: range) -> tuple[str, int]:
+    """What the first history says that finds it, and its seed; empty if none does."""
+    with MUTANTS[mutant]():
+        for seed in seeds:
+            if seed % _COLLECT_EACH == 0:
+                gc.collect()
+            if violations := run_history(seed).violations:
+                return violations[0], seed
+    return "", 0
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from tests.sim.loop import Process, Violation
 if TYPE_CHECKING:
     from tests.sim.network import Network
 
+_Coders = tuple[Any, Any]  # of requests, and of answers
 _END = object()  # of a direction of a stream
 _GONE = (grpc.StatusCode.UNAVAILABLE, "nobody listens there")
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke")
@@ -27,15 +28,17 @@ class Call:
     """Both ends of one call. What the client sees are the methods of a grpc.aio call."""
 
     def __init__(
-        self, network: Network, client: Process, endpoint: str, path: str, serialize: Any, deserialize: Any
+        self, network: Network, client: Process, endpoint: str, path: str, coders: _Coders, request: bytes | None
     ) -> None:
         self._network, self._client, self._path = network, client, path
-        self._serialize, self._deserialize = serialize, deserialize
+        self._serialize, self._deserialize = coders
         self._server: Process | None = network.listeners.get(endpoint)
         self._endpoint = endpoint
         self._to_client: deque[Any] = deque()
         self._client_wakes: asyncio.Future[None] | None = None
-        self._to_server: deque[Any] = deque()
+        self._to_server: deque[Any] = deque()  # of a call with one request: it comes with the call, as gRPC sends it
+        if request is not None:
+            self._to_server.extend((request, _END))
         self._server_wakes: asyncio.Future[None] | None = None
         self._last_to_server_s = self._last_to_client_s = 0.0
         self._handler: asyncio.Task[None] | None = None
@@ -233,8 +236,8 @@ class Call:
             elif method.response_streaming:
                 served = method.unary_stream(await anext(requests), self)
             else:
-                self._answer(method, await method.unary_unary(await anext(requests), self))
-                served = None
+                self._answer(method, await method.unary_unary(await anext(requests), self), last=True)
+                return
             if hasattr(served, "__aiter__"):
                 async for message in served:
                     self._answer(method, message)
@@ -256,7 +259,7 @@ class Call:
             self._server_over = True
             self._forget()
 
-    def _answer(self, method: Any, message: Any) -> None:
+    def _answer(self, method: Any, message: Any, *, last: bool = False) -> None:
         data = method.response_serializer(message)
         network = self._network
         if network.chance(network.faults.broken_stream):
@@ -270,6 +273,8 @@ class Call:
             if self._status is None:
                 self._to_client.append(data)
                 self._wake_client()
+            if last:
+                self._end_client(grpc.StatusCode.OK, "", ())
 
         self._last_to_client_s = network.send(self._server, self._client, self._last_to_client_s, arrived)
 

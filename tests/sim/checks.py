@@ -12,7 +12,7 @@ from tests.sim.client_parts import check_bound
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import GRID
+from tests.sim.pages import GRID, PAGE_BYTES, true_page
 from tests.sim.pagestore_node import PageStoreNode
 
 
@@ -45,6 +45,8 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
             left += [f"{store.name}: {what}" for what in _left_in(store.engine)]
             if store.index is not None and store.index._link is not None and not store.index._link.incarnation:
                 left.append(f"{store.name} is not registered")
+            elif not _is_newest(world, store, store.engine.incarnation):
+                left.append(f"{store.name} is registered as another process and has not heard of it")
     return left
 
 
@@ -55,6 +57,25 @@ async def check_calm(world: World) -> None:
         if world.loop.time() > until_s:
             raise Violation("; ".join(wrong))
         await asyncio.sleep(1.0)
+
+
+def check_pages(world: World) -> None:
+    """All pages that are there are right, but for those whose medium was damaged."""
+    for store in world.pagestores:
+        if store.engine is None:
+            raise Violation(f"{store.name} does not serve")
+        for key, slot in store.engine._ledger._ready.items():
+            memory = store.host.segments[slot.segment.segment_id].memory
+            if memory[slot.offset : slot.offset + PAGE_BYTES] != true_page(key):
+                raise Violation(f"{store.name}: page {key} is staged with wrong bytes")
+        for key, (page, _) in store.disk.written.items():
+            if page != true_page(key) and key not in store.disk.damaged:
+                raise Violation(f"{store.name}: page {key} is on disk with wrong bytes")
+
+
+def _is_newest(world: World, store: PageStoreNode, incarnation: int) -> bool:
+    node = world.redis.store.nodes._nodes.get(store.node_id)
+    return node is None or node.info.incarnation <= incarnation  # None: lost, it will register again
 
 
 def _left_in(engine: PageStoreEngine) -> list[str]:

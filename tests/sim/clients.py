@@ -12,7 +12,7 @@ from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
-from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt
+from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
 from kvpool.core.page import PageKey
 from tests.sim.client_parts import ClientCounts, Operation, check_bound, sources_of
 from tests.sim.host import Hold
@@ -89,13 +89,12 @@ class ClientNode:
         await self._index.close()
         await self._control.close()
 
-    async def load_all(self, chains: int) -> None:
-        """Load every chain once: used when all is calm."""
+    async def load_all(self, chain: int) -> None:
+        """Load a chain, whatever there is of it: used when all is calm."""
         self.leaving = True
         await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
         await self._timed("connect", self._connect())
-        for chain in range(chains):
-            await self._timed("load", self._load(chain, _POSITIONS))
+        await self._timed("load", self._load(chain, _POSITIONS))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -113,15 +112,18 @@ class ClientNode:
     async def _connect(self) -> None:
         session = self._session
         if session is None:
-            expected = self._last_incarnation if self.world.rng.random() < 0.3 else 0
-            self._last_incarnation = 0  # refused: the next try takes any
+            expected = self._last_incarnation if self.world.rng.random() < 0.7 else 0
             plan = SessionPlan(
                 endpoint=self.store.endpoint,
                 peer_name=self.name,
                 keyspaces=((KEYSPACE, SPEC),),
                 expected_incarnation=expected,
             )
-            self._session = await PageStoreSession.open(plan, self._config)
+            try:
+                self._session = await PageStoreSession.open(plan, self._config)
+            except StaleIncarnation:
+                self._last_incarnation = 0  # the next try takes any
+                raise
             self._last_incarnation = self._session.incarnation
             if expected not in (0, self._session.incarnation):
                 raise self._violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
@@ -259,7 +261,7 @@ class ClientNode:
 
     def _copy_s(self) -> float:
         """What half a copy takes: sometimes long, whatever has become of the session meanwhile."""
-        return self.world.some_s(1.0 if self.world.rng.random() < 0.04 else 0.02)
+        return self.world.some_s(1.0 if self.world.rng.random() < 0.06 else 0.02)
 
     def _hold(self, slot: Slot, *, writes: bool) -> Hold:
         return self.store.host.hold(self.process, slot.segment_id, slot.offset, slot.page_bytes, writes=writes)

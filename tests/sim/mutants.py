@@ -133,7 +133,7 @@ def _leak_flights() -> AbstractContextManager[object]:
 
 
 def _leak_late_words() -> AbstractContextManager[object]:
-    """Words of a session that has ended are still carried out."""
+    """Words of a session that has ended are still carried out: what was in the pipe frees what its peer touches."""
     return mock.patch.object(PeerSession, "live", property(lambda peer: True))
 
 

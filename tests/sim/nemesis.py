@@ -65,7 +65,7 @@ class Nemesis:
     def _choose(self) -> Callable[[], Coroutine[Any, Any, None]]:
         rng = self._world.rng
         faults: list[tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = [
-            (6, self._crash_store),
+            (8, self._crash_store),
             (2, self._lose_power),
             (4, self._pause_store),
             (3, self._crash_client),
@@ -77,15 +77,26 @@ class Nemesis:
             (1, self._wipe_redis),
             (1, self._roll_redis_back),
             (2, self._disk_fails),
-            (2, self._damage_disk),
+            (4, self._damage_disk),
             (3, self._kill_at_point),
         ]
         return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]
 
     async def _crash_store(self) -> None:
-        store = self._a_store()
+        """Sometimes while its clients sleep, which know nothing of it and keep what they have mapped."""
+        store, rng = self._a_store(), self._world.rng
+        sleepers = [one for one in self._clients if one.store is store and one.alive and rng.random() < 0.6]
+        began_s = self._world.loop.time()
+        if sleepers:
+            await asyncio.sleep(self._world.some_s(0.02))  # in the middle of anything
+        for client in sleepers:
+            self._world.loop.pause(client.process)
         self._kill_soon(store.process)
         await self._restart(store)
+        if sleepers:
+            await asyncio.sleep(self._world.some_s(1.5))
+        for client in sleepers:
+            self._woken(client, client.process, began_s)
 
     async def _lose_power(self) -> None:
         store = self._a_store()
@@ -119,10 +130,7 @@ class Nemesis:
         self._world.loop.pause(process)
         began_s = self._world.loop.time()
         await asyncio.sleep(self._world.some_s(4.0))
-        if client.process is process:
-            if client.operation is not None:
-                client.operation.paused_s += self._world.loop.time() - began_s
-            self._wake(client)
+        self._woken(client, process, began_s)
 
     async def _partition(self) -> None:
         world, rng = self._world, self._world.rng
@@ -171,9 +179,9 @@ class Nemesis:
         disk.fault_share = 0.0
 
     async def _damage_disk(self) -> None:
-        disk = self._a_store().disk
-        if disk.written:
-            disk.damage(self._world.rng.choice(sorted(disk.written)), self._world.rng)
+        disk, rng = self._a_store().disk, self._world.rng
+        for key in rng.sample(sorted(disk.written), min(4, len(disk.written))):
+            disk.damage(key, rng)
 
     async def _kill_at_point(self) -> None:
         """The next process that takes a named step dies there."""
@@ -211,6 +219,13 @@ class Nemesis:
     def _kill_soon(self, process: Process) -> None:
         """Between any two callbacks: the process may just be in the middle of anything."""
         process.kill_at = process.callback_count + 1 + int(self._world.rng.random() * _KILL_WITHIN_CALLBACKS)
+
+    def _woken(self, client: ClientNode, process: Process, began_s: float) -> None:
+        """A client goes on that slept since then, if it is the same process still."""
+        if client.process is process:
+            if client.operation is not None:
+                client.operation.paused_s += self._world.loop.time() - began_s
+            self._wake(client)
 
     def _wake(self, client: ClientNode) -> None:
         self._world.loop.resume(client.process)

@@ -47,6 +47,7 @@ class Network:
     handlers: dict[str, dict[str, Any]] = field(default_factory=dict)  # by endpoint: RpcMethodHandler by method
     partitions: dict[frozenset[str], float] = field(default_factory=dict)  # names of processes: until when
     unforeseen: list[str] = field(default_factory=list)
+    last_arrival_s: float = 0.0  # when all that is on its way will have arrived
 
     def listen(self, endpoint: str, process: Process, add: Callable[[Any], None]) -> None:
         """Serve an endpoint; `add` registers servicers at what looks like a server."""
@@ -57,7 +58,9 @@ class Network:
 
     def delay_s(self) -> float:
         if self.rng.random() < self.faults.slow:
-            return self.rng.random() * self.faults.slow_s
+            delay_s = self.rng.random() * self.faults.slow_s
+            self.last_arrival_s = max(self.last_arrival_s, self.loop.now_s + delay_s)
+            return delay_s
         return 0.0001 + self.rng.random() * 0.002
 
     def chance(self, probability: float) -> bool:
@@ -77,6 +80,7 @@ class Network:
         held_s = self.held_until(source, target)
         if held_s:
             at_s = max(at_s, held_s + self.delay_s())
+            self.last_arrival_s = max(self.last_arrival_s, at_s)
         self.loop.call_at(at_s, deliver, context=target.context.copy())
         return at_s
 
@@ -123,10 +127,7 @@ class SimChannel:
 
     def unary_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
         def start(request: Any, timeout: float | None = None, metadata: Any = None) -> Call:
-            call = self._stream(path, request_serializer, response_deserializer)
-            call.send(request)
-            call.send_end()
-            return call
+            return self._stream(path, request_serializer, response_deserializer, request_serializer(request))
 
         return start
 
@@ -137,10 +138,10 @@ class SimChannel:
         for call in list(self._calls):
             call.fail(grpc.StatusCode.CANCELLED, "the channel was closed")
 
-    def _stream(self, path: str, serialize: Any, deserialize: Any) -> Call:
+    def _stream(self, path: str, serialize: Any, deserialize: Any, request: bytes | None = None) -> Call:
         if self.closed:
             raise grpc.aio.UsageError("Channel is closed.")
-        call = Call(self._network, self._process, self._endpoint, path, serialize, deserialize)
+        call = Call(self._network, self._process, self._endpoint, path, (serialize, deserialize), request)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
@@ -153,18 +154,20 @@ class SimChannel:
             network.loop.spawn(self._process, self._ignored(path, request))
         lose_answer = network.chance(faults.lost_answer)
         lose_request = network.chance(faults.lost_request)
-        call = self._stream(path, lambda data: data, deserialize)
+        call = self._stream(path, _as_it_is, deserialize, None if lose_request else request)
         try:
             async with asyncio.timeout(timeout_s):
                 if lose_request:
                     await asyncio.sleep(network.delay_s())
                     call.fail(grpc.StatusCode.UNAVAILABLE, "the request was lost")
-                call.send(request)
-                call.send_end()
                 answer = await call.read()
                 if lose_answer:
-                    call.fail(grpc.StatusCode.UNAVAILABLE, "the answer was lost")
-                    raise call.error()
+                    raise grpc.aio.AioRpcError(
+                        grpc.StatusCode.UNAVAILABLE,
+                        grpc.aio.Metadata(),
+                        grpc.aio.Metadata(),
+                        details="the answer was lost",
+                    )
                 if answer is grpc.aio.EOF:
                     raise call.error()
                 return answer
@@ -175,9 +178,7 @@ class SimChannel:
             call.cancel()
 
     async def _ignored(self, path: str, request: bytes) -> None:
-        call = self._stream(path, lambda data: data, lambda data: data)
-        call.send(request)
-        call.send_end()
+        call = self._stream(path, _as_it_is, _as_it_is, request)
         try:
             async with asyncio.timeout(5.0):
                 await call.read()
@@ -185,3 +186,7 @@ class SimChannel:
             pass
         finally:
             call.cancel()
+
+
+def _as_it_is(data: bytes) -> bytes:
+    return data

@@ -21,6 +21,7 @@ from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
+from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.servicer.control import PageStoreServicer
 from kvpool_pagestore.servicer.session import SessionLimits
@@ -154,6 +155,7 @@ class PageStoreNode:
         engine = self.engine = PageStoreEngine(config, parts, _pagestore_metrics())
         self._watch_slots(engine)
         self._watch_promises(engine)
+        self._say_late_words(engine)
         stop = self.stop = Stop()
         last_incarnation = await engine.load(arena.old_sessions(), arena.old_bytes)
         node = NodeInfo(
@@ -232,6 +234,20 @@ class PageStoreNode:
                 segment.memory[offset : offset + 256] = b"\xdd" * 256
 
         space.free = freed  # type: ignore[method-assign]
+
+    def _say_late_words(self, engine: PageStoreEngine) -> None:
+        """A session that ends in the middle of its words: those already read are served afterwards, and do nothing."""
+        rng, loop, sessions = self.world.rng, self.world.loop, engine.sessions
+        end = sessions.end
+
+        def ended(peer: PeerSession, cause: str, error: KvPoolError | None = None) -> None:
+            writes, reads = list(peer.session.writes), list(peer.session.reads)
+            end(peer, cause, error)
+            if (writes or reads) and rng.random() < 0.3:
+                loop.call_later(self.world.some_s(0.01), engine.pages.abort, peer, writes)
+                loop.call_later(self.world.some_s(0.01), engine.pages.release, peer, reads)
+
+        sessions.end = ended  # type: ignore[method-assign]
 
     def _watch_promises(self, engine: PageStoreEngine) -> None:
         """Nothing is announced as durable that is not; nothing is evicted before it is durable on a disk that works."""
