@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvpool.client.config import ClientConfig
+from kvpool.client.gpuagent import EngineSession
+from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
 from kvpool.connectors.transformers import SharedPrefixGenerator
 from kvpool.core.cluster import ChainQuery
@@ -79,6 +81,26 @@ def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
     return SharedPrefixGenerator.connect(model, f"unix:{socket}", cache_bytes=4 << 20, **options)
 
 
+async def fails_fast(index: IndexClient, keyspace: bytes) -> None:
+    asked_s = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await index.match(ChainQuery(keyspace=keyspace, chunk_hashes=bytes(16), shards=0), timeout_s=5.0)
+    assert time.monotonic() - asked_s < 2.0
+
+
+async def knows_nothing_current(session: EngineSession, chain: Chain) -> None:
+    """Wait until the agent's own knowledge of locations is too old to be used."""
+
+    async def refused() -> bool:
+        try:
+            await session.match(chain.hashes)
+        except StoreUnavailable:
+            return True
+        return False
+
+    await eventually(refused, 20.0)
+
+
 async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_back(tmp_path: Path) -> None:
     cluster, model, input_ids = Cluster(tmp_path), tiny_llama(), token_ids(4 * 16 + 3, seed=1)
     cluster.run("up", "--detach", *SMALL)
@@ -89,7 +111,6 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         processes = {process.name: process.pid for process in cluster.state.processes}
         index = IndexClient(ClientConfig(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
         (keyspace,) = await index.list_keyspaces()
-        query = ChainQuery(keyspace=keyspace.keyspace, chunk_hashes=bytes(16), shards=0)
         engine = EngineProcess(f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}", chunk_count=CHUNKS)
         session = await engine.open(CLIENT)
         chain = prompt(session, CHUNKS)
@@ -98,19 +119,8 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         with connect(cluster, model) as second:
             os.kill(processes["redis"], signal.SIGSTOP)
             try:
-                asked_s = time.monotonic()
-                with pytest.raises(StoreUnavailable):
-                    await index.match(query, timeout_s=5.0)
-                assert time.monotonic() - asked_s < 2.0
-
-                async def too_old_to_be_used() -> bool:  # what the agent itself knows of locations
-                    try:
-                        await session.match(chain.hashes)
-                    except StoreUnavailable:
-                        return True
-                    return False
-
-                await eventually(too_old_to_be_used, 20.0)
+                await fails_fast(index, keyspace.keyspace)
+                await knows_nothing_current(session, chain)
                 tokens, stats = generate(second, input_ids)
                 assert tokens == expected and stats.failure
                 assert stats.prompt_tokens.recomputed == input_ids.shape[1]

@@ -198,15 +198,16 @@ class DiskMap:
         chunk = self._chunks[at]
         return DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
 
-    def _enter(self, at: bytes, metadata: PageMetadata) -> None:
+    def _enter(self, at: bytes, metadata: PageMetadata, *, found: bool = False) -> None:
         keyspace = at[:16]
         parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
-        self._policy.insert(at, parent, domain=keyspace, retention=retention_of(metadata))
+        bring = self._policy.restore if found else self._policy.insert
+        bring(at, parent, domain=keyspace, retention=retention_of(metadata))
 
     def _enter_missing(self, names: Collection[bytes]) -> None:
         for at in names:
             if at in self._chunks and at not in self._policy:
-                self._enter(at, _unpack(self._chunks[at].metadata))
+                self._enter(at, _unpack(self._chunks[at].metadata), found=True)
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
