@@ -37,7 +37,13 @@ def other_value(field: Field[Any], config: Any) -> str:
         return str(value + 1)
     if isinstance(value, float):
         return str(value + 0.5)
-    known = {"log_level": "debug", "log_format": "json", "device": "cuda", "sum_processes": "3", "write_policy": "selective"}
+    known = {
+        "log_level": "debug",
+        "log_format": "json",
+        "device": "cuda",
+        "sum_processes": "3",
+        "write_policy": "selective",
+    }
     known |= {"staging": "transit", "eviction_policy": "lru", "tenant_quotas": "one=5,*=7"}
     return known.get(field.name, "/other/value:1")
 
