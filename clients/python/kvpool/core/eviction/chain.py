@@ -151,8 +151,8 @@ class ChainPolicy(Generic[K]):
     ) -> K | None:
         nodes = self._nodes
         if self._retained:
-            for key in self._book.advance(now_us):
-                self._settle(nodes.find(key), key)
+            for changed in self._book.advance(now_us):
+                self._settle(nodes.find(changed), changed)
         if self._newest >= 0:
             self._classify_newest()
         spared: list[int] = []
