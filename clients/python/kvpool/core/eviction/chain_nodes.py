@@ -1,4 +1,4 @@
-"""The forest of chains that a cache holds, kept in arrays: a large disk has a million chunks."""
+"""The forest of chains that a cache holds, kept in columns: a large disk has a million chunks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ MAX_HITS = 255
 class ChainNodes(Generic[K]):
     """Nodes by number. A node whose key is not inside is kept while it has children, and no longer.
 
-    About 44 bytes a node, beside the key, the dictionary's entry for it, and the number in it.
+    About 90 bytes a node, beside the key, the dictionary's entry for it, and the number in it. Columns of numbers that
+    are small or shared are lists, which Python reads faster; the others arrays, which hold numbers and not objects.
     """
 
     def __init__(self) -> None:
         self.number_of: dict[K, int] = {}
         self.present_count = 0
         self.keys: list[K | None] = []
-        self.parent = array("i")
-        self.children = array("i")  # inside, or with children themselves
-        self.forks = array("i")  # children that it has ever had, while it was inside
-        self.depth = array("i")
+        self.parent: list[int] = []
+        self.children: list[int] = []  # inside, or with children themselves
+        self.forks: list[int] = []  # children that it has ever had, while it was inside
+        self.depth: list[int] = []
         self.last_use = array("q")
-        self.hits = array("B")
+        self.hits: list[int] = []
         self.heat = array("f")  # hits along the path from the head, as far as they are this path's own
-        self.reach = array("i")  # length of the longest chain known to go on here since its last use; 0: its depth
-        self.rank = array("B")  # class of the reuse model
-        self.shelf = array("H")
-        self.flags = array("B")
+        self.reach: list[int] = []  # length of the longest chain known to go on here since its last use; 0: its depth
+        self.rank: list[int] = []  # class of the reuse model
+        self.shelf: list[int] = []
+        self.flags: list[int] = []
         self._free: list[int] = []
         counts = (self.children, self.forks, self.depth, self.last_use, self.hits, self.reach)
-        self._columns: tuple[array[Any], ...] = (*counts, self.heat, self.rank, self.shelf, self.flags)
+        self._columns: tuple[list[int] | array[Any], ...] = (*counts, self.heat, self.rank, self.shelf, self.flags)
 
     def find(self, key: K) -> int:
         """The number of a key that is inside, or NONE."""
