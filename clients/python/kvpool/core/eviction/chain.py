@@ -80,7 +80,7 @@ class ChainPolicy(Generic[K]):
             if nodes.forks[above] == 1 and above != self._newest and nodes.flags[above] & PRESENT:
                 self._has_child(above)
         if self._newest >= 0:
-            self._classify_newest()
+            self._classify_newest(gets_child=self._newest == above)
         if self._previous != above and self._watched:
             self._end_request()
         node = nodes.add(key, parent)
@@ -163,8 +163,9 @@ class ChainPolicy(Generic[K]):
             if spare is None or not spare(key):
                 if self._ghosts.cell_count < _GHOSTS * nodes.present_count:
                     self._ghosts.resize(_GHOSTS * nodes.present_count)
-                note = min(nodes.hits[node], _OLD_HITS - 1) + _OLD_HITS * (nodes.forks[node] > 0)
-                self._ghosts.put(key, note)
+                hits = nodes.hits[node]
+                note = hits if hits < _OLD_HITS else _OLD_HITS - 1
+                self._ghosts.put(key, note + _OLD_HITS if nodes.forks[node] else note)
                 self._take_out(node, key)
                 found = key
                 break
@@ -210,12 +211,12 @@ class ChainPolicy(Generic[K]):
         nodes.flags[node] &= ~QUEUED
         self._model.reclassify(key, nodes.rank[node])
 
-    def _classify_newest(self) -> None:
+    def _classify_newest(self, *, gets_child: bool = False) -> None:
         """Rank the node that was used last, when it is known whether it has a child: most get one at once."""
         node, self._newest = self._newest, NONE
         nodes = self._nodes
         rank = nodes.rank[node] = self._rank_of(node, nodes.heat[node])
-        if not nodes.children[node]:
+        if not gets_child and not nodes.children[node]:
             self._queues.offer(node)
         key = nodes.keys[node]
         assert key is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any, Generic
 
 from kvpool.core.eviction.port import K
@@ -19,8 +18,8 @@ MAX_HITS = 255
 class ChainNodes(Generic[K]):
     """Nodes by number. A node whose key is not inside is kept while it has children, and no longer.
 
-    About 90 bytes a node, beside the key, the dictionary's entry for it, and the number in it. Columns of numbers that
-    are small or shared are lists, which Python reads faster; the others arrays, which hold numbers and not objects.
+    About 150 bytes a node, beside the key, the dictionary's entry for it, and the number in it. The columns are lists:
+    arrays would take a third of that, but Python reads them more slowly, and this is done dozens of times for each use.
     """
 
     def __init__(self) -> None:
@@ -31,16 +30,16 @@ class ChainNodes(Generic[K]):
         self.children: list[int] = []  # inside, or with children themselves
         self.forks: list[int] = []  # children that it has ever had, while it was inside
         self.depth: list[int] = []
-        self.last_use = array("q")
+        self.last_use: list[int] = []
         self.hits: list[int] = []
-        self.heat = array("f")  # hits along the path from the head, as far as they are this path's own
+        self.heat: list[float] = []  # hits along the path from the head, as far as they are this path's own
         self.reach: list[int] = []  # length of the longest chain known to go on here since its last use; 0: its depth
         self.rank: list[int] = []  # class of the reuse model
         self.shelf: list[int] = []
         self.flags: list[int] = []
         self._free: list[int] = []
         counts = (self.children, self.forks, self.depth, self.last_use, self.hits, self.reach)
-        self._columns: tuple[list[int] | array[Any], ...] = (*counts, self.heat, self.rank, self.shelf, self.flags)
+        self._columns: tuple[list[Any], ...] = (*counts, self.heat, self.rank, self.shelf, self.flags)
 
     def find(self, key: K) -> int:
         """The number of a key that is inside, or NONE."""
@@ -72,11 +71,16 @@ class ChainNodes(Generic[K]):
             return NONE  # stays to stand for itself
         while True:
             above = self.parent[node]
-            self._release(node)
+            key = self.keys[node]
+            assert key is not None
+            del self.number_of[key]
+            self.keys[node] = None
+            self.last_use[node] = NONE  # no entry of any queue fits it
+            self._free.append(node)
             if above < 0:
                 return NONE
-            self.children[above] -= 1
-            if self.children[above]:
+            left = self.children[above] = self.children[above] - 1
+            if left:
                 return NONE
             if self.flags[above] & PRESENT:
                 return above
@@ -99,11 +103,3 @@ class ChainNodes(Generic[K]):
                 column.append(0)
         self.number_of[key] = node
         return node
-
-    def _release(self, node: int) -> None:
-        key = self.keys[node]
-        assert key is not None
-        del self.number_of[key]
-        self.keys[node] = None
-        self.last_use[node] = NONE  # no entry of any queue fits it
-        self._free.append(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Generic
 
 from kvpool.core.eviction.chain_nodes import NONE, PRESENT, QUEUED, ChainNodes
@@ -12,8 +13,8 @@ from kvpool.core.eviction.port import K
 
 _READY = PRESENT | QUEUED  # and neither held nor pinned
 _SLACK = 64
-_TAKES_A_CHOICE = 8
-"""Victims taken from a queue before the queues are compared again: most of a chain's end goes together anyway."""
+_TAKES_A_CHOICE = 2
+"""Chains of which ends are taken from a queue before the queues are compared again."""
 
 _NODE_BITS = 32
 _NODE = (1 << _NODE_BITS) - 1
@@ -72,11 +73,11 @@ class ChainQueues(Generic[K]):
     def expose(self, node: int, child_use: int) -> None:
         """A node has no children any more; the last one was used at `child_use`."""
         nodes = self._nodes
-        shelf, rank = self._run
         last_use = nodes.last_use[node]
-        if self._run_left and last_use <= child_use and nodes.rank[node] == rank and nodes.shelf[node] == shelf:
+        if self._run_left and last_use <= child_use and (nodes.shelf[node], nodes.rank[node]) == self._run:
             # Its child was the longest unused of this queue, so it would come to its head: spare it the way there.
-            self._offer_next()
+            if self._next >= 0:
+                self._offer_next()
             self._next, self._next_use = node, last_use
         else:
             self.offer(node)
@@ -88,30 +89,43 @@ class ChainQueues(Generic[K]):
         """
         nodes = self._nodes
         if self._run_left and domains is None and len(self._by_priority) == 1:
+            node = self._next
+            if node >= 0:
+                self._next = NONE
+                if nodes.last_use[node] == self._next_use:
+                    if nodes.flags[node] == PRESENT and not nodes.children[node]:
+                        return node
+                    self.offer(node)
             self._run_left -= 1
-            node, self._next = self._next, NONE
-            if node >= 0 and nodes.last_use[node] == self._next_use:
-                if nodes.flags[node] == PRESENT and not nodes.children[node]:
-                    return node
-                self.offer(node)
             if self._head(*self._run) >= 0:
                 return self._pop(*self._run)
-        self._offer_next()
+        if self._next >= 0:
+            self._offer_next()
         for shelves in self._by_priority:
-            lowest: tuple[float, int, int] | None = None
-            for shelf in shelves:
-                if domains is not None and self._shelves[shelf][1] not in domains:
-                    continue
-                for rank in range(self._rank_count):
-                    if (node := self._head(shelf, rank)) >= 0:
-                        value = values[rank][age_bucket(now - nodes.last_use[node])]
-                        if lowest is None or value < lowest[0]:
-                            lowest = (value, shelf, rank)
-            if lowest is not None:
-                self._run = lowest[1:]
-                self._run_left = _TAKES_A_CHOICE - 1
-                return self._pop(*self._run)
+            while (lowest := self._lowest(shelves, domains, values, now)) is not None:
+                queue = self._queues[lowest[0]][lowest[1]]
+                entry = queue[0]
+                if self._head(*lowest) >= 0 and queue[0] == entry:
+                    self._run = lowest
+                    self._run_left = _TAKES_A_CHOICE - 1
+                    return self._pop(*lowest)
         return NONE
+
+    def _lowest(
+        self, shelves: Sequence[int], domains: Collection[Hashable] | None, values: Sequence[Sequence[float]], now: int
+    ) -> tuple[int, int] | None:
+        """Shelf and rank of the first entry that is worth least. It may be out of date: `_head` throws it out then."""
+        least = inf
+        found: tuple[int, int] | None = None
+        for shelf in shelves:
+            if domains is not None and self._shelves[shelf][1] not in domains:
+                continue
+            for rank, queue in enumerate(self._queues[shelf]):
+                if queue:
+                    value = values[rank][age_bucket(now - (queue[0] >> _NODE_BITS))]
+                    if value < least:
+                        least, found = value, (shelf, rank)
+        return found
 
     # Inside
 
