@@ -87,6 +87,15 @@ def test_ghosts_take_no_more_memory_than_a_share_of_the_keys_inside() -> None:
     assert sum(len(queue) for shelf in queues for queue in shelf) < 4 * 500 + 64 * len(queues[0])
 
 
+def test_a_key_that_loses_its_child_just_after_its_use_is_an_end() -> None:
+    policy: ChainPolicy[int] = ChainPolicy()
+    for key in (1, 2, 3):
+        policy.insert(key, key - 1 if key > 1 else None)
+    policy.touch(2)
+    policy.remove(3)
+    assert [policy.evict(), policy.evict(), policy.evict()] == [2, 1, None]
+
+
 def test_touching_again_and_again_leaves_no_trail() -> None:
     policy: ChainPolicy[int] = ChainPolicy()
     for key in range(50):

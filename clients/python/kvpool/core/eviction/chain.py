@@ -216,6 +216,7 @@ class ChainPolicy(Generic[K]):
         node, self._newest = self._newest, NONE
         nodes = self._nodes
         rank = nodes.rank[node] = self._rank_of(node, nodes.heat[node])
+        nodes.flags[node] &= ~QUEUED  # it may have been offered by the rank that it had before
         if not gets_child and not nodes.children[node]:
             self._queues.offer(node)
         key = nodes.keys[node]
