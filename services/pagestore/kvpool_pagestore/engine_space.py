@@ -75,12 +75,11 @@ class ArenaSpace:
             segment = self._ledger.space.plan_segment(tenant, slot_bytes)
             if segment is None:
                 return
-            growing = asyncio.ensure_future(self._tasks.finish(self._make(segment), "make-segment"))
+            growing = asyncio.ensure_future(self._tasks.finish(self._make(at, segment), "make-segment"))
             self._growing[at] = growing
-            growing.add_done_callback(lambda _: self._growing.pop(at, None))
         await asyncio.shield(growing)
 
-    async def _make(self, segment: Segment) -> None:
+    async def _make(self, at: tuple[str, int], segment: Segment) -> None:
         try:
             await self._workers.run(self._arena.create_segment, segment.segment_id, segment.size_bytes)
         except (KvPoolError, OSError) as error:
@@ -89,13 +88,18 @@ class ArenaSpace:
             _log.error("no new arena segment: %s", error)
         else:
             self._ledger.space.segment_made(segment)
+        finally:
+            # Here, not in a callback of the future: whoever needs a segment before that has run would wait for this one.
+            self._growing.pop(at, None)
 
     async def _reap(self) -> None:
-        for segment in self._ledger.space.reapable():
-            await self._workers.run(self._arena.destroy_segment, segment.segment_id)
-            self._ledger.space.segment_gone(segment)
+        try:
+            for segment in self._ledger.space.reapable():
+                await self._workers.run(self._arena.destroy_segment, segment.segment_id)
+                self._ledger.space.segment_gone(segment)
+        finally:
+            self._reaping = None  # at once, as above
 
     def _reaped(self, done: asyncio.Future[None]) -> None:
-        self._reaping = None
         if not done.cancelled() and (error := done.exception()) is not None:
             _log.error("an arena segment could not be destroyed: %s", error)
