@@ -88,7 +88,7 @@ class SimPageStore:
 
     def scan(self) -> Iterator[StoredPage]:
         for key, (page, metadata) in list(self._disk.written.items()):
-            yield StoredPage(key=key, page_bytes=len(page), metadata=metadata)
+            yield StoredPage.of(key=key, page_bytes=len(page), metadata=metadata)
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
         failure: KvPoolError | None = None

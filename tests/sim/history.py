@@ -134,6 +134,7 @@ class _History:
                 segment_slots=rng.choice((2, 4)),
                 disk_pages=rng.choice((0, 8, 12, 64)),
                 wall_offset_s=rng.choice((0.0, 0.0, -30.0, 30.0)),
+                linger_ms=rng.choice((5, 5, 200)),
             )
             world.pagestores.append(PageStoreNode(world, number, shape))
         self._clients += [

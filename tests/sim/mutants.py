@@ -14,6 +14,7 @@ from unittest import mock
 import kvpool_pagestore.engine_disk_reads
 import kvpool_pagestore.engine_pulls
 from kvpool.core.errors import KvPoolError
+from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
@@ -148,7 +149,22 @@ def _two_writers() -> AbstractContextManager[object]:
     return mock.patch.object(Ledger, "reserve", reserve)
 
 
+def _forget_attempts() -> AbstractContextManager[object]:
+    """A registration that comes late or twice is taken for one of a new process."""
+    true_register = MemoryNodeDirectory.register
+
+    async def register(self: MemoryNodeDirectory, info: Any, *, attempt: Any, **how: Any) -> Any:
+        try:
+            return await true_register(self, info, **how)
+        finally:
+            if info.node_id in self._nodes:
+                self._nodes[info.node_id].attempt = attempt
+
+    return mock.patch.object(MemoryNodeDirectory, "register", register)
+
+
 MUTANTS: dict[str, Mutant] = {
+    "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
     "skip-disk-checksum": _skip_disk_checksum,
     "skip-pull-checksum": _skip_pull_checksum,

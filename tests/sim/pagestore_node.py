@@ -51,6 +51,7 @@ class PageStoreShape:
     segment_slots: int
     disk_pages: int  # 0: no disk tier
     wall_offset_s: float = 0.0
+    linger_ms: int = 5  # dirty pages wait so long for others to be written with
 
 
 class PageStoreNode:
@@ -121,7 +122,7 @@ class PageStoreNode:
             segment_bytes=self.shape.segment_slots * SLOT_BYTES,
             disk_bytes=self.disk.budget_bytes if self.shape.disk_pages else 0,
             batch_pages=4,
-            linger_ms=5,
+            linger_ms=self.shape.linger_ms,
             write_retry_ms=50,
             write_retry_max_ms=400,
             heartbeat_interval_ms=300,
@@ -173,7 +174,18 @@ class PageStoreNode:
         self.serving = True
         await stop.wait()
         if stop.failure is not None:  # superseded: the process ends
+            self._check_successor(link)
             self.crash()
+
+    def _check_successor(self, link: NodeIndexLink) -> None:
+        """Only another process may end this one, not a registration of its own that came late or twice."""
+        registered, redis = self._registered(), self.world.redis
+        own = link._link is not None and registered is not None and link._link._attempt.process_id
+        if own and own == registered.attempt.process_id and not redis.has_forgotten:
+            self.world.violations.append(f"{self.name} was ended by a registration of its own")
+
+    def _registered(self) -> Any:
+        return self.world.redis.store.nodes._nodes.get(self.node_id)
 
     def _listen(self, config: PageStoreConfig, engine: PageStoreEngine, arena: SimArena) -> None:
         limits = SessionLimits(

@@ -26,10 +26,12 @@ class SimRedis:
         self.store = make()
         self.down_until_s = 0.0
         self.loss = 0.0  # of calls whose answer is lost
+        self.has_forgotten = False  # anything that it had acknowledged
         self._saved: MemoryIndexStore | None = None
 
     def wipe(self) -> None:
         """FLUSHALL."""
+        self.has_forgotten = True
         self.store = self._make()
 
     def save(self) -> None:
@@ -39,6 +41,7 @@ class SimRedis:
     def roll_back(self) -> None:
         """A failover that lost what was acknowledged since `save`."""
         if self._saved is not None:
+            self.has_forgotten = True
             self.store, self._saved = self._saved, None
 
     async def call(self, part: str, method: str, *args: Any, **kwargs: Any) -> Any:
