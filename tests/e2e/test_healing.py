@@ -43,7 +43,9 @@ def equals(wanted: int, ask_now: Callable[[], Awaitable[int]]) -> Callable[[], A
 async def test_a_wiped_redis_is_filled_again_within_the_bound(tmp_path: Path) -> None:
     async with healing_cluster(tmp_path) as cluster:
         client, chain, session = cluster.client(), MadeChain(40), await cluster.session()
-        await open_keyspace(client)
+        other = cluster.client(1)
+        for one in (client, other):  # whichever replica the pagestore turns to: it knows the name
+            await open_keyspace(one)
         await store_chunks(session, chain, range(40))
         async with cluster.control() as control:
             await control.flush()
@@ -62,11 +64,11 @@ async def test_a_wiped_redis_is_filled_again_within_the_bound(tmp_path: Path) ->
         await asyncio.to_thread(fresh.wait_ready)
         late = cluster.client(2)
         await eventually(equals(40, lambda: matched(late, chain)), 10)
-        assert [named.name for named in await late.list_keyspaces()] == ["test"], "a replica remembered the name"
+        assert [named.name for named in await late.list_keyspaces()] == ["test"], "the replicas remembered the name"
         await eventually(lambda: metric(cluster.store, "kvpool_pagestore_reconcile_rounds_total") >= 2, 10)
         assert metric(cluster.store, "kvpool_pagestore_reconcile_age_seconds") < BOUND_S
         await eventually(lambda: 0 < metric(fresh, "kvpool_index_staleness_bound_seconds") < BOUND_S, 10)
-        for one in (client, late, session):
+        for one in (client, other, late, session):
             await one.close()
 
 

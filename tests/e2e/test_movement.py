@@ -132,12 +132,15 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def hits(reader: PageStoreSession, numbers: range, sources: Mapping[int, tuple[RemoteSource, ...]]) -> int:
-    """How many of the pages a reader gets, verified."""
+    """How many of the pages a reader gets, verified; those that it does not get are told on stderr."""
     found = 0
     for start in range(numbers.start, numbers.stop, BATCH):
         part = range(start, min(numbers.stop, start + BATCH))
         results = await read(reader, part, *sources[start])
         found += sum(one.slot is not None for one in results)
+        for number, one in zip(part, results, strict=True):
+            if one.slot is None:
+                print(f"page {number}: {one.error!r} of {sources[start]}", file=sys.stderr)
     return found
 
 

@@ -97,7 +97,9 @@ class KeyspaceService:
         for encoding in encodings:
             decode_keyspace(encoding)
             at = keyspace_id(encoding)
-            if await self._registry.by_id(at) is None:
+            bound, known = await self._registry.by_id(at), self._known.get(at)
+            # Another replica that did not know the name may have been first.
+            if bound is None or (not bound.name and known is not None and known.name):
                 await self._restore(at, encoding)
 
     async def _restore(self, at: bytes, encoding: bytes) -> None:
