@@ -153,8 +153,7 @@ class _History:
             if client.process.kill_at or not client.alive:
                 client.crash()
         nemesis.end()
-        # What was sent slowly arrives: a registration that comes after its successor ends that process, for one.
-        arrived_s = world.network.last_arrival_s + 0.1
+        arrived_s = world.network.last_arrival_s + 0.1  # what was sent slowly is heard
         until_s = world.loop.time() + _SETTLE_S
         while True:
             await asyncio.sleep(0.5)

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import (
+    UNNUMBERED,
     ChainMatch,
     ChainQuery,
     IndexEvent,
@@ -15,6 +16,7 @@ from kvpool.core.cluster import (
     NodeKind,
     NodeLease,
     NodeLoad,
+    RegistrationAttempt,
     RouteAnswer,
     StaleLocation,
 )
@@ -107,9 +109,11 @@ class IndexEngine:
         """By name."""
         return await self._keyspaces.of_tenant(tenant)
 
-    async def register_node(self, info: NodeInfo, last_incarnation: int) -> NodeLease:
+    async def register_node(
+        self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED
+    ) -> NodeLease:
         """Raises InvalidRequest, StaleIncarnation."""
-        return await self._nodes.register(info, last_incarnation)
+        return await self._nodes.register(info, last_incarnation, attempt)
 
     async def set_policy(self, tenant: str, name: str, policy: KeyspacePolicy) -> VersionedPolicy:
         """Raises KeyspaceUnknown, InvalidRequest."""

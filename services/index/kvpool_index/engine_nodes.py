@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Final
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad
+from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.nodes import NodeRecord, NodeTable, check_registration
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.ports import NodeDirectory
+from kvpool_index.ports import NodeDirectory, NodeGrant
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +38,23 @@ class NodeService:
         self._gone_ordinals: set[int] = set()
         self._local_changes = 0  # registrations and ends served here
 
-    async def register(self, info: NodeInfo, last_incarnation: int) -> NodeLease:
+    async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
-        check_registration(info, last_incarnation)
+        check_registration(info, last_incarnation, attempt)
         ttl_ms, asked_at_s = self._config.lease_ttl_ms, self._clock.monotonic_s()
-        grant = await self._directory.register(info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms)
+        grant = await self._directory.register(
+            info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms, attempt=attempt
+        )
+        if not grant.is_repeat:  # else its facts may be old ones
+            self._registered(info, grant, ttl_ms, asked_at_s)
+        return NodeLease(
+            incarnation=grant.incarnation,
+            lease_ttl_ms=ttl_ms,
+            renew_interval_ms=self._config.renew_interval_ms,
+            announce_epoch=grant.announce_epoch,
+        )
+
+    def _registered(self, info: NodeInfo, grant: NodeGrant, ttl_ms: int, asked_at_s: float) -> None:
         record = NodeRecord(
             info=replace(info, incarnation=grant.incarnation),
             load=NodeLoad(),
@@ -55,12 +67,6 @@ class NodeService:
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
         self._count_nodes()
-        return NodeLease(
-            incarnation=grant.incarnation,
-            lease_ttl_ms=ttl_ms,
-            renew_interval_ms=self._config.renew_interval_ms,
-            announce_epoch=grant.announce_epoch,
-        )
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad) -> int:
         """Milliseconds the lease now lives. Raises LeaseLost, StaleIncarnation."""

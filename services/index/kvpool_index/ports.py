@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvpool.core.cluster import ChainQuery, NodeInfo, NodeLoad
+from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, NodeLoad, RegistrationAttempt
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
@@ -33,6 +33,7 @@ class NodeGrant:
     incarnation: int
     ordinal: int
     announce_epoch: int
+    is_repeat: bool = False  # of an attempt that is not above the highest seen: nothing was changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +100,30 @@ class LocationStore(Protocol):
         ...
 
 
+PROCESSES_REMEMBERED: Final = 4
+"""Of each node: the one that registered last, and those before it."""
+
+
 class NodeDirectory(Protocol):
     """Nodes, their leases by the store's clock, and their incarnations."""
 
-    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+    async def register(
+        self,
+        info: NodeInfo,
+        *,
+        last_incarnation: int,
+        lease_ttl_ms: int,
+        attempt: RegistrationAttempt = UNNUMBERED,
+    ) -> NodeGrant:
         """Grant a lease, atomically.
 
         info.incarnation 0 asks for a new incarnation: max(stored, last_incarnation, store time in microseconds) + 1.
         Otherwise the same one is granted again, with the ordinal it had if the store remembers it; raises
         StaleIncarnation when a newer one is stored. The announce epoch grows with each registration. Logs an event.
+
+        An attempt that is not above the highest seen of its process changes nothing and is told what was granted last.
+        A process that asks for a new incarnation again, after an answer was lost, gets the one that it has. One that a
+        later process has replaced gets StaleIncarnation, as far as the last PROCESSES_REMEMBERED tell.
         """
         ...
 

@@ -88,7 +88,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
     ) -> pb.RegisterNodeResponse:
         info = convert_cluster.node_info_from_proto(request.node)
-        lease = await self._engine.register_node(info, request.last_incarnation)
+        attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
+        lease = await self._engine.register_node(info, request.last_incarnation, attempt)
         return pb.RegisterNodeResponse(
             incarnation=lease.incarnation,
             lease_ttl_ms=lease.lease_ttl_ms,

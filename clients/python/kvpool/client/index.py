@@ -13,6 +13,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.match_stream import MatchStream
 from kvpool.client.watch import watch_events
 from kvpool.core.cluster import (
+    UNNUMBERED,
     ChainMatch,
     ChainQuery,
     IndexEvent,
@@ -23,6 +24,7 @@ from kvpool.core.cluster import (
     NodeKind,
     NodeLease,
     NodeLoad,
+    RegistrationAttempt,
     RouteAnswer,
     StaleLocation,
 )
@@ -118,10 +120,20 @@ class IndexClient:
         ]
 
     async def register_node(
-        self, node: NodeInfo, *, last_incarnation: int = 0, timeout_s: float | None = None
+        self,
+        node: NodeInfo,
+        *,
+        last_incarnation: int = 0,
+        attempt: RegistrationAttempt = UNNUMBERED,
+        timeout_s: float | None = None,
     ) -> NodeLease:
         """Grant `node` a lease. raises: StaleIncarnation when a newer process of this node is registered."""
-        request = index_pb2.RegisterNodeRequest(node=node_info_to_proto(node), last_incarnation=last_incarnation)
+        request = index_pb2.RegisterNodeRequest(
+            node=node_info_to_proto(node),
+            last_incarnation=last_incarnation,
+            process_id=attempt.process_id,
+            attempt=attempt.number,
+        )
         answer = await self._endpoints.call(lambda stub: stub.RegisterNode, request, timeout_s=timeout_s)
         return NodeLease(
             incarnation=answer.incarnation,

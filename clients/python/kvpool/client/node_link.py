@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
 from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.stale_reports import StaleReports
-from kvpool.core.cluster import LocationChange, NodeInfo, NodeLease, NodeLoad, RemoteSource
+from kvpool.core.cluster import LocationChange, NodeInfo, NodeLease, NodeLoad, RegistrationAttempt, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     KeyspaceUnknown,
@@ -62,8 +63,7 @@ class NodeLink:
         self._load = load
         self._on_superseded = on_superseded
         self._on_policy_version = on_policy_version
-        self._config = config or NodeLinkConfig()
-        bounds = self._config
+        bounds = self._config = config or NodeLinkConfig()
         directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
             directory.changes,
@@ -89,6 +89,7 @@ class NodeLink:
             index, pending_max=bounds.stale_pending_max, batch_max=bounds.batch_max, linger_s=bounds.stale_linger_s
         )
         self._lease: NodeLease | None = None
+        self._attempt = RegistrationAttempt(process_id=secrets.token_bytes(16))
         self._registering = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._superseded: StaleIncarnation | None = None
@@ -172,9 +173,7 @@ class NodeLink:
         if self._lease is None or self._superseded is not None:
             return
         try:
-            await self._index.end_lease(
-                self._node.node_id, self._lease.incarnation, timeout_s=self._config.end_timeout_s
-            )
+            await self._index.end_lease(self._node.node_id, self.incarnation, timeout_s=self._config.end_timeout_s)
         except KvPoolError as error:
             _log.info("the lease was not ended and will run out by itself: %s", error)
         self._lease = None
@@ -210,7 +209,8 @@ class NodeLink:
         while True:
             try:
                 node = replace(self._node, incarnation=self.incarnation)
-                lease = await self._index.register_node(node, last_incarnation=self._last_incarnation)
+                attempt = self._attempt = replace(self._attempt, number=self._attempt.number + 1)
+                lease = await self._index.register_node(node, last_incarnation=self._last_incarnation, attempt=attempt)
                 info = await self._index.get_info()
                 self._queue.limit_items(max(1, info.max_batch_items))
                 self._reports.limit_items(max(1, info.max_batch_items))

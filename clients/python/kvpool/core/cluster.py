@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 from kvpool.core.outcome import Tier
 
@@ -56,6 +57,21 @@ class LiveNode:
     info: NodeInfo
     load: NodeLoad
     lease_remaining_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrationAttempt:
+    """Which registration of which process it is, so that one which arrives late or twice changes nothing.
+
+    process_id: 16 random bytes of the process; empty: registrations are not told apart. number: from 1, grows with
+    each registration of the process.
+    """
+
+    process_id: bytes = b""
+    number: int = 0
+
+
+UNNUMBERED: Final = RegistrationAttempt()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

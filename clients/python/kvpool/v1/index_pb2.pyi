@@ -365,8 +365,16 @@ class RegisterNodeRequest(_message.Message):
 
     NODE_FIELD_NUMBER: _builtins.int
     LAST_INCARNATION_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     last_incarnation: _builtins.int
     """The last incarnation the node remembers on its own disk; the granted one is higher. 0 if none."""
+    process_id: _builtins.bytes
+    """16 random bytes of the registering process, the same in all its registrations. Empty: registrations are not told apart, and each asks for what it says."""
+    attempt: _builtins.int
+    """Number of this registration among those of its process, from 1; unused without process_id. One that is not above the highest seen arrived late or twice: it changes nothing and
+    is answered with what was granted last. Asking for a new incarnation again gets a process the one that it has.
+    """
     @_builtins.property
     def node(self) -> Global___NodeInfo:
         """incarnation is the one the node holds already (a lease lost), or 0 to be granted a new one."""
@@ -376,10 +384,12 @@ class RegisterNodeRequest(_message.Message):
         *,
         node: Global___NodeInfo | None = ...,
         last_incarnation: _builtins.int = ...,
+        process_id: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_incarnation", b"last_incarnation", "node", b"node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "last_incarnation", b"last_incarnation", "node", b"node", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,7 +165,7 @@ class IndexServiceServicer(object):
 
     def RegisterNode(self, request, context):
         """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

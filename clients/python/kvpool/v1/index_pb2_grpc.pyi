@@ -49,7 +49,7 @@ class IndexServiceStub:
     """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
     """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
@@ -114,7 +114,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
@@ -206,7 +206,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RegisterNodeResponse, _abc.Awaitable[_index_pb2.RegisterNodeResponse]]:
         """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest.
+        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
         """
 
     @_abc_1.abstractmethod

@@ -4,12 +4,12 @@ import secrets
 from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
-from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import LeaseLost, StaleIncarnation
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
 from kvpool_index.core.nodes import NodeRecord
-from kvpool_index.ports import BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
 
 
 @dataclass(slots=True)
@@ -20,6 +20,8 @@ class _Node:
     epoch: int
     fence: int
     expires_at_s: float
+    attempt: RegistrationAttempt
+    earlier_processes: tuple[bytes, ...]  # the latest first
     alive: bool = True
     ended: bool = False
 
@@ -32,13 +34,26 @@ class MemoryNodeDirectory:
         self._events = events
         self._nodes: dict[bytes, _Node] = {}
 
-    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+    async def register(
+        self,
+        info: NodeInfo,
+        *,
+        last_incarnation: int,
+        lease_ttl_ms: int,
+        attempt: RegistrationAttempt = UNNUMBERED,
+    ) -> NodeGrant:
         now_us = self._clock.wall_us()
         known = self._nodes.get(info.node_id)
         stored = known.info.incarnation if known is not None else 0
-        if 0 < info.incarnation < stored:
+        again = known is not None and attempt.process_id != b"" and known.attempt.process_id == attempt.process_id
+        if known is not None and again and attempt.number <= known.attempt.number:
+            return NodeGrant(incarnation=stored, ordinal=known.ordinal, announce_epoch=known.epoch, is_repeat=True)
+        replaced = known is not None and attempt.process_id in known.earlier_processes
+        if replaced or 0 < info.incarnation < stored:
             raise StaleIncarnation(f"incarnation {stored} of this node is registered")
         granted = info.incarnation or max(stored, last_incarnation, now_us) + 1
+        if known is not None and again and not info.incarnation and not known.ended and stored > last_incarnation:
+            granted = stored
         same = known is not None and stored == granted and not known.ended
         node = _Node(
             info=replace(info, incarnation=granted),
@@ -47,6 +62,8 @@ class MemoryNodeDirectory:
             epoch=max(known.epoch + 1 if known is not None else 1, now_us),
             fence=known.fence if known is not None else 0,
             expires_at_s=self._clock.monotonic_s() + lease_ttl_ms / 1000,
+            attempt=attempt,
+            earlier_processes=_earlier_processes(known, again=again) if attempt.process_id else (),
         )
         self._nodes[info.node_id] = node
         self._log(node)
@@ -123,6 +140,12 @@ class MemoryNodeDirectory:
 
     def _log(self, node: _Node) -> None:
         self._events.append_now(-1, pack_node(NodeState(info=node.info, alive=node.alive)))
+
+
+def _earlier_processes(known: _Node | None, *, again: bool) -> tuple[bytes, ...]:
+    if known is None or again or not known.attempt.process_id:
+        return known.earlier_processes if known is not None else ()
+    return (known.attempt.process_id, *known.earlier_processes)[: PROCESSES_REMEMBERED - 1]
 
 
 class MemoryKeyspaceRegistry:

@@ -5,13 +5,13 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.core.cluster import NodeInfo, NodeLoad
+from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import LeaseLost, StaleIncarnation, StoreUnavailable
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack
 from kvpool_index.core.nodes import NodeRecord, pack_info, pack_load, unpack_info, unpack_load
-from kvpool_index.ports import BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
 
 _REGISTER: Final = load_script("register_node")
 _RENEW: Final = load_script("renew_lease")
@@ -35,13 +35,21 @@ class RedisNodeDirectory:
         slot = key_prefix + b":{n}:"
         self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
         self._ordinals, self._events = slot + b"ordinals", event_key
+        self._attempts = slot + b"attempts"
         self._event_entries = b"%d" % event_entries
 
-    async def register(self, info: NodeInfo, *, last_incarnation: int, lease_ttl_ms: int) -> NodeGrant:
+    async def register(
+        self,
+        info: NodeInfo,
+        *,
+        last_incarnation: int,
+        lease_ttl_ms: int,
+        attempt: RegistrationAttempt = UNNUMBERED,
+    ) -> NodeGrant:
         candidates = b"".join(_ORDINAL.pack(1 + secrets.randbelow((1 << 32) - 1)) for _ in range(_ORDINAL_CANDIDATES))
         answer = await self._lane.run(
             _REGISTER,
-            [self._records, self._infos, self._loads, self._ordinals, self._events],
+            [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts],
             info.node_id,
             b"%d" % info.incarnation,
             b"%d" % last_incarnation,
@@ -49,13 +57,16 @@ class RedisNodeDirectory:
             pack_info(info),
             candidates,
             self._event_entries,
+            attempt.process_id,
+            b"%d" % attempt.number,
+            b"%d" % PROCESSES_REMEMBERED,
         )
         if answer[0] == -1:
             raise StaleIncarnation(f"incarnation {answer[1]} of this node is registered")
         if answer[0] == -2:
             raise StoreUnavailable("no free ordinal was found for the node; register again")
-        incarnation, ordinal, epoch = answer
-        return NodeGrant(incarnation=incarnation, ordinal=ordinal, announce_epoch=epoch)
+        incarnation, ordinal, epoch, repeat = answer
+        return NodeGrant(incarnation=incarnation, ordinal=ordinal, announce_epoch=epoch, is_repeat=bool(repeat))
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
         keys = [self._records, self._loads]
@@ -86,7 +97,7 @@ class RedisNodeDirectory:
         ]
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
-        keys = [self._records, self._infos, self._loads, self._ordinals, self._events]
+        keys = [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts]
         arguments = (node_id, b"%d" % incarnation, b"%d" % forget_after_ms, self._event_entries)
         return bool(await self._lane.run(_DECLARE, keys, *arguments))
 

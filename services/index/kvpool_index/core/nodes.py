@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
+from kvpool.core.cluster import UNNUMBERED, LiveNode, NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import InvalidRequest
 
 MAX_INCARNATION: Final = (1 << 53) - 1  # the store's scripts count in doubles; microseconds reach this in the year 2255
@@ -117,11 +117,13 @@ class NodeTable:
         ]
 
 
-def check_registration(info: NodeInfo, last_incarnation: int) -> None:
+def check_registration(info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt = UNNUMBERED) -> None:
     """Raise InvalidRequest for a registration that the wire's own checks let through and the store could not keep."""
     for name, value in (("node.incarnation", info.incarnation), ("last_incarnation", last_incarnation)):
         if not 0 <= value < MAX_INCARNATION:
             raise InvalidRequest(f"{name} must be below {MAX_INCARNATION}, got {value}")
+    if attempt.process_id and (len(attempt.process_id) != 16 or not 0 < attempt.number < MAX_INCARNATION):
+        raise InvalidRequest("process_id must be 16 bytes or empty, and attempt be numbered from 1 with it")
     if info.kind == NodeKind.PAGESTORE and not info.endpoint:
         raise InvalidRequest("node.endpoint must not be empty; give the host:port at which peers reach the pagestore")
 

@@ -1,6 +1,6 @@
 -- Declares a node dead whose lease ran out, and forgets one that has been gone for long.
 --
--- KEYS     records, infos, loads, ordinals, events
+-- KEYS     records, infos, loads, ordinals, events, attempts
 -- ARGV     1 node id, 2 incarnation, 3 milliseconds after which a node is forgotten, 4 bound of the event stream
 -- Returns  1 for the one caller that declared it dead, else 0
 local record = redis.call("HGET", KEYS[1], ARGV[1])
@@ -24,6 +24,7 @@ if lease_end + tonumber(ARGV[3]) * 1000 <= now then
   redis.call("HDEL", KEYS[1], ARGV[1])
   redis.call("HDEL", KEYS[2], ARGV[1])
   redis.call("HDEL", KEYS[3], ARGV[1])
+  redis.call("HDEL", KEYS[6], ARGV[1])
   redis.call("HDEL", KEYS[4], struct.pack("<I4", ordinal))
 end
 return 0
