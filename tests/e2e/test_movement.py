@@ -210,10 +210,14 @@ async def test_a_drain_goes_on_after_its_node_was_killed_in_the_middle(tmp_path:
             tmp_path / "store-0", cluster.shm, "--index-endpoints", cluster.endpoint, "--host-id", "store-0"
         )
         cluster.stack.callback(again.kill)
+        other = cluster.stores[1].ready["node_id"]
+
+        async def is_moved() -> bool:
+            return all([await cluster.nodes_with(number) == {other} for number in NUMBERS])
+
+        await eventually(is_moved, 30)  # nobody asked for it again
         told = [progress async for progress in cluster.control(again).drain(timeout_s=30)]
         assert told[-1].done and told[-1].moved_page_count <= len(NUMBERS)
-        other = cluster.stores[1].ready["node_id"]
-        assert all([await cluster.nodes_with(number) == {other} for number in NUMBERS])
 
 
 async def test_a_drain_without_another_node_says_so_and_can_be_cancelled(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ class PageStoreEngine:
         await self._disk.load()
         self.policies.repeat()  # the quotas of keyspaces that only the disk knew
         self.quotas.enforce()
+        await self.movement.load()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0
 

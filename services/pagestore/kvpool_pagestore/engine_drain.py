@@ -2,7 +2,8 @@
 
 A pass asks the index about every chunk and moves those that it knows of nowhere else. Passes are repeated until one
 finds nothing to move, so that what was evicted elsewhere, or committed here meanwhile, is seen. A drain that ends in
-the middle loses nothing: what was moved has another copy, and the next drain sees that.
+the middle loses nothing: what was moved has another copy, and the next drain sees that. That a node is being drained is
+kept on its disk: after a restart the drain goes on by itself until it is done or cancelled.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -17,6 +19,7 @@ from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import DrainBlocked, Draining, KvPoolError
 from kvpool_pagestore.core.copies import HeldChunk, Holder, others, pick, ranked
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
+from kvpool_pagestore.engine_kept import KeptValue
 from kvpool_pagestore.engine_moving import Purpose
 from kvpool_pagestore.engine_tasks import background, cancelled
 
@@ -28,6 +31,9 @@ _PASSES_MAX = 8
 _WRITERS_LOOKS = 50
 _WRITERS_LOOK_S = 0.1
 _PASS_PAUSE_S = 0.1  # receivers announce what they got within it
+_GO_ON_FIRST_S = 0.5  # after a failure that nobody watches
+_GO_ON_LAST_S = 60.0
+_KEPT_DRAINING = b"1"
 
 
 class DrainState(Enum):
@@ -53,13 +59,17 @@ class Drain:
     """One node's drain.
 
     flush: makes dirty pages durable; it raises StoreFault. writing: whether pages are being written that were admitted
-    before the drain began.
+    before the drain began. kept: whether the node is being drained.
     """
 
-    def __init__(self, copying: Copying, flush: Callable[[], Awaitable[object]], writing: Callable[[], bool]) -> None:
+    def __init__(
+        self, copying: Copying, flush: Callable[[], Awaitable[object]], writing: Callable[[], bool], kept: KeptValue
+    ) -> None:
         self._writing = writing
         self._copying = copying
         self._flush = flush
+        self._kept = kept
+        self._going_on: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._watchers = 0
         self._changed = asyncio.Event()
@@ -73,6 +83,17 @@ class Drain:
         """Whether new pages are turned away."""
         return self.state is not DrainState.SERVING
 
+    async def load(self) -> None:
+        """Whether an earlier process of the node was being drained: no pages are taken then. Raises StoreFault."""
+        if await self._kept.load() == _KEPT_DRAINING:
+            self.state = DrainState.DRAINING
+
+    def start(self) -> None:
+        """Go on with what `load` found. Call once the node serves."""
+        if self.state is DrainState.DRAINING:
+            _log.warning("this node was being drained: the drain goes on")
+            self._going_on = background(self._go_on(), "go-on-draining")
+
     async def watch(self) -> AsyncGenerator[DrainProgress]:
         """Drain, or go on with it, and tell the progress until it is done. Raises DrainBlocked and what failed.
 
@@ -84,7 +105,9 @@ class Drain:
                 yield self.progress
                 return
             await self._copying.placement.set_draining(True)
-            self.state = DrainState.DRAINING
+            if self.state is not DrainState.DRAINING:
+                self.state = DrainState.DRAINING
+                await self._kept.save(_KEPT_DRAINING)
             if self._task is None:
                 self._failure = None
                 self._task = background(self._run(), "drain")
@@ -105,9 +128,10 @@ class Drain:
         """Take the node back into service. Raises DrainBlocked once the drain has ended."""
         if self.state is DrainState.DRAINED:
             raise DrainBlocked("the node is drained and its lease has ended: restart the pagestore to use it again")
-        await self._pause()
+        await self._leave_it()
         if self.state is DrainState.DRAINING:
             await self._copying.placement.set_draining(False)
+            await self._kept.save(b"")
             self.state = DrainState.SERVING
             self.progress = DrainProgress()
             self._failure = DrainBlocked("the drain was cancelled")
@@ -115,11 +139,29 @@ class Drain:
 
     async def stop(self) -> None:
         """The process ends, and with it whatever watches."""
-        await self._pause()
-        self._failure = Draining("the pagestore is shutting down; drain again when it is back")
+        await self._leave_it()
+        self._failure = Draining("the pagestore is shutting down; the drain goes on when it is back")
         self._tell()
 
     # Inside
+
+    async def _go_on(self) -> None:
+        """Watch as an operator would who calls again whenever the drain fails."""
+        pause_s = _GO_ON_FIRST_S
+        while self.state is not DrainState.DRAINED:
+            try:
+                async with aclosing(self.watch()) as progresses:
+                    async for _ in progresses:
+                        pass
+            except KvPoolError as error:
+                _log.warning("the drain goes on in %.1f s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _GO_ON_LAST_S)
+
+    async def _leave_it(self) -> None:
+        task, self._going_on = self._going_on, None
+        await cancelled(task)
+        await self._pause()
 
     async def _pause(self) -> None:
         task, self._task = self._task, None
@@ -138,6 +180,7 @@ class Drain:
                     f"after {_PASSES_MAX} passes pages still have no other copy: what is moved is evicted"
                 )
             await self._copying.placement.leave()
+            await self._kept.save(b"")  # a restart takes the node back into service
             self.state = DrainState.DRAINED
             self.progress = replace(self.progress, done=True)
         except KvPoolError as error:

@@ -15,6 +15,7 @@ from kvpool_pagestore.engine_copying import Copying
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_held import HeldPages
+from kvpool_pagestore.engine_kept import KeptValue
 from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_moving import PageMover
 from kvpool_pagestore.engine_pages import PageCalls
@@ -69,8 +70,10 @@ class Movement:
         sweeps = SweepLimits(
             interval_s=config.sweep_interval_ms / 1e3, rebalance_bytes_per_s=config.rebalance_bytes_per_s
         )
-        self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._replicated, clock)
-        self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes)
+        settled = KeptValue(disk, "settled-nodes")
+        self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._replicated, settled, clock)
+        drain_kept = KeptValue(disk, "draining")
+        self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes, drain_kept)
 
     def attach(self, announcer: Announcer, pages: PageCalls) -> None:
         """Hear of what is stored and read, and have pages refused while the node is drained."""
@@ -85,10 +88,17 @@ class Movement:
         """Nodes that should hold each page of a keyspace."""
         return self._policies.policy(keyspace).replication_factor or self._default_factor
 
+    async def load(self) -> None:
+        """Take over what an earlier process had begun. Raises StoreFault."""
+        if not self._alone:
+            await self.drain.load()
+            await self.sweep.load()
+
     def start(self) -> None:
         """Begin to look after copies. Call once the node serves."""
         if not self._alone:
             self.sweep.start()
+            self.drain.start()
 
     async def stop(self) -> None:
         """Begin nothing more."""

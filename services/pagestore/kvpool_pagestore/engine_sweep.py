@@ -20,6 +20,7 @@ from kvpool.core.placement import place
 from kvpool_pagestore.core.copies import HeldChunk, others
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
+from kvpool_pagestore.engine_kept import KeptValue
 from kvpool_pagestore.engine_moving import Purpose
 from kvpool_pagestore.engine_replication import Replication
 from kvpool_pagestore.engine_tasks import background, cancelled
@@ -29,6 +30,10 @@ _log = logging.getLogger(__name__)
 _SLICE_CHUNKS = 256
 _PAUSE_S = 0.002  # between two chain groups: a walk over a million chunks is in no hurry
 _ANNOUNCED_TRIES = 20
+_ID_BYTES = 16
+_SETTLED_MAX = (
+    4096  # nodes, beyond which those that are gone are forgotten: should one be back, a walk finds what it has
+)
 _ANNOUNCED_PAUSE_S = 0.1
 
 
@@ -51,20 +56,32 @@ class Sweep:
         factor: Callable[[bytes], int],
         drop: Callable[[Sequence[PageKey]], None],
         replicated: Callable[[], Collection[bytes]],
+        kept: KeptValue,
         clock: Clock,
     ) -> None:
-        """`replicated` names the keyspaces that want more copies than one; `factor` how many one wants."""
+        """`replicated` names the keyspaces that want more copies than one; `factor` how many one wants.
+
+        kept: ids of the nodes that had their share, so that a restart goes on with those that had not.
+        """
         self._limits = limits
         self._copying = copying
         self._replication = replication
         self._factor = factor
         self._drop = drop
         self._replicated = replicated
+        self._kept = kept
         self._clock = clock
         self._pace = Pace(limits.rebalance_bytes_per_s) if limits.rebalance_bytes_per_s else None
         self._known: set[bytes] | None = None  # nodes that have had their share, or were there before us
+        self._unsettled: set[bytes] = set()  # nodes that did not take all of their share in this walk
         self._random = random.Random()
         self._task: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Which nodes had their share from an earlier process. Raises StoreFault."""
+        kept = await self._kept.load() if self._pace is not None else b""
+        if kept:
+            self._known = {kept[start : start + _ID_BYTES] for start in range(0, len(kept), _ID_BYTES)}
 
     def start(self) -> None:
         self._task = background(self._run(), "sweep")
@@ -81,8 +98,10 @@ class Sweep:
         nodes = await self._copying.nodes()
         ids = {node.info.node_id for node in nodes if not node.info.draining}
         if self._known is None:
-            self._known = ids
+            await self._settle(ids)
+        assert self._known is not None
         joined = ids - self._known if self._pace is not None else set()
+        self._unsettled.clear()
         replicated = self._replicated()
         names = self._copying.held.names(None if joined else replicated) if joined or replicated else []
         for start in range(0, len(names), _SLICE_CHUNKS):
@@ -95,9 +114,17 @@ class Sweep:
                 if group[0].keyspace in replicated:
                     await self._heal(group)
                 await asyncio.sleep(_PAUSE_S)
-        self._known |= ids
+        if not ids - self._unsettled <= self._known:
+            await self._settle(self._known | (ids - self._unsettled))
 
     # Inside
+
+    async def _settle(self, ids: set[bytes]) -> None:
+        if len(ids) > _SETTLED_MAX:
+            ids = ids & {node.info.node_id for node in await self._copying.nodes()}
+        self._known = ids
+        if self._pace is not None:
+            await self._kept.save(b"".join(sorted(self._known)))
 
     async def _run(self) -> None:
         while True:
@@ -130,6 +157,7 @@ class Sweep:
             wanted = lacking(durable, await self._copying.holders(durable), target.node_id)
             senders = max(1, len({info.node_id for info in infos} - joined))
             if not await self._paced_copy(target, wanted, senders):
+                self._unsettled.add(target.node_id)  # the next walk brings what is missing
                 return
         if me.node_id not in {node.node_id for node in placed}:
             await self._forget(durable, me, factor, {node.node_id for node in placed} & joined)

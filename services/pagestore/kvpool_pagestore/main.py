@@ -95,6 +95,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     stack.callback(stop_metrics)
     node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
+    node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
     metrics.watch(lambda: engine.read_gauges(loop))

@@ -1,0 +1,31 @@
+"""Small facts of the node that outlive its process."""
+
+from __future__ import annotations
+
+import logging
+
+from kvpool.core.errors import KvPoolError
+from kvpool_pagestore.engine_disk import DiskTier
+
+_log = logging.getLogger(__name__)
+
+
+class KeptValue:
+    """One value beside the pages on disk. Without a disk tier nothing is kept, and no pages are either."""
+
+    def __init__(self, disk: DiskTier | None, name: str) -> None:
+        self._disk = disk
+        self._name = name
+
+    async def load(self) -> bytes:
+        """What was saved last; empty if nothing was. Raises StoreFault."""
+        return (await self._disk.load_value(self._name) if self._disk is not None else None) or b""
+
+    async def save(self, value: bytes) -> None:
+        """Durable when this returns, unless the disk fails: that is logged, and what goes on now goes on."""
+        if self._disk is None:
+            return
+        try:
+            await self._disk.save_value(self._name, value)
+        except KvPoolError as error:
+            _log.error("%s is not kept over a restart: %s", self._name, error)

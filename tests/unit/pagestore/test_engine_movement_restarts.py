@@ -1,0 +1,149 @@
+"""What moves pages between nodes goes on after a restart of the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import ArenaFull, Draining, KvPoolError
+from kvpool.testing import eventually
+from kvpool_pagestore.engine_drain import Drain, DrainState
+from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
+from tests.fixtures.pagestore import TENANT
+from tests.fixtures.pagestore_calls import open_session, reserve_item, store
+
+PAGES = range(96)  # six chain groups, of which four are moved at once
+
+
+@dataclass
+class Restarting:
+    """A member whose process can be ended and started."""
+
+    cluster: Cluster
+    member: Member
+    process: AsyncExitStack
+
+    @property
+    def drain(self) -> Drain:
+        return self.member.run.engine.movement.drain
+
+    async def restart(self, **changes: Any) -> None:
+        await self.process.aclose()
+        self.process = AsyncExitStack()
+        await start(self.member, self.process, **changes)
+        self.member.alive = True
+
+    async def fill(self) -> None:
+        peer = await open_session(self.member.run)
+        for first in range(PAGES.start, PAGES.stop, 8):
+            assert await store(self.member.run, peer, range(first, first + 8)) == [None] * 8
+            await self.member.run.engine.flush(TENANT, b"")
+
+    def held_by(self, at: int) -> int:
+        return sum(at in self.cluster.holders_of(number) for number in PAGES)
+
+    async def begin_drain(self) -> None:
+        """Drain until some pages are away; nobody watches any more then."""
+        watching = self.drain.watch()
+        async for progress in watching:
+            if progress.moved_pages:
+                break
+        await watching.aclose()
+
+
+@asynccontextmanager
+async def restarting(**changes: Any) -> AsyncIterator[Restarting]:
+    async with cluster_of(1) as cluster, AsyncExitStack() as worlds:
+        process = AsyncExitStack()
+        member = await join(cluster, worlds, 1, host="restarts", process=process, **changes)
+        one = Restarting(cluster, member, process)
+        try:
+            yield one
+        finally:
+            await one.process.aclose()
+
+
+async def test_a_drain_goes_on_after_a_restart_until_it_is_done() -> None:
+    async with restarting() as one:
+        await one.fill()
+        await one.begin_drain()
+        assert 0 < one.held_by(0) < len(PAGES)
+        await one.restart()
+        assert one.drain.state is DrainState.DRAINING, "no page is taken from the start"
+        peer = await open_session(one.member.run)
+        (refused,) = await one.member.run.engine.pages.reserve(peer, [reserve_item(1000)])
+        assert isinstance(refused, Draining)
+        one.drain.start()
+        await eventually(lambda: one.drain.state is DrainState.DRAINED)
+        assert one.held_by(0) == len(PAGES) and not one.member.alive
+        await one.restart()
+        assert one.drain.state is DrainState.SERVING, "a restart takes a drained node back into service"
+
+
+async def test_a_drain_that_goes_on_is_watched_joined_and_cancelled_like_any() -> None:
+    async with restarting() as one:
+        await one.fill()
+        await one.begin_drain()
+        await one.restart()
+        one.cluster.members[0].refuse = lambda item: ArenaFull("full")
+        one.drain.start()
+        with pytest.raises(KvPoolError):
+            async for _ in one.drain.watch():
+                pass
+        await one.drain.cancel()
+        assert one.drain.state is DrainState.SERVING and not one.member.node.draining
+        await one.restart()
+        assert one.drain.state is DrainState.SERVING
+
+
+async def test_a_drain_that_fails_with_nobody_watching_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_pagestore.engine_drain._GO_ON_FIRST_S", 0.001)
+    async with restarting() as one:
+        await one.fill()
+        await one.begin_drain()
+        await one.restart()
+        one.cluster.reachable = False
+        asked = one.cluster.places
+        one.drain.start()
+        await eventually(lambda: one.cluster.places >= asked + 3)
+        one.cluster.reachable = True
+        await eventually(lambda: one.drain.state is DrainState.DRAINED)
+        assert one.held_by(0) == len(PAGES)
+
+
+async def test_what_a_new_node_has_not_got_yet_is_brought_after_a_restart() -> None:
+    fast: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
+    async with restarting(**fast) as one, AsyncExitStack() as stack:
+        await one.fill()
+        await one.member.run.engine.movement.sweep.sweep()  # who is there counts as settled
+        await one.restart(**fast)
+        joined = await join(one.cluster, stack, 2, host="new", **fast)
+        await one.member.run.engine.movement.load()
+        await one.member.run.engine.movement.sweep.sweep()
+        await eventually(lambda: one.held_by(2) > 0)
+        assert joined.pushed_bytes
+
+
+async def test_a_group_that_a_new_node_did_not_take_is_brought_by_the_next_walk() -> None:
+    fast: dict[str, Any] = {"rebalance_bytes_per_s": 1 << 30}
+    async with restarting(**fast) as one, AsyncExitStack() as stack:
+        await one.fill()
+        sweep = one.member.run.engine.movement.sweep
+        await sweep.sweep()
+        joined = await join(one.cluster, stack, 2, host="new", **fast)
+        sweep._copying._nodes_until_s = 0.0
+        joined.refuse = lambda item: ArenaFull("full just now")
+        await sweep.sweep()
+        assert not joined.pushed_bytes
+        joined.refuse = lambda item: None
+        await sweep.sweep()
+        await asyncio.sleep(0)
+        assert joined.pushed_bytes
+        taken = joined.pushed_bytes
+        await sweep.sweep()
+        assert joined.pushed_bytes == taken, "once it has its share, no more"
