@@ -62,7 +62,7 @@ class DiskTier:
         self.health = DiskHealth(self._probe)
         self.used_bytes = 0  # as the file system counted them last
         self.on_change: Callable[[], None] = lambda: None  # the fault came or went
-        self.on_stored: Callable[[PageKey, PageMetadata], None] = lambda key, metadata: None  # found by `load`
+        self.on_stored: Callable[[PageKey, PageMetadata], None] = lambda key, metadata: None  # see FoundPages.take
         self.health.on_change = self._health_changed
 
     def __contains__(self, key: PageKey) -> bool:

@@ -11,9 +11,10 @@ from itertools import islice
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.kept_metadata import StoredPage, has_an_end
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
 from kvpool_pagestore.engine_tasks import background, cancelled
-from kvpool_pagestore.ports import PageMetadata, PageStore, StoredPage, Workers
+from kvpool_pagestore.ports import PageMetadata, PageStore, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +31,14 @@ class FoundPages:
         self._map = disk_map
         self._keyspaces = keyspaces
         self._readers = readers
-        self._right_sizes: set[tuple[bytes, int, int]] = set()  # keyspace, shard, page bytes
+        self._right_sizes: set[tuple[bytes, bytes, int]] = set()  # keyspace, packed shard, page bytes
         self._ranking: asyncio.Task[None] | None = None
 
     async def take(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
-        """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault."""
+        """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault.
+
+        on_stored: told of pages whose pin or life ends some time.
+        """
         # Nothing of the map is garbage: the collector need not look at it again and again while it grows, nor hold up
         # the loop ever after for as long as it takes to look at a million chunks.
         gc.disable()
@@ -56,12 +60,19 @@ class FoundPages:
     async def _take_all(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
         pages, useless = self._store.scan(), list[PageKey]()
         while found := await self._readers.run(_take, pages, _SCAN_PAGES):
+            useful = list[StoredPage]()
             for page in found:
-                if self._is_useful(page):
+                packed_key, page_bytes, packed_metadata = page
+                size = packed_key[:16], packed_key[32:], page_bytes
+                if size not in self._right_sizes:
+                    if not self._is_right_size(page):
+                        useless.append(page.key)
+                        continue
+                    self._right_sizes.add(size)
+                useful.append(page)
+                if has_an_end(packed_metadata):
                     on_stored(page.key, page.metadata)
-                    self._map.add(page.key, page.metadata, found=True)
-                else:
-                    useless.append(page.key)
+            self._map.add_found(useful)
         return useless
 
     async def _rank(self) -> None:
@@ -70,19 +81,16 @@ class FoundPages:
             more = self._map.enter_found(_RANKED_CHUNKS)
             await asyncio.sleep(_RANKING_PAUSE_S)
 
-    def _is_useful(self, page: StoredPage) -> bool:
-        size = (page.key.keyspace, page.key.shard, page.page_bytes)
-        if size in self._right_sizes:
-            return True
-        keyspace = self._keyspaces.find(page.key.keyspace)
+    def _is_right_size(self, page: StoredPage) -> bool:
+        key = page.key
+        keyspace = self._keyspaces.find(key.keyspace)
         try:
             if keyspace is None:
-                raise KeyspaceUnknown(f"keyspace {page.key.keyspace.hex()} was not remembered")
-            check_page(keyspace, page.key, page.page_bytes)
+                raise KeyspaceUnknown(f"keyspace {key.keyspace.hex()} was not remembered")
+            check_page(keyspace, key, page.page_bytes)
         except KvPoolError as error:
-            _log.error("page %s on disk is dropped: %s", page.key, error)
+            _log.error("page %s on disk is dropped: %s", key, error)
             return False
-        self._right_sizes.add(size)
         return True
 
 

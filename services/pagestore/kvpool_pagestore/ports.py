@@ -15,6 +15,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
+from kvpool_pagestore.core.kept_metadata import StoredPage as StoredPage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,15 +80,6 @@ class Arena(Protocol):
     def destroy_old_segments(self) -> None:
         """Destroy the segments that an earlier process of this node left behind."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPage:
-    """One page of the disk tier as a scan finds it."""
-
-    key: PageKey
-    page_bytes: int
-    metadata: PageMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

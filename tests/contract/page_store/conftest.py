@@ -22,7 +22,7 @@ from tests.sim.disk import SimDisk, SimPageStore
 
 @pytest.fixture
 def memory() -> MemoryPageStore[StoredPage]:
-    return MemoryPageStore(StoredPage)
+    return MemoryPageStore(StoredPage.of)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_pages_come_back_bit_for_bit_after_a_restart(reopen: Reopen, size_bytes:
     again = reopen()
     assert {number: get(again, key(number)) for number in pages} == pages
     found = sorted(again.scan(), key=lambda page: page.key.chunk_hash)
-    assert found == [StoredPage(key=key(n), page_bytes=size_bytes, metadata=metadata(n)) for n in pages]
+    assert found == [StoredPage.of(key=key(n), page_bytes=size_bytes, metadata=metadata(n)) for n in pages]
 
 
 def test_a_page_is_written_into_the_slot_and_nowhere_else(store: PageStore) -> None:

@@ -11,6 +11,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.kept_metadata import StoredPage
 from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 
 SIZES = {0: 100, 1: 250}
@@ -142,7 +143,7 @@ def test_found_chunks_are_ranked_by_and_by_and_at_once_when_victims_are_needed()
     keys = [PageKey(bytes(16), bytes([number]) * 16, 0) for number in range(1, 6)]
     for number, key in enumerate(keys):
         parent = keys[number - 1].chunk_hash if number else bytes(16)
-        disk.add(key, PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16)), found=True)
+        disk.add_found([found(key, PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16)))])
     assert disk.remove(keys[4])  # before it was ranked
     assert disk.enter_found(2)
     disk.touch(keys[0])  # may be one that is not ranked yet
@@ -152,3 +153,19 @@ def test_found_chunks_are_ranked_by_and_by_and_at_once_when_victims_are_needed()
     assert [chunk.chunk_hash for chunk in disk.oldest(4, lambda key: False)] == [
         key.chunk_hash for key in reversed(keys[:4])
     ]
+
+
+@given(st.lists(st.tuples(keys, st.integers(0, 3)), unique_by=lambda page: page[0]), st.integers(1, 4))
+def test_what_a_scan_finds_counts_as_what_was_added(pages: list[tuple[PageKey, int]], step: int) -> None:
+    scanned, added = new_map(), new_map()
+    kept = [(key, replace(metadata(1), pinned_until_us=until_us, prompt_tokens=7)) for key, until_us in pages]
+    for start in range(0, len(kept), step):
+        scanned.add_found([found(*page) for page in kept[start : start + step]])
+    for key, asked in kept:
+        added.add(key, asked)
+    assert list(scanned.chunks()) == list(added.chunks()) and list(scanned.places()) == list(added.places())
+    assert (scanned.page_count, scanned.size_bytes) == (added.page_count, added.size_bytes)
+
+
+def found(key: PageKey, kept: PageMetadata) -> StoredPage:
+    return StoredPage.of(key=key, page_bytes=SIZES[0], metadata=kept)

@@ -33,7 +33,7 @@ class StoredPageType(Protocol[StoredT_co]):
 class MemoryPageStore(Generic[StoredT_co]):
     """Passes the contract of the pagestore's PageStore port. What was written survives `close` and `open`.
 
-    Make it as `MemoryPageStore(StoredPage)`. Tests may set `fault` (what every write, read and deletion raises or
+    Make it as `MemoryPageStore(StoredPage.of)`. Tests may set `fault` (what every write, read and deletion raises or
     reports from then on) and `gate` (what every write waits for before it is durable), and may damage pages.
     """
 

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import KEY_BYTES, PageKey
-from kvpool_pagestore.adapters.rocks_layout import METADATA_BYTES, pack_metadata, unpack_metadata
 from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
 from kvpool_pagestore.core.extents import Extent
+from kvpool_pagestore.core.kept_metadata import METADATA_BYTES, full_metadata, pack_metadata, unpack_metadata
 from kvpool_pagestore.ports import PageMetadata
 
 _VERSION: Final = 2
 _RECORD: Final = struct.Struct("<BQQH")
+_PAGE_BYTES: Final = struct.Struct("<xQ")  # of a record
 _EXTENT: Final = struct.Struct("<III")
 _ONE_EXTENT: Final = np.dtype(
     [
@@ -37,6 +38,7 @@ _ONE_EXTENT: Final = np.dtype(
         ("blocks", "<u4"),
     ]
 )
+_PLAIN_BYTES: Final = _ONE_EXTENT.itemsize + METADATA_BYTES  # of a record with one extent
 _MAGIC: Final = b"KVPT"
 _TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
 _TRAILER_EXTENTS: Final = 5
@@ -69,31 +71,37 @@ def used_blocks(encoded: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], int]:
 
     A start has a million: those of one extent, nearly all, are taken apart together. Raises PageCorrupt.
     """
-    size_bytes = _ONE_EXTENT.itemsize + METADATA_BYTES
-    plain = [each for each in encoded if len(each) == size_bytes]
-    table = np.frombuffer(b"".join(plain), np.dtype([("head", _ONE_EXTENT), ("metadata", f"V{METADATA_BYTES}")]))[
-        "head"
-    ]
-    if np.any(table["version"] != _VERSION) or np.any(table["count"] != 1):
-        raise PageCorrupt(f"there are records that are none of version {_VERSION}")
+    plain = [each for each in encoded if len(each) == _PLAIN_BYTES]
+    table = _plain_table(plain)
     columns = [table["file"], table["start"], table["blocks"]]
     found = [np.stack([column.astype(np.int64) for column in columns], axis=1)]
     last_number = int(table["number"].max(initial=0))
     for each in encoded:
-        if len(each) != size_bytes:
+        if len(each) != _PLAIN_BYTES:
             record = ExtentRecord.decode(each)
             found.append(np.array(record.extents, np.int64).reshape(-1, 3))
             last_number = max(last_number, record.number)
     return np.concatenate(found), last_number
 
 
-def decode_kept(encoded: bytes) -> tuple[int, PageMetadata]:
-    """Page bytes and metadata of an encoded record: all that a scan needs. Raises PageCorrupt as `decode` does."""
-    try:
-        _, page_bytes, _, count = _RECORD.unpack_from(encoded)
-    except struct.error as error:
-        raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
-    return page_bytes, unpack_metadata(encoded[_RECORD.size + count * _EXTENT.size :])
+def kept_parts(encoded: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
+    """Page bytes and packed metadata of encoded records: all that a scan needs. Raises PageCorrupt as `decode` does."""
+    if all(len(each) == _PLAIN_BYTES for each in encoded):
+        table = _plain_table(encoded)
+        return table["page_bytes"].tolist(), [each[_ONE_EXTENT.itemsize :] for each in encoded]
+    places = [decode_place(each) for each in encoded]
+    starts = [_RECORD.size + len(extents) * _EXTENT.size for _, extents in places]
+    metadata = [full_metadata(each[start:]) for each, start in zip(encoded, starts, strict=True)]
+    return [page_bytes for page_bytes, _ in places], metadata
+
+
+def _plain_table(plain: Sequence[bytes]) -> npt.NDArray[np.void]:
+    """[N] _ONE_EXTENT: the heads of records of one extent. Raises PageCorrupt if there is another one among them."""
+    row = np.dtype([("head", _ONE_EXTENT), ("metadata", f"V{METADATA_BYTES}")])
+    table: npt.NDArray[np.void] = np.frombuffer(b"".join(plain), row)["head"]
+    if np.any(table["version"] != _VERSION) or np.any(table["count"] != 1):
+        raise PageCorrupt(f"there are records that are none of version {_VERSION}")
+    return table
 
 
 def decode_place(encoded: bytes) -> tuple[int, tuple[Extent, ...]]:

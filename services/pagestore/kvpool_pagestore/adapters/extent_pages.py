@@ -18,13 +18,13 @@ from kvpool_pagestore.adapters.extent_files import ExtentFiles
 from kvpool_pagestore.adapters.extent_layout import (
     ExtentRecord,
     Trailer,
-    decode_kept,
     decode_place,
+    kept_parts,
     pack_trailer,
     used_blocks,
 )
 from kvpool_pagestore.adapters.extent_salvage import Sidecar
-from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, rows, values
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows
 from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import Extent, FreeExtents
@@ -33,6 +33,7 @@ from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
 _log = logging.getLogger(__name__)
 
 _LOAD_ROWS: Final = 1 << 16
+_SCAN_ROWS: Final = 2048
 _Freed = list[tuple[PageKey, tuple[Extent, ...]]]
 
 
@@ -62,9 +63,8 @@ class ExtentPages:
 
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
-        for packed, encoded in rows(self._database, RECORDS):
-            page_bytes, metadata = decode_kept(encoded)
-            yield StoredPage(key=PageKey.unpack(packed), page_bytes=page_bytes, metadata=metadata)
+        for keys, records in row_blocks(self._database, RECORDS, _SCAN_ROWS):
+            yield from map(StoredPage, keys, *kept_parts(records))
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
@@ -184,13 +184,8 @@ class ExtentPages:
 
     def _load(self) -> None:
         """Raises PageCorrupt if records are damaged."""
-        parts, encoded = [], list[bytes]()
-        for value in values(self._database, RECORDS):
-            encoded.append(value)
-            if len(encoded) == _LOAD_ROWS:
-                parts.append(used_blocks(encoded))
-                encoded = []
-        parts.append(used_blocks(encoded))
+        parts = [used_blocks(())]
+        parts += (used_blocks(records) for _, records in row_blocks(self._database, RECORDS, _LOAD_ROWS))
         self._last_number = max(number for _, number in parts)
         used = np.concatenate([extents for extents, _ in parts])
         used = used[np.lexsort((used[:, 1], used[:, 0]))]

@@ -226,15 +226,19 @@ def rows(
         cursor.status()
 
 
-def values(database: RocksDatabase, family: str) -> Iterator[bytes]:
-    """All values of a small family, as `rows` finds them but in half the time: a start reads a million."""
+def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Keys and values of a small family, `count` at a time, as `rows` finds them but faster: a start reads a million."""
     with store_faults(f"scanning {family}"):
         cursor = database.family(family).iter()
         cursor.seek_to_first()
-        valid, value, following = cursor.valid, cursor.value, cursor.next
+        valid, key, value, following = cursor.valid, cursor.key, cursor.value, cursor.next
         while valid():
-            yield value()
-            following()
+            keys, values = list[bytes](), list[bytes]()
+            while valid() and len(keys) < count:
+                keys.append(key())
+                values.append(value())
+                following()
+            yield keys, values
         cursor.status()
 
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.kept_metadata import full_metadata, pack_metadata, unpack_metadata
 from kvpool_pagestore.ports import PageMetadata
 
 RECORDS: Final = "records"
@@ -30,9 +31,6 @@ LAST_VOLUME_NAME: Final = b"last volume"
 
 _RECORD_VERSION: Final = 1
 _RECORD: Final = struct.Struct("<BIQQ")
-_METADATA: Final = struct.Struct("<16sq16sqiqqq")
-_METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; told apart by its length
-METADATA_BYTES: Final = _METADATA.size
 _VOLUME: Final = struct.Struct(">I")
 _BATCH: Final = struct.Struct(">Q")
 _VOLUME_FAMILY: Final = re.compile(r"volume-(\d{1,10})")
@@ -67,25 +65,11 @@ class PageRecord:
         return cls(volume, position, page_bytes, unpack_metadata(encoded[_RECORD.size :]))
 
 
-def pack_metadata(kept: PageMetadata) -> bytes:
-    """What is kept beside a page, as all records and trailers have it."""
-    return _METADATA.pack(
-        kept.parent_hash, kept.chunk_index, kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
-        kept.prompt_tokens, kept.expires_us,
-    )  # fmt: skip
-
-
-def unpack_metadata(packed: bytes) -> PageMetadata:
-    """Raises PageCorrupt for bytes that no version of this code wrote."""
-    if len(packed) == _METADATA_V1.size:
-        packed += bytes(_METADATA.size - _METADATA_V1.size)
-    if len(packed) != _METADATA.size:
-        raise PageCorrupt(f"{len(packed)} bytes are no page metadata")
-    parent, index, head, ttl_ms, priority, pinned_us, tokens, expires_us = _METADATA.unpack(packed)
-    return PageMetadata(
-        parent_hash=parent, chunk_index=index, group_head_hash=head, ttl_ms=ttl_ms, priority=priority,
-        pinned_until_us=pinned_us, prompt_tokens=tokens, expires_us=expires_us,
-    )  # fmt: skip
+def decode_kept(encoded: bytes) -> tuple[int, bytes]:
+    """Page bytes and packed metadata of an encoded record: what a scan needs. Raises PageCorrupt as `decode` does."""
+    if len(encoded) < _RECORD.size or encoded[0] != _RECORD_VERSION:
+        raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_RECORD_VERSION}")
+    return _RECORD.unpack_from(encoded)[3], full_metadata(encoded[_RECORD.size :])
 
 
 def volume_family(volume: int) -> str:

@@ -20,6 +20,7 @@ from kvpool_pagestore.adapters.rocks_layout import (
     RECORDS,
     VALUES,
     PageRecord,
+    decode_kept,
     keyspace_bounds,
     member_bounds,
     member_key,
@@ -50,8 +51,7 @@ class RocksPages:
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
         for packed, encoded in rows(self._database, RECORDS):
-            record = PageRecord.decode(encoded)
-            yield StoredPage(key=PageKey.unpack(packed), page_bytes=record.page_bytes, metadata=record.metadata)
+            yield StoredPage(packed, *decode_kept(encoded))
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault; then none of them is."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
@@ -11,10 +11,12 @@ from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, mak
 from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlace
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.kept_metadata import StoredPage, group_head, pack_metadata, unpack_metadata
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.retention import extended
 
-_METADATA = struct.Struct("<16s16sqqbqqq")
+_KEYSPACE_BYTES = 16
+_NAME_BYTES = 32  # of a chunk: keyspace id and chunk hash, which a packed key begins with
 
 PageBytes = Callable[[PageKey], int]
 """Exact bytes of a page; a pure function of its keyspace and shard."""
@@ -66,22 +68,18 @@ class DiskMap:
         chunk = self._chunks.get(key.keyspace + key.chunk_hash)
         return chunk is not None and bool(chunk.shards >> key.shard & 1)
 
-    def add(self, key: PageKey, metadata: PageMetadata, *, found: bool = False) -> bool:
+    def add(self, key: PageKey, metadata: PageMetadata) -> bool:
         """A page is durable. False if it was there already.
 
-        Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest. found: by the
-        scan of a start. Such a chunk is shown to the policy later, by `enter_found`: that takes longer than the scan.
+        Pages of a chunk are kept or given up together, as the one asks that wants to be kept longest.
         """
         at = key.keyspace + key.chunk_hash
-        chunk, packed = self._chunks.get(at), _pack(metadata)
+        chunk, packed = self._chunks.get(at), pack_metadata(metadata)
         if chunk is None:
             chunk = self._chunks[at] = _Chunk(0, packed)
-            if found:
-                self._found.append(at)
-            else:
-                self._enter(at, metadata)
+            self._enter(at, metadata)
         elif chunk.metadata != packed:
-            self.set_metadata(key.keyspace, key.chunk_hash, extended(_unpack(chunk.metadata), metadata))
+            self.set_metadata(key.keyspace, key.chunk_hash, extended(unpack_metadata(chunk.metadata), metadata))
         if chunk.shards >> key.shard & 1:
             return False
         chunk.shards |= 1 << key.shard
@@ -89,33 +87,52 @@ class DiskMap:
         self._count(key, self._page_bytes(key))
         return True
 
+    def add_found(self, pages: Iterable[StoredPage]) -> None:
+        """Pages that the scan of a start has found.
+
+        Their chunks are shown to the policy later, by `enter_found`: that takes longer than the scan.
+        """
+        chunks, found, counts = self._chunks, self._found, Counter[bytes]()
+        for packed_key, _, packed_metadata in pages:
+            at = packed_key[:_NAME_BYTES]
+            if at in chunks:
+                self.add(PageKey.unpack(packed_key), unpack_metadata(packed_metadata))
+                continue
+            chunks[at] = _Chunk(1 << (packed_key[-2] | packed_key[-1] << 8), packed_metadata)
+            found.append(at)
+            counts[packed_key[:_KEYSPACE_BYTES] + packed_key[_NAME_BYTES:]] += 1
+        for size, count in counts.items():
+            self.page_count += count
+            key = PageKey.unpack(size[:_KEYSPACE_BYTES] + bytes(_NAME_BYTES - _KEYSPACE_BYTES) + size[_KEYSPACE_BYTES:])
+            self._count(key, count * self._page_bytes(key))
+
     def metadata(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page, or None if the page is not on disk."""
         chunk = self._chunks.get(key.keyspace + key.chunk_hash)
         if chunk is None or not chunk.shards >> key.shard & 1:
             return None
-        return _unpack(chunk.metadata)
+        return unpack_metadata(chunk.metadata)
 
     def chunk(self, keyspace: bytes, chunk_hash: bytes) -> DiskChunk | None:
         """All that is on disk of one chunk."""
         chunk = self._chunks.get(keyspace + chunk_hash)
-        return None if chunk is None else DiskChunk(keyspace, chunk_hash, chunk.shards, _unpack(chunk.metadata))
+        return None if chunk is None else DiskChunk(keyspace, chunk_hash, chunk.shards, unpack_metadata(chunk.metadata))
 
     def location(self, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
         """The bitmap of a chunk's shards on disk and its group's head: `chunk`, as far as the index needs it."""
         chunk = self._chunks.get(keyspace + chunk_hash)
-        return None if chunk is None else (chunk.shards, chunk.metadata[16:32])
+        return None if chunk is None else (chunk.shards, group_head(chunk.metadata))
 
     def places(self) -> Iterator[ChunkPlace]:
         """All chunks, for the index. Do not change the map while iterating."""
         for at, chunk in self._chunks.items():
-            yield ChunkPlace(at[:16], at[16:], chunk.metadata[16:32])
+            yield ChunkPlace(at[:16], at[16:], group_head(chunk.metadata))
 
     def set_metadata(self, keyspace: bytes, chunk_hash: bytes, metadata: PageMetadata) -> None:
         """Other retention, for all pages of a chunk; nothing if the chunk is not on disk."""
         chunk = self._chunks.get(keyspace + chunk_hash)
         if chunk is not None:
-            chunk.metadata = _pack(metadata)
+            chunk.metadata = pack_metadata(metadata)
             self._policy.retain(keyspace + chunk_hash, retention_of(metadata))
 
     def names(self) -> list[bytes]:
@@ -196,7 +213,7 @@ class DiskMap:
 
     def _chunk(self, at: bytes) -> DiskChunk:
         chunk = self._chunks[at]
-        return DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
+        return DiskChunk(at[:16], at[16:], chunk.shards, unpack_metadata(chunk.metadata))
 
     def _enter(self, at: bytes, metadata: PageMetadata, *, found: bool = False) -> None:
         keyspace = at[:16]
@@ -207,7 +224,7 @@ class DiskMap:
     def _enter_missing(self, names: Collection[bytes]) -> None:
         for at in names:
             if at in self._chunks and at not in self._policy:
-                self._enter(at, _unpack(self._chunks[at].metadata), found=True)
+                self._enter(at, unpack_metadata(self._chunks[at].metadata), found=True)
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
@@ -216,32 +233,4 @@ class DiskMap:
     def chunks(self) -> Iterator[DiskChunk]:
         """Everything, in any order. Do not change the map while iterating."""
         for at, chunk in self._chunks.items():
-            yield DiskChunk(at[:16], at[16:], chunk.shards, _unpack(chunk.metadata))
-
-
-def _pack(metadata: PageMetadata) -> bytes:
-    return _METADATA.pack(
-        metadata.parent_hash,
-        metadata.group_head_hash,
-        metadata.chunk_index,
-        metadata.ttl_ms,
-        metadata.priority,
-        metadata.pinned_until_us,
-        metadata.prompt_tokens,
-        metadata.expires_us,
-    )
-
-
-def _unpack(packed: bytes) -> PageMetadata:
-    fields = _METADATA.unpack(packed)
-    parent_hash, group_head_hash, chunk_index, ttl_ms, priority, pinned_until_us, prompt_tokens, expires_us = fields
-    return PageMetadata(
-        parent_hash=parent_hash,
-        chunk_index=chunk_index,
-        group_head_hash=group_head_hash,
-        ttl_ms=ttl_ms,
-        priority=priority,
-        pinned_until_us=pinned_until_us,
-        prompt_tokens=prompt_tokens,
-        expires_us=expires_us,
-    )
+            yield DiskChunk(at[:16], at[16:], chunk.shards, unpack_metadata(chunk.metadata))
