@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
@@ -14,6 +15,7 @@ from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.engine_disk_deletions import Deletions
 from kvpool_pagestore.engine_disk_health import DiskHealth, DiskState
+from kvpool_pagestore.engine_disk_metadata import MetadataWrites
 from kvpool_pagestore.engine_disk_reads import read_verified
 from kvpool_pagestore.engine_disk_start import FoundPages
 from kvpool_pagestore.engine_locations import Announcer
@@ -55,7 +57,8 @@ class DiskTier:
         self._charged_bytes: dict[tuple[bytes, int], int] = {}  # by keyspace and shard
         self._promised_bytes = 0  # of batches that are being written
         self._reading: Counter[PageKey] = Counter()
-        self._deletions = Deletions(store, writers)
+        self._deletions = Deletions(store, writers, self.discard)
+        self._metadata = MetadataWrites(store, writers, tasks)
         self._unreadable: set[PageKey] = set()  # the disk failed at them once
         self.map = DiskMap(self.charged_bytes)
         self._found = FoundPages(store, self.map, keyspaces, readers)
@@ -177,16 +180,19 @@ class DiskTier:
                 self._announcer.disk(page.key, page.metadata.group_head_hash, True)
         return results
 
-    async def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
-        """Other retention for pages that are here, durably: synced when this returns. Raises StoreFault."""
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> Coroutine[Any, Any, None]:
+        """Other retention for pages that are here, at once and in the order of calls.
+
+        Durable when the answer returns; it raises StoreFault.
+        """
         here = [(key, metadata) for key, metadata in changes if key in self.map]
         for key, metadata in here:
             self.map.set_metadata(key.keyspace, key.chunk_hash, metadata)
-        if here:
-            await self._writers.run(self._store.set_metadata, here)
+        return self._metadata.write(here)
 
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
+        self._deletions.close()
         await self._found.close()
         await self.health.close()
         await self._writers.run(self._store.close)
