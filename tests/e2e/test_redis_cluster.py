@@ -93,9 +93,11 @@ async def test_a_match_is_one_pipelined_round_to_each_master(
     sends: list[tuple[Connection, int]] = []
     send = Connection.send
 
-    def counted(self: Connection, packed: bytes, reply_count: int) -> asyncio.Future[list[object]]:
+    def counted(
+        self: Connection, packed: bytes | bytearray, reply_count: int, timeout_s: float
+    ) -> asyncio.Future[list[object]]:
         sends.append((self, reply_count))
-        return send(self, packed, reply_count)
+        return send(self, packed, reply_count, timeout_s)
 
     monkeypatch.setattr(Connection, "send", counted)
     await store.locations.read(KEYSPACE, groups)

@@ -11,7 +11,7 @@ from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
-from kvpool_index.core.match import Matcher
+from kvpool_index.core.match import Judgements, Matcher
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
@@ -39,6 +39,7 @@ class MatchService:
         self._keyspaces = keyspaces
         self._config = config
         self._metrics = metrics
+        self._known = Judgements()
         self._dead: asyncio.Queue[ChunkOperation] = asyncio.Queue(_DEAD_QUEUE)
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
@@ -79,6 +80,7 @@ class MatchService:
             shards=wanted,
             host_id=query.host_id,
             live_node=self._nodes.live_node_now(),
+            known=self._known,
         )
 
     async def _clean(self, batch: Sequence[ChunkOperation]) -> None:

@@ -14,7 +14,7 @@ from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_poli
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
-from kvpool_index.servicer_hot import WatchMessages
+from kvpool_index.servicer_hot import MatchMessages, WatchMessages
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -30,6 +30,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self._max_chunks = engine.config.max_match_chunks
         self._max_items = engine.config.max_batch_items
         self._watch_messages = WatchMessages()
+        self._match_messages = MatchMessages()
 
     async def OpenKeyspace(
         self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
@@ -159,21 +160,20 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         query = convert_cluster.chain_query_from_proto(request, chunks_max=self._max_chunks)
         return convert_cluster.chain_match_to_proto(await self._engine.match(self._tenant(), query))
 
-    async def MatchStream(  # type: ignore[override]  # gRPC also takes a coroutine that writes, which costs less here
-        self,
+    async def MatchStream(  # type: ignore[override]  # registered by servicer_hot, with answers in bytes, and written
+        self,  # by a coroutine, which costs less than a generator
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
-        context: Context[pb.MatchStreamRequest, pb.MatchStreamResponse],
+        context: Context[pb.MatchStreamRequest, bytes],
     ) -> None:
         tenant = self._tenant()
 
-        async def answer(request: pb.MatchStreamRequest) -> pb.MatchStreamResponse:
+        async def answer(request: pb.MatchStreamRequest) -> bytes:
             query = _query_or_error(request.match, self._max_chunks)
             found = query if isinstance(query, KvPoolError) else await self._engine.try_match(tenant, query)
             if isinstance(found, KvPoolError):
-                return pb.MatchStreamResponse(request_id=request.request_id, error=convert.item_error_to_proto(found))
-            return pb.MatchStreamResponse(
-                request_id=request.request_id, match=convert_cluster.chain_match_to_proto(found)
-            )
+                error = convert.item_error_to_proto(found)
+                return pb.MatchStreamResponse(request_id=request.request_id, error=error).SerializeToString()
+            return self._match_messages.pack(request.request_id, found)
 
         limit = self._engine.config.max_matches_in_flight
         async with self._engine.streams.track():

@@ -1,17 +1,27 @@
 """Messages of the index's streams that are written without an object for each."""
 
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 
-from kvpool.core.cluster import ChunkBatch, IndexEvent
+from kvpool.core.cluster import ChainMatch, ChunkBatch, IndexEvent, Location, NodeInfo
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
+from kvpool.wire.convert_cluster import location_to_proto, node_info_to_proto
 from kvpool.wire.convert_watch import chunk_batch_to_proto, index_event_to_proto
 
+ItemT = TypeVar("ItemT")
+
 _KEPT_BATCHES: Final = 64
-_CHUNKS_TAG: Final = bytes([6 << 3 | 2])  # of WatchResponse.chunks: a field with a length
+_KEPT_PARTS: Final = 4096
+_NUMBER, _BYTES = 0, 2  # how a field's value is written: as a varint, with a length
+_CHUNKS_TAG: Final = bytes([6 << 3 | _BYTES])  # of WatchResponse.chunks
+_REQUEST_ID_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchStreamResponse
+_MATCH_TAG: Final = bytes([2 << 3 | _BYTES])
+_MATCHED_CHUNKS_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchResponse
+_RUNS_TAG: Final = bytes([2 << 3 | _BYTES])
+_CHUNK_COUNT_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchRun
 
 
 class WatchMessages:
@@ -32,6 +42,43 @@ class WatchMessages:
             content = chunk_batch_to_proto(batch).SerializeToString()
             known = self._batches[id(batch)] = (batch, _CHUNKS_TAG + varint(len(content)) + content)
         return pb.WatchResponse(position=event.position).SerializeToString() + known[1]
+
+
+class MatchMessages:
+    """Answers of MatchStream as bytes. Locations and nodes of matches are the same objects again and again (see
+    Judgements), so that each is serialized once.
+    """
+
+    def __init__(self) -> None:
+        # By id of the object, which is kept so that it stays.
+        self._locations: dict[int, tuple[tuple[Location, ...], bytes]] = {}
+        self._nodes: dict[int, tuple[NodeInfo, bytes]] = {}
+
+    def pack(self, request_id: int, found: ChainMatch) -> bytes:
+        """The bytes of a MatchStreamResponse."""
+        parts = [_MATCHED_CHUNKS_TAG, varint(found.matched_chunks)]
+        for run in found.runs:
+            known = self._locations.get(id(run.locations)) or self._pack_locations(run.locations)
+            content = _CHUNK_COUNT_TAG + varint(run.chunk_count) + known[1]
+            parts += (_RUNS_TAG, varint(len(content)), content)
+        for node in found.nodes.values():
+            parts.append((self._nodes.get(id(node)) or self._pack_node(node))[1])
+        match = b"".join(parts)
+        return b"".join((_REQUEST_ID_TAG, varint(request_id), _MATCH_TAG, varint(len(match)), match))
+
+    def _pack_locations(self, locations: tuple[Location, ...]) -> tuple[tuple[Location, ...], bytes]:
+        run = pb.MatchRun(locations=[location_to_proto(location) for location in locations])
+        return _keep(self._locations, locations, run.SerializeToString())
+
+    def _pack_node(self, node: NodeInfo) -> tuple[NodeInfo, bytes]:
+        return _keep(self._nodes, node, pb.MatchResponse(nodes=[node_info_to_proto(node)]).SerializeToString())
+
+
+def _keep(known: dict[int, tuple[ItemT, bytes]], item: ItemT, data: bytes) -> tuple[ItemT, bytes]:
+    if len(known) >= _KEPT_PARTS:
+        known.clear()
+    kept = known[id(item)] = (item, data)
+    return kept
 
 
 def varint(number: int) -> bytes:
@@ -74,4 +121,8 @@ def _watch(handler: Any) -> Any:
     return grpc.unary_stream_rpc_method_handler(handler.unary_stream, handler.request_deserializer, bytes)
 
 
-_AS_BYTES: Final[dict[str, Callable[[Any], Any]]] = {"Watch": _watch}
+def _match_stream(handler: Any) -> Any:
+    return grpc.stream_stream_rpc_method_handler(handler.stream_stream, handler.request_deserializer, bytes)
+
+
+_AS_BYTES: Final[dict[str, Callable[[Any], Any]]] = {"Watch": _watch, "MatchStream": _match_stream}

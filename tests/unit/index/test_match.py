@@ -1,9 +1,9 @@
 """Longest prefixes over values, without any store."""
 
-from kvpool.core.cluster import Location, NodeInfo, NodeKind
+from kvpool.core.cluster import ChainMatch, Location, NodeInfo, NodeKind
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import Entry, TierMasks, encode_entry
-from kvpool_index.core.match import Matcher, locations_of
+from kvpool_index.core.match import Judgements, Matcher, locations_of
 
 GRID = 0b1111
 
@@ -100,3 +100,38 @@ def test_all_locations_of_an_event() -> None:
         at(2, Tier.DISK, 0b10),
     )
     assert locations_of(b"", grid=GRID, live_node=NODES.get) == ()
+
+
+def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> None:
+    nodes = dict(NODES)
+    known = Judgements()
+
+    def ask(shards: int = 0, host_id: str = "") -> tuple[ChainMatch, set[int]]:
+        asked = Matcher(grid=GRID, shards=shards, host_id=host_id, live_node=nodes.get, known=known)
+        return asked.match([both]), asked.dead_ordinals
+
+    both = value({1: (0, GRID, 0), 2: (0, GRID, 0)})
+    first, _ = ask()
+    again, dead = ask()
+    assert again == first and not dead
+    assert again.runs[0].locations is first.runs[0].locations, "so that it need not be serialized again"
+    assert ask(host_id="west")[0].runs[0].locations == first.runs[0].locations[::-1]
+    assert ask(shards=0b0001)[0] == first
+    del nodes[2]
+    for _ in range(2):
+        found, dead = ask()
+        assert [location.node_id for location in found.runs[0].locations] == [NODES[1].node_id]
+        assert dead == {2} and list(found.nodes) == [NODES[1].node_id]
+    nodes[2] = node(2, "west")
+    assert ask()[0] == first
+    nodes[2] = node(3, "west")
+    assert ask()[0].nodes.keys() == {NODES[1].node_id, NODES[3].node_id}
+
+
+def test_not_all_is_remembered_for_ever() -> None:
+    known = Judgements()
+    for number in range(3):
+        for shards in range(2000):
+            asked = Matcher(grid=GRID, shards=shards + 1, host_id=str(number), live_node=NODES.get, known=known)
+            asked.match([value({1: (0, GRID, 0)})])
+    assert 0 < len(known) <= 4096

@@ -1,13 +1,14 @@
 """A faster event loop is used where there is one."""
 
 import asyncio
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from kvpool_server.lifecycle import Stop, run_service
-from kvpool_server.loops import fast_loop_factory
+from kvpool_server.loops import fast_loop_factory, poll_grpc_directly
 
 
 def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +29,14 @@ def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -
 def test_without_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)  # an import of None fails
     assert fast_loop_factory() is None
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "-event_engine_client,-event_engine_listener"), ("mine", "mine")])
+def test_grpc_polls_directly_unless_the_environment_says_otherwise(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPC_EXPERIMENTS", given or "")
+    if given is None:
+        monkeypatch.delenv("GRPC_EXPERIMENTS")
+    poll_grpc_directly()
+    assert os.environ["GRPC_EXPERIMENTS"] == kept

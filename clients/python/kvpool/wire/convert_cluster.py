@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
@@ -9,6 +11,7 @@ from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, enum_from_proto
 
 _ENDPOINT_CHARACTERS_MAX = 1024
+_KEPT_PARTS = 1024
 
 
 def node_info_to_proto(node: cluster.NodeInfo) -> index_pb2.NodeInfo:
@@ -211,14 +214,27 @@ def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMat
     runs = tuple(
         cluster.MatchRun(
             chunk_count=check_count(run.chunk_count, "run.chunk_count", least=1),
-            locations=tuple(location_from_proto(place) for place in run.locations),
+            locations=tuple([_known_location(place.SerializeToString()) for place in run.locations]),
         )
         for run in message.runs
     )
     if sum(run.chunk_count for run in runs) != message.matched_chunks:
         raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
-    nodes = {node.node_id: node_info_from_proto(node) for node in message.nodes}
-    return cluster.ChainMatch(matched_chunks=message.matched_chunks, runs=runs, nodes=nodes)
+    named = [_known_node(node.SerializeToString()) for node in message.nodes]
+    return cluster.ChainMatch(
+        matched_chunks=message.matched_chunks, runs=runs, nodes={node.node_id: node for node in named}
+    )
+
+
+# Matches name the same few nodes again and again, and to check and convert one takes ten times as long as its bytes.
+@functools.lru_cache(_KEPT_PARTS)
+def _known_location(data: bytes) -> cluster.Location:
+    return location_from_proto(common_pb2.Location.FromString(data))
+
+
+@functools.lru_cache(_KEPT_PARTS)
+def _known_node(data: bytes) -> cluster.NodeInfo:
+    return node_info_from_proto(index_pb2.NodeInfo.FromString(data))
 
 
 def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoResponse:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink, ReplicaWait
 from kvpool_index.adapters.redis_lua import Script
+from kvpool_index.adapters.redis_reads import PackedReads
 from kvpool_index.adapters.redis_url import Server
 from kvpool_index.adapters.redis_wire import Reply, checked, is_error, pack, pack_script
 
@@ -31,6 +32,10 @@ class RedisLane(ABC):
         keys: for each command a key that says where it goes (of several keys in one slot, any one). An error reply is
         returned as a value. scripts and wait_s: see RedisLink.exchange.
         """
+
+    async def read(self, reads: PackedReads) -> list[Reply]:
+        """The same for reads that are packed in one piece."""
+        return await self.exchange(*reads.split())
 
     @abstractmethod
     async def masters(self) -> list[RedisLink]:
@@ -100,6 +105,9 @@ class OneMasterLane(RedisLane):
                 self._link.reset("its server is no master any more")
                 break
         return replies
+
+    async def read(self, reads: PackedReads) -> list[Reply]:
+        return await self._link.exchange_packed(reads.packed, reads.count)
 
     async def masters(self) -> list[RedisLink]:
         return [self._link]

@@ -83,7 +83,8 @@ class RedisLink:
         if scripts:
             missing = [at for at, reply in enumerate(replies) if lacks_script(reply)]
             if missing:
-                await self._exchange([pack(b"SCRIPT", b"LOAD", script.source) for script in scripts], 0.0)
+                loads = [pack(b"SCRIPT", b"LOAD", script.source) for script in scripts]
+                await self._exchange(b"".join(loads), len(loads), 0.0)
                 again = await self._exchange_waiting([commands[at] for at in missing], wait_s, replicas)
                 for at, reply in zip(missing, again, strict=True):
                     replies[at] = reply
@@ -91,7 +92,7 @@ class RedisLink:
 
     async def call(self, *words: bytes) -> Reply:
         """One command and its reply. Raises StoreUnavailable for an error reply too (loading, full, read-only)."""
-        (reply,) = await self._exchange([pack(*words)], 0.0)
+        (reply,) = await self._exchange(pack(*words), 1, 0.0)
         return checked(reply)
 
     def reset(self, cause: str) -> None:
@@ -113,25 +114,29 @@ class RedisLink:
         self, commands: Sequence[bytes], wait_s: float, replicas: ReplicaWait | None
     ) -> list[Reply]:
         if replicas is None:
-            return await self._exchange(commands, wait_s)
+            return await self._exchange(b"".join(commands), len(commands), wait_s)
         # In one with the commands: WAIT is about what came before it on its own connection.
-        *replies, reached = await self._exchange([*commands, replicas.command()], wait_s)
+        *replies, reached = await self._exchange(b"".join((*commands, replicas.command())), len(commands) + 1, wait_s)
         if checked(reached) < replicas.replica_count:
             raise StoreUnavailable(f"only {reached} of {replicas.replica_count} replicas have it")
         return replies
 
-    async def _exchange(self, commands: Sequence[bytes], wait_s: float) -> list[Reply]:
-        connection = self._connection
+    async def exchange_packed(self, packed: bytes | bytearray, command_count: int) -> list[Reply]:
+        """The same for commands that are packed in one piece, and need neither scripts nor replicas."""
+        return await self._exchange(packed, command_count, 0.0)
+
+    async def _exchange(self, packed: bytes | bytearray, command_count: int, wait_s: float) -> list[Reply]:
+        connection, limit_s = self._connection, self._timeout_s + wait_s
         try:
-            async with asyncio.timeout(self._timeout_s + wait_s):
-                if connection is None or not connection.is_open:
+            if connection is None or not connection.is_open:
+                ends_at_s = asyncio.get_running_loop().time() + limit_s
+                async with asyncio.timeout_at(ends_at_s):
                     connection = await self._connect()
-                if connection.waiting_count >= self._options.max_in_flight:
-                    raise Overloaded(f"{self._options.max_in_flight} calls wait for Redis already")
-                return await connection.send(b"".join(commands), len(commands))
+                limit_s = ends_at_s - asyncio.get_running_loop().time()
+            if connection.waiting_count >= self._options.max_in_flight:
+                raise Overloaded(f"{self._options.max_in_flight} calls wait for Redis already")
+            return await connection.send(packed, command_count, limit_s)
         except TimeoutError as error:
-            if connection is not None:
-                connection.abort("another call was not answered in time")
             raise StoreUnavailable(f"{self._name()} did not answer within {self._timeout_s + wait_s:g} s") from error
         except OSError as error:
             raise StoreUnavailable(f"{self._name()} cannot be reached: {error}") from error
@@ -182,7 +187,7 @@ class RedisLink:
             server = self.server = await self._find()
             connection = await _connected(server, self._options.login)
             try:
-                await _log_in(connection, self._options.login, masters_only=self._options.masters_only)
+                await _log_in(connection, self._options.login, self._timeout_s, masters_only=self._options.masters_only)
             except BaseException:
                 connection.abort("login failed")
                 raise
@@ -218,9 +223,9 @@ async def _connected(server: Server, login: Login) -> Connection:
     return connection
 
 
-async def _log_in(connection: Connection, login: Login, *, masters_only: bool) -> None:
+async def _log_in(connection: Connection, login: Login, timeout_s: float, *, masters_only: bool) -> None:
     commands = [*login.commands(), *([pack(b"ROLE")] if masters_only else [])]
-    replies = await connection.send(b"".join(commands), len(commands))
+    replies = await connection.send(b"".join(commands), len(commands), timeout_s)
     for reply in replies:
         if is_error(reply):
             # A server without AUTH, or a proxy, repeats the arguments of a command that it does not know.

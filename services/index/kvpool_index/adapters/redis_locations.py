@@ -65,26 +65,18 @@ class RedisLocationStore:
         self._tombstone_ms = b"%d" % tombstone_ms
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
-        return await self._read(*read_groups(self._key_prefix, keyspace, groups))
+        return _values(await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups)))
 
     async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
         keyspace, prefix = query.keyspace, self._key_prefix
         start, end = whole_groups(query)
-        whole = query.chunk_hashes[start * HASH_BYTES : end * HASH_BYTES]
-        commands, keys = read_whole_groups(prefix, keyspace, whole)
-        if start:
-            first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
-            commands, keys = first + commands, first_keys + keys
-        if end < query.chunk_count:
-            last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
-            commands, keys = commands + last, keys + last_keys
-        return await self._read(commands, keys)
-
-    async def _read(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes | None]:
-        values: list[bytes | None] = []
-        for reply in await self._reads.exchange(commands, keys):
-            values += checked(reply)
-        return values
+        whole = read_whole_groups(prefix, keyspace, query.chunk_hashes[start * HASH_BYTES : end * HASH_BYTES])
+        if not start and end == query.chunk_count:
+            return _values(await self._reads.read(whole))
+        first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
+        commands, keys = whole.split()
+        last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
+        return _values(await self._reads.exchange(first + commands + last, first_keys + keys + last_keys))
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
@@ -190,6 +182,14 @@ def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOpera
     """Pieces that Redis finishes well within a call's timeout, so that renewals get through between them."""
     for start in range(0, len(operations), _PART_OPERATIONS):
         yield operations[start : start + _PART_OPERATIONS]
+
+
+def _values(replies: Sequence[Any]) -> list[bytes | None]:
+    """The values of several groups, one after the other."""
+    values: list[bytes | None] = []
+    for reply in replies:
+        values += checked(reply)
+    return values
 
 
 def _entry(key: bytes, field: bytes) -> NodeEntry:

@@ -55,7 +55,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
-        self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]]]] = deque()
+        self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]], float]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None  # one for all who wait: one for each costs as much as parsing
         self._transport: asyncio.Transport | None = None
         self._ended = asyncio.Event()
         self.is_open = True
@@ -65,13 +67,19 @@ class Connection(asyncio.Protocol):
         """Exchanges whose replies have not all come."""
         return len(self._waiting)
 
-    def send(self, packed: bytes, reply_count: int) -> "asyncio.Future[list[Reply]]":
-        """Write commands; the future gets their replies, or ConnectionError. Cancelling it forgets the replies only."""
-        answered: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+    def send(self, packed: bytes | bytearray, reply_count: int, timeout_s: float) -> "asyncio.Future[list[Reply]]":
+        """Write commands; the future gets their replies, or ConnectionError. Cancelling it forgets the replies only.
+
+        Without an answer in time the future gets TimeoutError, and the connection is closed: replies come in order.
+        """
+        answered: asyncio.Future[list[Reply]] = self._loop.create_future()
         if self._transport is None or not self.is_open:
             answered.set_exception(ConnectionError("the connection is closed"))
         else:
-            self._waiting.append((reply_count, [], answered))
+            ends_at_s = self._loop.time() + timeout_s
+            self._waiting.append((reply_count, [], answered, ends_at_s))
+            if self._timer is None or ends_at_s < self._timer.when():
+                self._watch(ends_at_s)
             self._transport.write(packed)
         return answered
 
@@ -93,7 +101,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
         while self._waiting:
-            reply_count, replies, answered = self._waiting[0]
+            reply_count, replies, answered, _ = self._waiting[0]
             while len(replies) < reply_count:
                 try:
                     reply = self._reader.gets()
@@ -112,8 +120,29 @@ class Connection(asyncio.Protocol):
         self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
         self._ended.set()
 
+    def _watch(self, ends_at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(ends_at_s, self._look_at_time)
+
+    def _look_at_time(self) -> None:
+        self._timer = None
+        if not self._waiting:  # whoever sends next starts it again
+            return
+        first_s = min(ends_at_s for _, _, _, ends_at_s in self._waiting)
+        if first_s > self._loop.time():
+            self._watch(first_s)
+            return
+        for _, _, answered, ends_at_s in self._waiting:
+            if ends_at_s == first_s and not answered.done():
+                answered.set_exception(TimeoutError())
+        self.abort("another call was not answered in time")
+
     def _fail_all(self, cause: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while self._waiting:
-            _, _, answered = self._waiting.popleft()
+            _, _, answered, _ = self._waiting.popleft()
             if not answered.done():
                 answered.set_exception(ConnectionError(cause))

@@ -13,30 +13,67 @@ LiveNodeOf = Callable[[int], NodeInfo | None]
 """The live node behind an ordinal, or None."""
 
 
+_KEPT_JUDGEMENTS: Final = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What one value means to one request."""
+    """What one value means to one kind of request while the nodes that it names are as they were."""
 
     locations: tuple[Location, ...]
     covered: bool
+    nodes: tuple[NodeInfo, ...]  # those that locations name
+    seen: tuple[tuple[int, NodeInfo | None], ...]  # each ordinal of the value, and the live node behind it
+
+
+_Asked = tuple[int, int, str]  # grid, wanted shards and host of a request
+
+
+class Judgements:
+    """What values meant to earlier requests. Values repeat: a chain lies at one place, and is asked for again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, _Asked], _Judged] = {}
+
+    def get(self, value: bytes, asked: _Asked, live_node: LiveNodeOf) -> _Judged | None:
+        """What it meant, if all its nodes are still what they were."""
+        known = self._known.get((value, asked))
+        if known is not None:
+            for ordinal, node in known.seen:
+                now = live_node(ordinal)
+                if now is not node and now != node:
+                    return None
+        return known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def put(self, value: bytes, asked: _Asked, judged: _Judged) -> None:
+        """Keep one; all others are forgotten when there are too many."""
+        if len(self._known) >= _KEPT_JUDGEMENTS:
+            self._known.clear()
+        self._known[value, asked] = judged
 
 
 class Matcher:
     """Judges the values of one request. Equal values are judged once, and make one run."""
 
-    def __init__(self, *, grid: int, shards: int, host_id: str, live_node: LiveNodeOf) -> None:
+    def __init__(
+        self, *, grid: int, shards: int, host_id: str, live_node: LiveNodeOf, known: Judgements | None = None
+    ) -> None:
         """grid: the bitmap of the keyspace's whole grid; shards: what must be covered, 0 for the grid."""
         self._grid = grid
         self._wanted = shards or grid
         self._host_id = host_id
         self._live_node = live_node
+        self._known = known if known is not None else Judgements()
         self._judged: dict[bytes, _Judged] = {}
-        self._nodes: dict[bytes, NodeInfo] = {}
         self.dead_ordinals: set[int] = set()
 
     def match(self, values: Sequence[bytes | None]) -> ChainMatch:
         """values: of consecutive chunks; None for a chunk that nobody has."""
         runs: list[MatchRun] = []
+        nodes: dict[bytes, NodeInfo] = {}
         count = at = 0
         locations: tuple[Location, ...] = ()
         while at < len(values):
@@ -49,37 +86,49 @@ class Matcher:
                 runs.append(MatchRun(chunk_count=count, locations=locations))
                 count = 0
             locations = judged.locations
+            for node in judged.nodes:
+                nodes[node.node_id] = node
             count += same
             at += same
         if count:
             runs.append(MatchRun(chunk_count=count, locations=locations))
-        named = {location.node_id for run in runs for location in run.locations}
-        return ChainMatch(
-            matched_chunks=at,
-            runs=tuple(runs),
-            nodes={node_id: node for node_id, node in self._nodes.items() if node_id in named},
-        )
+        return ChainMatch(matched_chunks=at, runs=tuple(runs), nodes=nodes)
 
     def _judge(self, value: bytes) -> _Judged:
+        asked = (self._grid, self._wanted, self._host_id)
+        judged = self._known.get(value, asked, self._live_node)
+        if judged is None:
+            judged = self._judge_anew(value)
+            self._known.put(value, asked, judged)
+        self.dead_ordinals.update(ordinal for ordinal, node in judged.seen if node is None)
+        self._judged[value] = judged
+        return judged
+
+    def _judge_anew(self, value: bytes) -> _Judged:
         ranked: list[tuple[tuple[bool, int, bytes], Location]] = []
+        nodes: dict[bytes, NodeInfo] = {}
+        seen: list[tuple[int, NodeInfo | None]] = []
         union = 0
         for entry in decode_value(value):
             node = self._live_node(entry.ordinal)
+            seen.append((entry.ordinal, node))
             if node is None:
-                self.dead_ordinals.add(entry.ordinal)
                 continue
-            self._nodes[node.node_id] = node
             away = not (self._host_id and node.host_id == self._host_id)
             for tier, held in zip(TIERS, entry.shards, strict=True):
                 shards = held & self._grid
                 if shards & self._wanted:
                     union |= shards
+                    nodes[node.node_id] = node
                     location = Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=shards)
                     ranked.append(((away, TIER_RANK[tier], node.node_id), location))
         ranked.sort(key=lambda pair: pair[0])
-        judged = _Judged(tuple(location for _, location in ranked), union & self._wanted == self._wanted)
-        self._judged[value] = judged
-        return judged
+        return _Judged(
+            locations=tuple(location for _, location in ranked),
+            covered=union & self._wanted == self._wanted,
+            nodes=tuple(nodes.values()),
+            seen=tuple(seen),
+        )
 
 
 def _equal_run(values: Sequence[bytes | None], start: int) -> int:

@@ -1,0 +1,88 @@
+"""One connection to Redis, against a peer that answers when it is told to."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvpool_index.adapters.redis_wire import Connection, pack
+
+PING = pack(b"PING")
+NEVER_S = 3600.0
+
+
+class Peer(asyncio.Protocol):
+    """The server's end."""
+
+    def __init__(self) -> None:
+        self.connected, self.ended = asyncio.Event(), asyncio.Event()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.connected.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+    def say(self, data: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(data)
+
+
+@asynccontextmanager
+async def connected() -> AsyncGenerator[tuple[Peer, Connection]]:
+    peer, loop = Peer(), asyncio.get_running_loop()
+    server = await loop.create_server(lambda: peer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        await peer.connected.wait()
+        try:
+            yield peer, connection
+        finally:
+            await connection.close()
+            await peer.ended.wait()
+
+
+async def test_replies_go_to_whom_they_are_for_however_they_are_cut() -> None:
+    async with connected() as (peer, connection):
+        first, second = connection.send(PING * 2, 2, NEVER_S), connection.send(PING, 1, NEVER_S)
+        peer.say(b"+a\r\n+")
+        peer.say(b"b\r\n")
+        assert await first == [b"a", b"b"] and not second.done()
+        peer.say(b"+c\r\n")
+        assert await second == [b"c"] and connection.waiting_count == 0
+
+
+async def test_who_waits_too_long_is_told_so_and_the_connection_ends() -> None:
+    async with connected() as (_, connection):
+        slow = connection.send(PING, 1, NEVER_S)
+        quick = connection.send(PING, 1, 1e-4)
+        with pytest.raises(TimeoutError):
+            await quick
+        with pytest.raises(ConnectionError, match="another call was not answered in time"):
+            await slow
+        assert not connection.is_open
+        with pytest.raises(ConnectionError):
+            await connection.send(PING, 1, NEVER_S)
+
+
+async def test_a_caller_who_leaves_does_not_hide_that_nothing_is_answered() -> None:
+    async with connected() as (_, connection):
+        connection.send(PING, 1, 1e-4).cancel()
+        with pytest.raises(ConnectionError, match="another call"):
+            await connection.send(PING, 1, NEVER_S)
+
+
+async def test_an_answer_in_time_is_no_failure_later() -> None:
+    async with connected() as (peer, connection):
+        for limit_s in (NEVER_S, 30.0, 60.0):
+            answer = connection.send(PING, 1, limit_s)
+            peer.say(b"+PONG\r\n")
+            assert await answer == [b"PONG"]
+        late = connection.send(PING, 1, 1e-4)
+        with pytest.raises(TimeoutError):
+            await late
