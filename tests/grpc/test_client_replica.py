@@ -8,9 +8,11 @@ import pytest
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
+from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import ManualClock, eventually
+from kvpool_index import engine_watch
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import GRID, Chain, FakeNode, open_keyspace
@@ -24,8 +26,18 @@ class Asking:
         self.clock = ManualClock()
         self.client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), match_timeout_s=10.0))
         self.answered_by: list[MatchedBy] = []
-        self.replica = LocationReplica(self.client, ReplicaConfig(), clock=self.clock, on_match=self.answered_by.append)
+        self.heard = 0  # events
+        self.replica = LocationReplica(
+            self.client,
+            ReplicaConfig(),
+            clock=self.clock,
+            on_match=self.answered_by.append,
+            on_event=self._hear,
+        )
         self.replica.open_keyspace(keyspace, GRID)
+
+    def _hear(self, replica: LocationReplica) -> None:
+        self.heard += 1
 
     async def match(self, chain: Chain, count: int = 40, first: int = 0, shards: int = 0) -> ChainMatch:
         return await self.replica.match(
@@ -60,8 +72,8 @@ async def asking(index: RunningIndex, keyspace: bytes) -> AsyncIterator[Asking]:
 
 @pytest.fixture
 async def index() -> AsyncIterator[RunningIndex]:
-    clock = ManualClock()
-    async with running_index(MemoryIndexStore(clock), clock=clock, config=IndexConfig(lease_ttl_ms=500)) as running:
+    clock = SystemClock()  # it stamps what a replica judges by its age
+    async with running_index(MemoryIndexStore(clock), clock=clock, config=IndexConfig(lease_ttl_ms=600_000)) as running:
         yield running
 
 
@@ -121,6 +133,23 @@ async def test_a_silent_index_is_not_trusted(index: RunningIndex) -> None:
         assert await one.last(chain) is MatchedBy.INDEX
         await eventually(lambda: one.replica.is_current)
         assert await one.last(chain) is MatchedBy.REPLICA
+
+
+async def test_what_was_sent_while_we_were_stopped_is_as_old_as_it_is(
+    index: RunningIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is continued finds heartbeats of long ago, one after the other; those say nothing of now."""
+    monkeypatch.setattr(engine_watch, "_HEARTBEAT_S", 0.01)
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce(chain.added(range(40)))
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        await one.match(chain)
+        one.clock.advance(60.0)
+        heard = one.heard
+        await eventually(lambda: one.heard >= heard + 3)
+        assert not one.replica.is_current
+        assert await one.last(chain) is MatchedBy.INDEX
 
 
 async def test_without_the_index_what_is_known_is_still_answered(index: RunningIndex) -> None:

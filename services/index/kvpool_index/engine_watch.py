@@ -36,6 +36,7 @@ class _Watcher:
     interest: Interest
     for_replica: bool
     buffer: WatchBuffer[_Item]
+    opened_at_s: float
     news: asyncio.Event = field(default_factory=asyncio.Event)
     lost_because: str = _BEHIND
 
@@ -72,11 +73,12 @@ class WatchService:
         self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False
     ) -> AsyncGenerator[IndexEvent, None]:
         """Events after a position, or from now. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
+        opened_at_s = self._clock.monotonic_s()
         if keyspace:
             await self._keyspaces.get(tenant, keyspace)
         wanted = Position.parse(after_position) if after_position else None
         buffer = WatchBuffer[_Item](self._config.watch_buffer_events)
-        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer)
+        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer, opened_at_s)
         async with self._starting:
             if len(self._watchers) >= self._config.max_watchers:
                 raise Overloaded(f"{self._config.max_watchers} watchers are open already")
@@ -130,8 +132,12 @@ class WatchService:
                 yield await self._resync(watcher, position, cause)
             for item in items:
                 if isinstance(item, Checked):
-                    age_ms = max(0, round((self._clock.monotonic_s() - item.checked_at_s) * 1e3))
-                    yield IndexEvent(position=str(item.position), event=HeartbeatEvent(age_ms=age_ms))
+                    now_s = self._clock.monotonic_s()
+                    heartbeat = HeartbeatEvent(
+                        age_ms=max(0, round((now_s - item.checked_at_s) * 1e3)),
+                        watch_age_ms=max(1, int((now_s - watcher.opened_at_s) * 1e3)),
+                    )
+                    yield IndexEvent(position=str(item.position), event=heartbeat)
                     continue
                 for event in _events_of(watcher, item):
                     yield event

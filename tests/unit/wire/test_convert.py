@@ -205,7 +205,7 @@ def test_query_in_the_middle_of_a_group_needs_its_head() -> None:
         cluster.NodeEvent(node=cluster.NodeInfo(node_id=HASH, kind=cluster.NodeKind.AGENT), alive=False),
         cluster.ResyncEvent(cause="behind"),
         cluster.ResyncEvent(cause="gap", nodes=(cluster.NodeInfo(node_id=HASH, kind=cluster.NodeKind.PAGESTORE),)),
-        cluster.HeartbeatEvent(age_ms=12),
+        cluster.HeartbeatEvent(age_ms=12, watch_age_ms=345),
         cluster.ChunkBatch(
             events=(cluster.ChunkEvent(keyspace=HASH, chunk_hash=HASH, group_head_hash=HASH, locations=(), version=5),)
         ),

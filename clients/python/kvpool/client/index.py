@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -219,14 +220,22 @@ class IndexClient:
         return list(answer.removed)
 
     def watch(
-        self, *, keyspace: bytes = b"", after_position: str = "", for_replica: bool = False
+        self,
+        *,
+        keyspace: bytes = b"",
+        after_position: str = "",
+        for_replica: bool = False,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> AsyncGenerator[IndexEvent]:
         """Events, at least once each, for as long as it is iterated; it reconnects and resumes by itself.
 
-        for_replica: begin with RESYNC, name live nodes in it, send chunk events in batches, and heartbeats.
+        for_replica: begin with RESYNC, name live nodes in it, send chunk events in batches, and heartbeats, whose age
+        counts the time on the way; now_s is the clock for that.
         Close it (`aclose`, or contextlib.aclosing) when done. raises: what cannot be cured by reconnecting.
         """
-        return watch_events(self._endpoints, keyspace=keyspace, after_position=after_position, for_replica=for_replica)
+        return watch_events(
+            self._endpoints, keyspace=keyspace, after_position=after_position, for_replica=for_replica, now_s=now_s
+        )
 
     async def drop_keyspace_locations(
         self, keyspace: bytes, node_id: bytes = b"", *, timeout_s: float | None = None

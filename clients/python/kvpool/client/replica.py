@@ -123,7 +123,8 @@ class LocationReplica:
         backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
         while True:
             try:
-                async with aclosing(self._index.watch(for_replica=True)) as events:
+                watch = self._index.watch(for_replica=True, now_s=self._clock.monotonic_s)
+                async with aclosing(watch) as events:
                     async for event in events:
                         self._table.apply(event, self._clock.monotonic_s())
                         self.resync_count += isinstance(event.event, ResyncEvent)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 
 from kvpool.client.channel import Endpoints, closed_channel_error
 from kvpool.client.retry import TRANSIENT, Backoff
-from kvpool.core.cluster import IndexEvent, ResyncEvent
+from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.transit import Transit
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_watch import index_event_from_proto
 from kvpool.wire.status import error_from_rpc
@@ -26,7 +29,12 @@ _log = logging.getLogger(__name__)
 
 
 async def watch_events(
-    endpoints: Endpoints[IndexServiceAsyncStub], *, keyspace: bytes, after_position: str, for_replica: bool = False
+    endpoints: Endpoints[IndexServiceAsyncStub],
+    *,
+    keyspace: bytes,
+    after_position: str,
+    for_replica: bool = False,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[IndexEvent]:
     """Yield events, at least once each; after a break it resumes behind the last one it yielded.
 
@@ -41,7 +49,7 @@ async def watch_events(
             yield IndexEvent(position="", event=ResyncEvent(cause="the watch reconnected before its first event"))
         endpoint = endpoints.endpoint
         try:
-            async with aclosing(_watch_once(endpoints, keyspace, position, for_replica)) as events:
+            async with aclosing(_watch_once(endpoints, keyspace, position, for_replica, now_s)) as events:
                 async for event in events:
                     position = event.position
                     opened_before = True
@@ -57,14 +65,21 @@ async def watch_events(
 
 
 async def _watch_once(
-    endpoints: Endpoints[IndexServiceAsyncStub], keyspace: bytes, position: str, for_replica: bool
+    endpoints: Endpoints[IndexServiceAsyncStub],
+    keyspace: bytes,
+    position: str,
+    for_replica: bool,
+    now_s: Callable[[], float],
 ) -> AsyncGenerator[IndexEvent]:
     request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace, for_replica=for_replica)
-    call = None
+    call, transit = None, Transit(now_s())
     try:
         call = endpoints.stub().Watch(request, metadata=endpoints.config.metadata)
         async for message in call:
-            yield index_event_from_proto(message)
+            event = index_event_from_proto(message)
+            if isinstance(event.event, HeartbeatEvent) and event.event.watch_age_ms:
+                event = replace(event, event=_aged(event.event, transit, now_s()))
+            yield event
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
     except grpc.aio.UsageError as error:
@@ -72,3 +87,9 @@ async def _watch_once(
     finally:
         if call is not None:
             call.cancel()
+
+
+def _aged(heartbeat: HeartbeatEvent, transit: Transit, now_s: float) -> HeartbeatEvent:
+    """With the time that it waited for us: a process that was stopped finds heartbeats of long ago."""
+    delay_s = transit.delay_s(heartbeat.watch_age_ms / 1e3, now_s)
+    return replace(heartbeat, age_ms=heartbeat.age_ms + round(delay_s * 1e3))

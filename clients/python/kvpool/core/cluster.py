@@ -221,9 +221,14 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatEvent:
-    """Everything that was in the log `age_ms` ago has been sent before this."""
+    """Everything that was in the log `age_ms` ago has been sent before this.
+
+    watch_age_ms: since the watch was opened, by the sender's clock; 0 if it does not tell. A client has counted the
+    time on the way into age_ms by it.
+    """
 
     age_ms: int
+    watch_age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

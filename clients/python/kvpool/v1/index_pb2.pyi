@@ -1321,16 +1321,22 @@ class HeartbeatEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AGE_MS_FIELD_NUMBER: _builtins.int
+    WATCH_AGE_MS_FIELD_NUMBER: _builtins.int
     age_ms: _builtins.int
     """Milliseconds since the log's end was looked up: every event that was in the log then has been sent before this message."""
+    watch_age_ms: _builtins.int
+    """Milliseconds since the server opened this watch, by a clock of its own that only goes forward, when it made this message: tells a receiver how long the message waited for
+    it. At least 1; unset in messages of a server that does not tell.
+    """
     def __init__(
         self,
         *,
         age_ms: _builtins.int = ...,
+        watch_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "watch_age_ms", b"watch_age_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,7 +21,8 @@ def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
             node = index_pb2.NodeEvent(node=node_info_to_proto(value.node), alive=value.alive)
             return index_pb2.WatchResponse(position=position, node=node)
         case cluster.HeartbeatEvent():
-            return index_pb2.WatchResponse(position=position, heartbeat=index_pb2.HeartbeatEvent(age_ms=value.age_ms))
+            heartbeat = index_pb2.HeartbeatEvent(age_ms=value.age_ms, watch_age_ms=value.watch_age_ms)
+            return index_pb2.WatchResponse(position=position, heartbeat=heartbeat)
         case cluster.ResyncEvent():
             nodes = [node_info_to_proto(each) for each in value.nodes]
             return index_pb2.WatchResponse(
@@ -45,7 +46,10 @@ def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEve
         case "node":
             event = cluster.NodeEvent(node=node_info_from_proto(message.node.node), alive=message.node.alive)
         case "heartbeat":
-            event = cluster.HeartbeatEvent(age_ms=check_count(message.heartbeat.age_ms, "heartbeat.age_ms"))
+            event = cluster.HeartbeatEvent(
+                age_ms=check_count(message.heartbeat.age_ms, "heartbeat.age_ms"),
+                watch_age_ms=check_count(message.heartbeat.watch_age_ms, "heartbeat.watch_age_ms"),
+            )
         case "resync":
             nodes = tuple(node_info_from_proto(node) for node in message.resync.nodes)
             event = cluster.ResyncEvent(cause=message.resync.cause, nodes=nodes)
