@@ -58,9 +58,9 @@ def test_values_are_finite_whatever_was_counted() -> None:
 def test_the_model_watches_a_bounded_number_of_keys_and_learns_from_those_that_left_its_sight() -> None:
     model: ReuseModel[int] = ReuseModel(4 * HEATS, HEATS)
     for key in range(50_000):
-        model.observe(key, key, 7, is_new=True)
-    assert model.watched_count == 8192
-    assert model.observe(49_999, 50_500, 8, is_new=False) and not model.observe(1, 50_501, 8, is_new=False)
+        model.use(key, key, 7)
+    assert len(model.watched) == 8192
+    assert 49_999 in model.watched and 1 not in model.watched
 
 
 def test_ghosts_are_known_until_others_take_their_cells_and_only_once() -> None:

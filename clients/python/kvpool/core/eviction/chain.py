@@ -19,7 +19,7 @@ _LENGTHS = 3  # classes of the length of the chain: below _MIDDLING_LENGTH, belo
 _MIDDLING_LENGTH = 32
 _RANKS = _HEATS * (1 + _LENGTHS)  # of keys that never had a child, and of others by length
 _GHOSTS = 2
-"""Ghost cells for each key inside. More remember longer; beyond twice the cache little came of it, at 8 bytes each."""
+"""Ghost cells for each key inside. More remember longer; beyond twice the cache little came of it, at 9 bytes each."""
 _SAME_USE_SHARE = 128
 """Uses within a 128th of a turnover of the cache are one: several shards of a chunk, and a lookup and its load."""
 _OLD_HITS = 64
@@ -48,10 +48,11 @@ class ChainPolicy(Generic[K]):
         self._ghosts = GhostTable()
         self._book: RetentionBook[K] = RetentionBook()
         self._retained = self._book.retentions
+        self._domain: Hashable = None  # of the key that came last, and its shelf
+        self._shelf = self._queues.shelf(0, None)
         self._previous = NONE  # the node that was used last
-        self._watched: list[int] = []  # nodes of the request that goes on, which the model watches
-        self._newest = NONE  # the same while it has no rank and no place in the queues yet
-        self._newest_is_new = False
+        self._watched: list[K] = []  # of the request that goes on, those that the model watches
+        self._newest = NONE  # the same while it has no place in the queues yet
         self._uses = 0
         self._rebuild_at = _FIRST_REBUILD_USES
 
@@ -64,41 +65,52 @@ class ChainPolicy(Generic[K]):
 
     def insert(self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN) -> None:
         nodes = self._nodes
-        node = nodes.find(key)
-        if node >= 0:
+        node = nodes.number_of.get(key, NONE)
+        if node >= 0 and nodes.flags[node] & PRESENT:
             self._use(node, key)
             if retention is not PLAIN or self._retained:
                 self.retain(key, retention)
             return
-        self._uses += 1
-        if self._uses >= self._rebuild_at:
-            self._rebuild()
         above = NONE if parent is None else nodes.number_of.get(parent, NONE)
         note = self._ghosts.take(key)
+        newest = self._newest
         if above >= 0 and (note is None or not nodes.forks[above]):
             nodes.forks[above] += 1
-            if nodes.forks[above] == 1 and above != self._newest and nodes.flags[above] & PRESENT:
+            if nodes.forks[above] == 1 and above != newest:
                 self._has_child(above)
-        if self._newest >= 0:
-            self._classify_newest(gets_child=self._newest == above)
-        if self._previous != above and self._watched:
+        self._uses = now = self._uses + 1
+        if now >= self._rebuild_at:
+            self._rebuild()
+        if above != self._previous and self._watched:
             self._end_request()
-        node = nodes.add(key, parent)
-        nodes.last_use[node] = self._uses
-        if note is None:
-            if nodes.children[node]:  # it stood for itself while it was away
-                nodes.hits[node], nodes.forks[node] = 0, 1
-        else:
+        if newest >= 0 and newest != above:
+            self._offer_newest()
+        self._newest = self._previous = node = nodes.add(node, key, parent, above)
+        nodes.last_use[node] = now
+        if note is not None:
             nodes.hits[node] = note % _OLD_HITS + 1
             nodes.forks[node] = note // _OLD_HITS
+        elif nodes.children[node]:  # it stood for itself while it was away
+            nodes.hits[node], nodes.forks[node] = 0, 1
         self._warm(node, above)
         if retention is not PLAIN:
             self._book.note(key, retention)
             if self._book.pinned(key):
                 nodes.flags[node] |= PINNED
-        nodes.shelf[node] = self._queues.shelf(self._book.priority(key) if self._retained else 0, domain)
-        self._newest = self._previous = node
-        self._newest_is_new = True
+        if self._retained:
+            nodes.shelf[node] = self._queues.shelf(self._book.priority(key), domain)
+        else:
+            if domain is not self._domain:
+                self._domain, self._shelf = domain, self._queues.shelf(0, domain)
+            nodes.shelf[node] = self._shelf
+        model = self._model
+        if key in model.watched:
+            self._watched.append(key)
+        elif model.pass_over:
+            model.pass_over -= 1
+        else:
+            model.pass_over = model.stride - 1
+            self._watched.append(key)
 
     def restore(
         self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
@@ -108,13 +120,13 @@ class ChainPolicy(Generic[K]):
         if retention is not PLAIN or (known >= 0 and nodes.flags[known] & PRESENT):
             self.insert(key, parent, domain=domain, retention=retention)
             return
-        node = nodes.add(key, parent)
+        above = NONE if parent is None else nodes.number_of.get(parent, NONE)
+        node = nodes.add(known, key, parent, above)
         nodes.last_use[node] = self._uses
         nodes.shelf[node] = self._queues.shelf(0, domain)
-        # Neither hot nor known to be a dead end: as most keys are.
-        nodes.forks[node], nodes.rank[node] = 1, _HEATS
+        nodes.forks[node] = 1  # not known to be a dead end: as most keys are
         if not nodes.children[node]:
-            self._queues.offer(node)
+            self._offer(node)
 
     def touch(self, key: K) -> None:
         node = self._nodes.find(key)
@@ -131,7 +143,7 @@ class ChainPolicy(Generic[K]):
         if node >= 0:
             self._nodes.flags[node] &= ~HELD
             if node != self._newest and not self._nodes.children[node]:
-                self._queues.offer(node)
+                self._offer(node)
 
     def retain(self, key: K, retention: Retention) -> None:
         node = self._nodes.find(key)
@@ -154,7 +166,7 @@ class ChainPolicy(Generic[K]):
             for changed in self._book.advance(now_us):
                 self._settle(nodes.find(changed), changed)
         if self._newest >= 0:
-            self._classify_newest()
+            self._offer_newest()
         spared: list[int] = []
         found: K | None = None
         while (node := self._queues.take(domains, self._model.values, self._uses)) >= 0:
@@ -171,7 +183,7 @@ class ChainPolicy(Generic[K]):
                 break
             spared.append(node)
         for node in spared:
-            self._queues.offer(node)
+            self._offer(node)
         return found
 
     # Inside
@@ -180,22 +192,23 @@ class ChainPolicy(Generic[K]):
         nodes = self._nodes
         if self._uses - nodes.last_use[node] < nodes.present_count // _SAME_USE_SHARE:
             return
-        self._uses += 1
-        if self._uses >= self._rebuild_at:
+        self._uses = now = self._uses + 1
+        if now >= self._rebuild_at:
             self._rebuild()
         above = nodes.parent[node]
-        if self._newest >= 0:
-            self._classify_newest()
-        if self._previous != above and self._watched:
+        if above != self._previous and self._watched:
             self._end_request()
+        if self._newest >= 0 and self._newest != node:
+            self._offer_newest()
+        self._newest = self._previous = node
         nodes.flags[node] &= ~QUEUED
-        nodes.last_use[node] = self._uses
+        nodes.last_use[node] = now
         nodes.reach[node] = 0
         if nodes.hits[node] < MAX_HITS:
             nodes.hits[node] += 1
         self._warm(node, above)
-        self._newest = self._previous = node
-        self._newest_is_new = False
+        if key in self._model.watched:
+            self._watched.append(key)
 
     def _rebuild(self) -> None:
         key_count = self._nodes.present_count
@@ -204,50 +217,32 @@ class ChainPolicy(Generic[K]):
 
     def _has_child(self, node: int) -> None:
         """It got the first child that it ever had."""
-        nodes = self._nodes
-        key = nodes.keys[node]
-        assert key is not None
-        nodes.rank[node] = self._rank_of(node, nodes.heat[node])
-        nodes.flags[node] &= ~QUEUED
-        self._model.reclassify(key, nodes.rank[node])
+        key = self._nodes.keys[node]
+        if key is not None and key in self._model.watched:
+            self._model.reclassify(key, self._rank_of(node))
 
-    def _classify_newest(self, *, gets_child: bool = False) -> None:
-        """Rank the node that was used last, when it is known whether it has a child: most get one at once."""
+    def _offer_newest(self) -> None:
+        """The key that was used last got no child at once, as most do."""
         node, self._newest = self._newest, NONE
-        nodes = self._nodes
-        rank = nodes.rank[node] = self._rank_of(node, nodes.heat[node])
-        nodes.flags[node] &= ~QUEUED  # it may have been offered by the rank that it had before
-        if not gets_child and not nodes.children[node]:
-            self._queues.offer(node)
-        key = nodes.keys[node]
-        assert key is not None
-        if self._model.observe(key, nodes.last_use[node], rank, is_new=self._newest_is_new):
-            self._watched.append(node)
+        if not self._nodes.children[node]:
+            self._offer(node)
+
+    def _offer(self, node: int) -> None:
+        self._queues.offer(node, self._rank_of(node))
 
     def _end_request(self) -> None:
-        """Now it is known how long the chain is that the watched nodes were used for."""
+        """Now it is known how long the chain is that the watched keys were used for."""
         nodes = self._nodes
         length = nodes.depth[self._previous] + 1
-        for node in self._watched:
-            key = nodes.keys[node]
-            if key is not None and nodes.flags[node] & PRESENT:
-                self._reach(node, length)
-                self._model.reclassify(key, nodes.rank[node])
+        for key in self._watched:
+            node = nodes.number_of.get(key, NONE)
+            if node < 0:  # it went already
+                self._model.use(key, self._uses, 0)
+                continue
+            if length > nodes.reach[node]:
+                nodes.reach[node] = length
+            self._model.use(key, nodes.last_use[node], self._rank_of(node))
         self._watched.clear()
-
-    def _reach(self, node: int, length: int) -> None:
-        """A chain of that length goes, or went on here."""
-        nodes = self._nodes
-        if length <= nodes.reach[node]:
-            return
-        nodes.reach[node] = length
-        if length >= _MIDDLING_LENGTH:
-            rank = self._rank_of(node, nodes.heat[node])
-            if rank != nodes.rank[node]:
-                nodes.rank[node] = rank
-                nodes.flags[node] &= ~QUEUED
-                if not nodes.children[node]:
-                    self._queues.offer(node)
 
     def _warm(self, node: int, above: int) -> None:
         """Bring its heat up to date from that of the node above it."""
@@ -259,11 +254,11 @@ class ChainPolicy(Generic[K]):
             heat += nodes.heat[above] / (forks - 1) if forks > 2 else nodes.heat[above]
         nodes.heat[node] = heat
 
-    def _rank_of(self, node: int, heat: float) -> int:
+    def _rank_of(self, node: int) -> int:
         """The class of a key for the model."""
         nodes = self._nodes
         depth = nodes.depth[node] + 1
-        rank = int(4 * heat / depth).bit_length()
+        rank = int(4 * nodes.heat[node] / depth).bit_length()
         if rank >= _HEATS:
             rank = _HEATS - 1
         if not nodes.forks[node]:
@@ -283,16 +278,16 @@ class ChainPolicy(Generic[K]):
             nodes.flags[node] |= PINNED
         nodes.shelf[node] = self._queues.other_priority(nodes.shelf[node], self._book.priority(key))
         if node != self._newest and not nodes.children[node]:
-            self._queues.offer(node)
+            self._offer(node)
 
     def _take_out(self, node: int, key: K) -> None:
         if self._retained:
             self._book.forget(key)
         nodes = self._nodes
         last_use = nodes.last_use[node]
-        length = nodes.reach[node] or nodes.depth[node] + 1
         above = nodes.drop(node)
         if above >= 0:
+            length = nodes.reach[node] or nodes.depth[node] + 1
             if length >= _MIDDLING_LENGTH and length > nodes.reach[above]:
-                self._reach(above, length)
-            self._queues.expose(above, last_use)
+                nodes.reach[above] = length
+            self._queues.expose(above, self._rank_of(above), last_use)

@@ -46,13 +46,14 @@ class ChainNodes(Generic[K]):
         node = self.number_of.get(key, NONE)
         return node if node >= 0 and self.flags[node] & PRESENT else NONE
 
-    def add(self, key: K, parent: K | None) -> int:
-        """Bring a key inside, below its parent, which need not be inside."""
-        node = self.number_of.get(key, NONE)
+    def add(self, node: int, key: K, parent: K | None, above: int) -> int:
+        """Bring a key inside, below its parent, which need not be inside; its number.
+
+        node, above: numbers of the key and of its parent so far, or NONE.
+        """
         if node < 0:
             node = self._new(key)
         if parent is not None and self.parent[node] < 0:  # else it stood for a parent until now, and has its own
-            above = self.number_of.get(parent, NONE)
             if above < 0:
                 above = self._new(parent)
                 self.flags[above] = 0

@@ -101,10 +101,9 @@ def _gittins(rates: Floats, widths: Floats) -> Floats:
     taken = (alive[:, :-1] + alive[:, 1:]) / 2 * widths
     to_come = np.zeros_like(alive)
     to_come[:, :-1] = taken[:, ::-1].cumsum(axis=1)[:, ::-1]
-    # From the beginning of bucket b until that of bucket k > b: [R, b, k].
-    gain = alive[:, :-1, None] - alive[:, None, 1:]
-    cost = to_come[:, :-1, None] - to_come[:, None, 1:]
-    before = np.tri(len(widths), k=-1, dtype=bool)
-    cost[:, before] = np.inf
-    index: Floats = (gain / np.maximum(cost, np.finfo(np.float64).tiny)).max(axis=2)
+    index = np.empty_like(rates)
+    for bucket in range(rates.shape[1]):  # until the beginning of any later one; all pairs at once are slower
+        gain = alive[:, bucket, None] - alive[:, bucket + 1 :]
+        cost = to_come[:, bucket, None] - to_come[:, bucket + 1 :]
+        index[:, bucket] = (gain / np.maximum(cost, np.finfo(np.float64).tiny)).max(axis=1)
     return index
