@@ -82,7 +82,7 @@ class PageStoreEngine:
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
         )
-        self.quotas = make_quotas(config, parts, self._keyspaces, self._ledger, self._disk, self._write_back, metrics)
+        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, metrics)
         self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
         self.retained = make_retained(config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics)
         self._make_calls(config, parts, policies, metrics)

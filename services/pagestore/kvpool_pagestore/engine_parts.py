@@ -106,14 +106,13 @@ def make_retained(
 
 def make_quotas(
     config: PageStoreConfig,
-    parts: EngineParts,
     keyspaces: KeyspaceBook,
     ledger: Ledger,
     disk: DiskTier | None,
     write_back: WriteBack | None,
     metrics: PageStoreMetrics,
 ) -> Quotas:
-    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, metrics, parts.clock)
+    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, metrics)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from kvpool.core.clock import Clock
+from collections.abc import Callable
+
 from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
-from kvpool_pagestore.core.slots import PageRecord, Slot
+from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -27,14 +28,12 @@ class Quotas:
         disk: DiskTier | None,
         write_back: WriteBack | None,
         metrics: PageStoreMetrics,
-        clock: Clock,
     ) -> None:
         self._book = QuotaBook(tenants)
         self._keyspaces = keyspaces
         self._ledger = ledger
         self._disk = disk
         self._metrics = metrics
-        self._clock = clock
         ledger.on_held = lambda record, size_bytes: self._add(record.key.keyspace, size_bytes)
         ledger.admit = self._admit_slot
         if disk is not None:
@@ -94,34 +93,24 @@ class Quotas:
         return None
 
     def _give_up(self, shortfall: Shortfall, spare: PageKey | None) -> None:
-        """Pages of the shortfall's keyspaces, the longest unused first: copies in staging of what is on disk, which
-        lose nothing; then pages on disk; then pages that are in staging alone."""
+        """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
+        what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone."""
         used_bytes = sum(self._book.used_bytes(one) for one in shortfall.keyspaces)
         aim_bytes = used_bytes - shortfall.size_bytes - used_bytes // _SPARE_PART
 
-        def enough() -> bool:
-            return sum(self._book.used_bytes(one) for one in shortfall.keyspaces) <= aim_bytes
-
-        for slot in self._idle(shortfall.keyspaces, spare):
-            if enough():
-                return
-            if self._disk is not None and slot.page.key in self._disk:
-                self._ledger.give_up(slot)
+        disk = self._disk
+        if disk is not None:
+            self._give_up_staged(shortfall.keyspaces, aim_bytes, lambda key: key == spare or key not in disk)
         self._give_up_stored(shortfall.keyspaces, aim_bytes, spare)
-        for slot in self._idle(shortfall.keyspaces, spare):
-            if enough():
+        self._give_up_staged(shortfall.keyspaces, aim_bytes, lambda key: key == spare)
+
+    def _give_up_staged(self, keyspaces: frozenset[bytes], aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
+        victims = self._ledger.space.victims(keyspaces, lambda slot: spared(slot.page.key))
+        while sum(self._book.used_bytes(one) for one in keyspaces) > aim_bytes:
+            slot = next(victims, None)
+            if slot is None:
                 return
             self._ledger.give_up(slot)
-
-    def _idle(self, keyspaces: frozenset[bytes], spare: PageKey | None) -> list[Slot]:
-        now_us = self._clock.wall_us()
-        slots = [
-            slot
-            for keyspace in keyspaces
-            for slot in self._ledger.ready_slots(keyspace)
-            if slot.evictable and slot.page.key != spare and slot.page.metadata.pinned_until_us <= now_us
-        ]
-        return sorted(slots, key=lambda slot: (slot.page.metadata.priority, slot.used_at))
 
     def _give_up_stored(self, keyspaces: frozenset[bytes], aim_bytes: int, spare: PageKey | None) -> None:
         """Pages on disk, by the disk's eviction policy held to these keyspaces."""

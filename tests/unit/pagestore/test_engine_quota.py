@@ -174,3 +174,31 @@ async def test_a_quota_holds_for_what_pages_take_on_disk_not_only_for_their_byte
             quota(world, BOTH_BYTES + 4096, version=2)
             running.engine.policies.version_seen(2)
             await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) == BOTH_BYTES + 4096)
+
+
+async def test_staging_over_its_quota_gives_up_what_its_eviction_policy_names() -> None:
+    """Not the head of a chain because it is the longest unused: without it the rest is worth nothing."""
+    with new_world() as world:
+        quota(world, 8 * SLOT_BYTES)
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running, keyspaces=((KEYSPACE, SPEC), (OTHER, OTHER_SPEC)))
+            for number in range(8):
+                assert await put(running, peer, KEYSPACE, number) is None
+            assert await put(running, peer, OTHER, 1) is None
+            assert await put(running, peer, KEYSPACE, 100) is None
+            kept = [await here(running, peer, number) for number in range(8)]
+            assert kept[:6] == [True] * 6 and not kept[7]
+            assert running.engine.quotas.used_bytes(OTHER) == SLOT_BYTES
+
+
+async def test_a_quota_is_kept_by_gaps_where_every_end_of_a_chain_is_in_use() -> None:
+    with new_world() as world:
+        quota(world, 4 * SLOT_BYTES)
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running)
+            for number in range(4):
+                assert await put(running, peer, KEYSPACE, number) is None
+            end = await acquire_one(running, peer, wanted(3))
+            assert end.grant is not None
+            assert await put(running, peer, KEYSPACE, 100) is None
+            assert await here(running, peer, 3)

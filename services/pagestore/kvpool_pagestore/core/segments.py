@@ -6,12 +6,14 @@ out of use for longest makes room. Between classes, whole segments move, and onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
+
+_Spare = Callable[[Slot], bool]  # whether a page that may go is passed over
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class SegmentTable:
             return self._reformat(empty, slot_bytes)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
-        victim = self._victim(size_class)
+        victim = self._victim(size_class, None, lambda slot: False)
         if victim is not None:
             self._evict(victim)
             return self._pop_free(size_class)
@@ -128,6 +130,17 @@ class SegmentTable:
         """The page's metadata says something else about how long it is to stay."""
         if slot.name:
             self._class_of(slot).pages.retain(slot.name, retention_of(slot.page.metadata))
+
+    def victims(self, keyspaces: Collection[bytes], spare: _Spare) -> Iterator[Slot]:
+        """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
+        left = list(self._classes.values())
+        while left:
+            for size_class in list(left):
+                slot = self._victim(size_class, keyspaces, spare)
+                if slot is not None:
+                    yield slot
+                else:
+                    left.remove(size_class)
 
     def add_ghost(self, slot: Slot) -> None:
         """A session that held this slot ended abnormally."""
@@ -228,15 +241,18 @@ class SegmentTable:
         slot.segment.idle_count -= slot.idle
         slot.name, slot.idle = b"", False
 
-    def _victim(self, size_class: _SizeClass) -> Slot | None:
-        now_us = self.now_us()
-        name = size_class.pages.evict(now_us)
+    def _victim(self, size_class: _SizeClass, keyspaces: Collection[bytes] | None, spare: _Spare) -> Slot | None:
+        now_us, slots = self.now_us(), size_class.slots
+        name = size_class.pages.evict(now_us, domains=keyspaces, spare=lambda name: spare(slots[name]))
         if name is not None:
-            return size_class.slots[name]
+            return slots[name]
         # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
         # better than no slot for anybody.
-        idle = (slot for slot in size_class.slots.values() if slot.idle)
-        return next((slot for slot in idle if slot.page.metadata.pinned_until_us <= now_us), None)
+        for slot in slots.values():
+            chosen = slot.idle and (keyspaces is None or slot.page.key.keyspace in keyspaces) and not spare(slot)
+            if chosen and slot.page.metadata.pinned_until_us <= now_us:
+                return slot
+        return None
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)
