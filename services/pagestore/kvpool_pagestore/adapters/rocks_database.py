@@ -19,14 +19,16 @@ from typing import Final
 from rocksdict import ColumnFamily, Rdict, WriteBatch, WriteOptions
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
-from kvpool_pagestore.adapters.durable_names import make_directories, sync_directory
+from kvpool_pagestore.adapters.durable_names import make_directories
 from kvpool_pagestore.adapters.rocks_layout import (
     FORMAT_NAME,
+    LOG_NAME,
     MEMBERS,
     RECORDS,
     VALUES,
     volume_of_family,
 )
+from kvpool_pagestore.adapters.rocks_log import DatabaseLog
 from kvpool_pagestore.adapters.rocks_options import small_options, table_options
 
 _log = logging.getLogger(__name__)
@@ -45,13 +47,13 @@ class RocksDatabase:
         self.directory = directory
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
-        self._known_logs: set[str] = set()  # whose names are durable
         self._small_options = small_options()
         self.table_options = table_options()
         _prepare_directory(directory)
         self.is_incomplete = False  # it had to be repaired or made anew: that a record is absent says nothing
         self._root, self._families = self._open_or_repair()
         self._handles = {name: self._root.get_column_family_handle(name) for name in SMALL_FAMILIES}
+        self._log = DatabaseLog(directory, self._write_tables)
         found = self.family(VALUES).get(FORMAT_NAME)
         self.is_new = found is None
         if found is None:
@@ -98,24 +100,16 @@ class RocksDatabase:
 
     def write(self, batch: WriteBatch, *, sync: bool) -> None:
         """Apply a batch of records atomically."""
-        with store_faults("writing records"):
-            self._root.write(batch, self._synced if sync else self._unsynced)
+        try:
+            with store_faults("writing records"):
+                self._root.write(batch, self._synced if sync else self._unsynced)
+        except BaseException:
+            self._log.failed()
+            raise
 
     def sync_log(self) -> None:
-        """Make all batches that were written before this call durable, without the interpreter's lock.
-
-        The binding keeps that lock through a synced write. What is not in a log file any more is in a synced table.
-        """
-        try:
-            names = {name for name in os.listdir(self.directory) if name.endswith(".log")}
-            for name in names:
-                with suppress(FileNotFoundError):
-                    _sync_file(self.directory / name)
-            if not names <= self._known_logs:
-                sync_directory(self.directory)
-                self._known_logs = names
-        except OSError as error:
-            raise StoreFault(f"syncing the log in {self.directory} failed: {error.strerror}") from error
+        """Make all batches that were written before this call durable, without the interpreter's lock."""
+        self._log.sync()
 
     def save_value(self, key: bytes, value: bytes) -> None:
         """Keep a value, synced."""
@@ -140,10 +134,19 @@ class RocksDatabase:
             with store_faults("syncing the log"):
                 self._root.flush_wal(sync=True)
         finally:
+            self._log.close()
             self._handles.clear()  # each handle of a family keeps the database open
             while self._families:
                 self._families.popitem()[1].close()
             self._root.close()
+
+    def _write_tables(self) -> None:
+        """Have what lies in the log in synced tables too, and leave the log's file."""
+        with store_faults("writing what the log should hold"):
+            # A file of the log that nothing was written to would be kept.
+            self.family(VALUES).put(LOG_NAME, b"", self._unsynced)
+            for name in SMALL_FAMILIES:
+                self.family(name).flush(wait=True)
 
     def _open_or_repair(self) -> tuple[Rdict, dict[str, Rdict]]:
         """Damage to what names the files is repaired from the files; if that fails too, the database begins anew."""
@@ -227,7 +230,7 @@ def rows(
 
 
 def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Keys and values of a small family, `count` at a time, as `rows` finds them but faster: a start reads a million."""
+    """Keys and values of a small family, `count` at a time, as `rows` finds them, but faster."""
     with store_faults(f"scanning {family}"):
         cursor = database.family(family).iter()
         cursor.seek_to_first()
@@ -240,14 +243,6 @@ def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tup
                 following()
             yield keys, values
         cursor.status()
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _prepare_directory(directory: Path) -> None:

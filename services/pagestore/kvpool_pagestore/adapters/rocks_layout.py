@@ -28,6 +28,7 @@ MEMBERS: Final = "members"
 VALUES: Final = "values"
 FORMAT_NAME: Final = b"format"
 LAST_VOLUME_NAME: Final = b"last volume"
+LOG_NAME: Final = b"log"  # written when a log file is to be left
 
 _RECORD_VERSION: Final = 1
 _RECORD: Final = struct.Struct("<BIQQ")
