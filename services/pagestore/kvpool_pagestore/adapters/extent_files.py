@@ -115,7 +115,7 @@ class ExtentFiles:
         """Read a block of each file. Raises StoreFault."""
         block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         try:
-            for number, file in self._files.items():
+            for number, file in list(self._files.items()):  # one may be made meanwhile
                 file.descriptors.read_into(Extent(number, 0, 1), block)
         except OSError as error:
             raise StoreFault(f"reading {self._directory} failed: {error.strerror}") from error

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from rocksdict import WriteBatch
 from kvpool.core.errors import PageCorrupt, QuotaExceeded
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
+from kvpool_pagestore.adapters.extent_blocks import ExtentBlocks, Extents
 from kvpool_pagestore.adapters.extent_files import ExtentFiles
 from kvpool_pagestore.adapters.extent_layout import (
     ExtentRecord,
@@ -27,18 +29,19 @@ from kvpool_pagestore.adapters.extent_salvage import Sidecar
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows
 from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
-from kvpool_pagestore.core.extents import Extent, FreeExtents
+from kvpool_pagestore.core.extents import Extent
 from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
 
 _LOAD_ROWS: Final = 1 << 16
 _SCAN_ROWS: Final = 2048
-_Freed = list[tuple[PageKey, tuple[Extent, ...]]]
+_FORGOTTEN_ROWS: Final = 256  # under the lock at once
+_Freed = list[tuple[PageKey, Extents]]
 
 
 class ExtentPages:
-    """Thread-safe. The lock guards records and free extents: never held over page bytes or a sync.
+    """Thread-safe. The lock guards changes of records: never held over page bytes, a sync, or the making of a file.
 
     An extent is used again only when the change of records that freed it is synced and nobody reads it any more, so
     that neither a power loss nor a slow reader can find another page's bytes where it looks for its own.
@@ -51,13 +54,10 @@ class ExtentPages:
         self._files = files
         self._sidecar = sidecar
         self._budget = budget
-        self._free = FreeExtents()
+        self._blocks = ExtentBlocks(files, budget)
         self._lock = threading.Lock()
         self._unsynced: _Freed = []  # freed by changes that may not be synced yet
-        self._readers: dict[PageKey, int] = {}
-        self._read_meanwhile: dict[PageKey, list[Extent]] = {}  # freed while they were read
         self._last_number = 0
-        self._missing_blocks = 0  # what the file system had no room for when it was asked last
         self._shrink()
         self._load()
 
@@ -78,9 +78,8 @@ class ExtentPages:
             with self._lock:
                 self._unsynced += self._point_records_at(pages, records)
         except BaseException:
-            with self._lock:
-                for record in records:
-                    self._free.give(record.extents)
+            for record in records:
+                self._blocks.give(record.extents)
             raise
         try:
             self._sync()
@@ -90,8 +89,7 @@ class ExtentPages:
 
     def get_into(self, key: PageKey, destination: memoryview) -> int | None:
         """Page bytes, or None if there is no page. Raises PageCorrupt if its bytes are damaged or gone, StoreFault."""
-        with self._lock:
-            self._readers[key] = self._readers.get(key, 0) + 1
+        self._blocks.begin_reading(key)
         try:
             encoded = self._encoded(key)
             if encoded is None:
@@ -102,8 +100,7 @@ class ExtentPages:
             self._files.read_into(extents, destination[:page_bytes])
             return page_bytes
         finally:
-            with self._lock:
-                self._end_reading(key)
+            self._blocks.end_reading(key)
 
     def set_metadata(self, changes: Iterable[tuple[PageKey, PageMetadata]]) -> None:
         """Replace what is kept beside pages, synced; absent pages are passed over. Raises StoreFault."""
@@ -132,18 +129,18 @@ class ExtentPages:
                 self._unsynced += freed
 
     def forget_keyspace(self, keyspace: bytes) -> None:
-        """Delete all pages of a keyspace; synced, because an operator asked for it."""
-        first, end = keyspace_bounds(keyspace)
-        batch = WriteBatch(raw_mode=True)
-        batch.delete_range(first, end, self._database.handle(RECORDS))
+        """Delete all pages of a keyspace, some at a time; synced, because an operator asked for it.
+
+        Raises StoreFault; then some of them may still be there.
+        """
         with self._lock:
-            freed = [
-                (PageKey.unpack(packed), ExtentRecord.decode(encoded).extents)
-                for packed, encoded in rows(self._database, RECORDS, first, end)
-            ]
-            self._database.write(batch, sync=False)
-            self._unsynced += freed
-            self._sidecar.clear_keyspace(keyspace, self._last_number)
+            last_number = self._last_number
+        self._sidecar.clear_keyspace(keyspace, last_number)
+        following: bytes | None
+        following, end = keyspace_bounds(keyspace)
+        while following is not None:
+            with self._lock:  # for a millisecond: writers of other keyspaces wait for it
+                following = self._forget_some(following, end)
         self._sync()
 
     def remember_keyspace(self, encoding: bytes) -> None:
@@ -152,8 +149,7 @@ class ExtentPages:
 
     def probe(self) -> None:
         """Find the room that was not there, and read a page. Raises StoreFault while either fails."""
-        with self._lock:
-            self._grow(self._missing_blocks)
+        self._blocks.grow_as_wanted()
         self._files.probe()
 
     def reclaim(self) -> None:
@@ -189,12 +185,8 @@ class ExtentPages:
         self._last_number = max(number for _, number in parts)
         used = np.concatenate([extents for extents, _ in parts])
         used = used[np.lexsort((used[:, 1], used[:, 0]))]
-        counts = self._files.block_counts
-        lost = [Extent(*row) for row in used[~np.isin(used[:, 0], list(counts))].tolist()]
-        for number, count in counts.items():
-            lost += self._free.give_around(number, count, used[used[:, 0] == number])
-        if lost:
-            self._forget_pages_in(set(lost))
+        if lost := self._blocks.found(used):
+            self._forget_pages_in(lost)
 
     def _forget_pages_in(self, lost: set[Extent]) -> None:
         """Records that point to blocks which are not there, or are another page's."""
@@ -207,36 +199,34 @@ class ExtentPages:
         _log.warning("forgetting %d pages whose blocks are not theirs", count)
         self._database.write(batch, sync=True)
 
+    def _forget_some(self, first: bytes, end: bytes) -> bytes | None:
+        """Delete the next records from `first` on, short of `end`; where to go on, None if there are no more."""
+        batch, freed, last = WriteBatch(raw_mode=True), _Freed(), None
+        for packed, encoded in islice(rows(self._database, RECORDS, first, end), _FORGOTTEN_ROWS):
+            batch.delete(packed, self._database.handle(RECORDS))
+            freed.append((PageKey.unpack(packed), ExtentRecord.decode(encoded).extents))
+            last = packed
+        if last is None:
+            return None
+        self._database.write(batch, sync=False)
+        self._unsynced += freed
+        return last + b"\0"
+
     def _place(self, pages: Sequence[PageWrite]) -> list[ExtentRecord]:
         """Blocks for each page. Raises QuotaExceeded if they are not there, StoreFault if files cannot grow."""
         wanted = [page_blocks(len(page.page)) for page in pages]
-        with self._lock:
-            self._grow(sum(wanted))
-            must_sync = self._free.block_count < sum(wanted)
-        if must_sync:
+        taken = self._blocks.take(wanted) or self._blocks.take_new(wanted)
+        if taken is None:
             self._sync()
+            taken = self._blocks.take(wanted)
+        if taken is None:
+            raise QuotaExceeded("no room on disk: pages that were given up are still being read or deleted")
         with self._lock:
-            if self._free.block_count < sum(wanted):
-                raise QuotaExceeded("no room on disk: pages that were given up are still being read or deleted")
-            placed = []
-            for page, count in zip(pages, wanted, strict=True):
-                self._last_number += 1
-                extents = tuple(self._free.take(count))
-                placed.append(ExtentRecord(len(page.page), self._last_number, extents, page.metadata))
-            return placed
-
-    def _grow(self, block_count: int) -> None:
-        """Make files until so many blocks are free, as far as the budget allows."""
-        while self._free.block_count < block_count:
-            counts = self._files.block_counts
-            room = min(self._budget.file_block_count, self._budget.block_count - sum(counts.values()))
-            if room <= 0:
-                return
-            number = max(counts, default=0) + 1
-            self._missing_blocks = block_count
-            self._files.create(number, room)
-            self._missing_blocks = 0
-            self._free.give([Extent(number, 0, room)])
+            first, self._last_number = self._last_number + 1, self._last_number + len(pages)
+        return [
+            ExtentRecord(len(page.page), number, extents, page.metadata)
+            for number, (page, extents) in enumerate(zip(pages, taken, strict=True), first)
+        ]
 
     def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[ExtentRecord]) -> _Freed:
         batch, replaced = WriteBatch(raw_mode=True), _Freed()
@@ -258,20 +248,7 @@ class ExtentPages:
             with self._lock:
                 self._unsynced += freed
             raise
-        with self._lock:
-            for key, extents in freed:
-                if key in self._readers:
-                    self._read_meanwhile.setdefault(key, []).extend(extents)
-                else:
-                    self._free.give(extents)
-
-    def _end_reading(self, key: PageKey) -> None:
-        count = self._readers[key] - 1
-        if count:
-            self._readers[key] = count
-        else:
-            del self._readers[key]
-            self._free.give(self._read_meanwhile.pop(key, ()))
+        self._blocks.give_unless_read(freed)
 
     def _encoded(self, key: PageKey) -> bytes | None:
         try:
