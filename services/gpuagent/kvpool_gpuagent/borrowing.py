@@ -115,7 +115,8 @@ class Borrowings:
         InvalidRequest for a layout that is none of the keyspace."""
         wanted = (name, rank.keyspace)  # who asks in another keyspace is refused, and that must not hit the others
         kept = self._kept.pop(wanted, None)
-        if kept is not None:
+        # One that has ended stays here until its keeper has run: whoever got it could not use it.
+        if kept is not None and not kept.loan.ended.is_set():
             self._kept[wanted] = kept
             return kept
         opening = self._opening.get(wanted)

@@ -98,3 +98,18 @@ async def test_a_cache_that_was_just_borrowed_is_not_given_back_for_those_in_use
     assert first.loan.ended.is_set()
     assert not third.loan.ended.is_set()
     await borrowings.close()
+
+
+async def test_a_loan_that_has_just_ended_is_not_handed_out_again() -> None:
+    """The lender may have ended it within this very turn of the loop, before whoever keeps it has heard."""
+    agents = Agents()
+    agents.may_answer.set()
+    borrowings = Borrowings(cast(Any, Device()), cast(Any, agents))
+    first = await borrowings.get(source(1), rank(RIGHT))
+    first.loan.ended.set()
+    second = await borrowings.get(source(1), rank(RIGHT))
+    assert second is not first and agents.asked == 2
+    with second.use(asyncio.Event()):
+        pass
+    assert await borrowings.get(source(1), rank(RIGHT)) is second
+    await borrowings.close()
