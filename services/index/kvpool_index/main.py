@@ -1,5 +1,6 @@
 """The index process: `python -m kvpool_index.main --listen 127.0.0.1:7100`."""
 
+import gc
 import logging
 import os
 import sys
@@ -86,6 +87,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
                 tasks.start(work, name=name)
             await server.set_serving(True)
             _log.info("serving", extra=fields(endpoint=endpoint, metrics_url=metrics_url, store=store.kind))
+            gc.freeze()  # what was made at start stays: no later collection has to walk over it
             write_ready_file(config.ready_file, endpoint=endpoint, metrics_url=metrics_url, store=store.kind)
             await stop.wait()
     finally:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvpool.testing import eventually
 from kvpool_index.adapters.redis_wire import Connection, pack
 
 PING = pack(b"PING")
@@ -18,6 +19,7 @@ class Peer(asyncio.Protocol):
     def __init__(self) -> None:
         self.connected, self.ended = asyncio.Event(), asyncio.Event()
         self.transport: asyncio.Transport | None = None
+        self.heard = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -26,6 +28,9 @@ class Peer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += data
 
     def say(self, data: bytes) -> None:
         assert self.transport is not None
@@ -55,6 +60,27 @@ async def test_replies_go_to_whom_they_are_for_however_they_are_cut() -> None:
         assert await first == [b"a", b"b"] and not second.done()
         peer.say(b"+c\r\n")
         assert await second == [b"c"] and connection.waiting_count == 0
+
+
+async def test_what_is_sent_together_keeps_its_order() -> None:
+    async with connected() as (peer, connection):
+        names = [b"%d" % number for number in range(20)]
+        answers = [connection.send(pack(name), 1, NEVER_S) for name in names[:10]]
+        await asyncio.sleep(0)  # a pass of the loop, in which some are written
+        answers += [connection.send(pack(name), 1, NEVER_S) for name in names[10:]]
+        await eventually(lambda: len(peer.heard) == len(b"".join(map(pack, names))))
+        assert peer.heard == b"".join(map(pack, names))
+        peer.say(b"".join(b"+%b\r\n" % name for name in names))
+        assert await asyncio.gather(*answers) == [[name] for name in names]
+
+
+async def test_what_was_about_to_be_sent_on_a_connection_that_ends_fails_with_the_others() -> None:
+    async with connected() as (_, connection):
+        answers = [connection.send(PING, 1, NEVER_S) for _ in range(3)]
+        connection.abort("this test ends it")
+        for answer in answers:
+            with pytest.raises(ConnectionError, match="this test"):
+                await answer
 
 
 async def test_who_waits_too_long_is_told_so_and_the_connection_ends() -> None:

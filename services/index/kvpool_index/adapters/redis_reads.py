@@ -3,13 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
-from kvpool.core.location_digest import FIELD_BYTES, RANGE_COUNT, range_of
+from kvpool.core.location_digest import FIELD_BYTES, range_of
 from kvpool_index.core.groups import HASH_BYTES, GroupRead
 
 _TAG_BYTES: Final = 3  # hexadecimal digits of a digest range, in a key's hash tag
@@ -19,8 +18,6 @@ _GROUP_BYTES: Final = HASH_BYTES * CHAIN_GROUP_CHUNKS
 _KEPT_BLANKS: Final = 64  # by keyspace and length, of a few KiB each
 _HASH: Final = np.dtype(f"V{HASH_BYTES}")
 _FIELD: Final = np.dtype(f"V{FIELD_BYTES}")
-_TAG: Final = np.dtype(f"V{_TAG_BYTES}")
-_TAGS: Final[npt.NDArray[Any]] = np.frombuffer(b"".join(b"%03x" % number for number in range(RANGE_COUNT)), _TAG)
 
 
 def range_tag(number: int) -> bytes:
@@ -73,9 +70,10 @@ def read_whole_groups(key_prefix: bytes, keyspace: bytes, hashes: bytes) -> Pack
     head_at = key_at + key_bytes - HASH_BYTES
     field_at = head_at + HASH_BYTES + len(b"\r\n") + _FIELD_AT
     tag_at = head_at - len(keyspace) - len(b"}") - _TAG_BYTES
-    # Opaque items of a hash's, a field's or a tag's size: copied each at once, not byte by byte.
-    ranges = np.ndarray((count,), ">u2", hashes, HASH_BYTES - 2, (_GROUP_BYTES,)) >> 4  # range_of
-    np.ndarray((count,), _TAG, packed, tag_at, (size,))[:] = _TAGS[ranges]
+    high, low = hashes[HASH_BYTES - 2 :: _GROUP_BYTES].hex(), hashes[HASH_BYTES - 1 :: _GROUP_BYTES].hex()
+    for digit, digits in enumerate((high[::2], high[1::2], low[::2])):  # of each range_of: hexadecimal, as range_tag
+        packed[tag_at + digit :: size] = digits.encode()
+    # Opaque items of a hash's and a field's size: copied each at once, not byte by byte.
     np.ndarray((count,), _HASH, packed, head_at, (size,))[:] = np.ndarray((count,), _HASH, hashes, 0, (_GROUP_BYTES,))
     fields = np.ndarray((count, CHAIN_GROUP_CHUNKS), _FIELD, hashes, 0, (_GROUP_BYTES, HASH_BYTES))
     np.ndarray((count, CHAIN_GROUP_CHUNKS), _FIELD, packed, field_at, (size, len(_FIELD_WORD)))[:] = fields

@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # one for all who wait: one for each costs as much as parsing
         self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes | bytearray] = []
         self._ended = asyncio.Event()
         self.is_open = True
 
@@ -80,7 +81,12 @@ class Connection(asyncio.Protocol):
             self._waiting.append((reply_count, [], answered, ends_at_s))
             if self._timer is None or ends_at_s < self._timer.when():
                 self._watch(ends_at_s)
-            self._transport.write(packed)
+            if len(self._waiting) == 1:
+                self._transport.write(packed)  # nobody else is about to send: at once
+            else:
+                if not self._unsent:
+                    self._loop.call_soon(self._write_unsent)
+                self._unsent.append(packed)
         return answered
 
     def abort(self, cause: str) -> None:
@@ -119,6 +125,12 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._fail_all(f"the connection was lost: {exc or 'closed by Redis'}")
         self._ended.set()
+
+    def _write_unsent(self) -> None:
+        """Write together what was sent in one pass of the loop: Redis reads and answers it together, too."""
+        unsent, self._unsent = self._unsent, []
+        if self._transport is not None and self.is_open:
+            self._transport.write(b"".join(unsent))
 
     def _watch(self, ends_at_s: float) -> None:
         if self._timer is not None:
