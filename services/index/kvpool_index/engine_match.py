@@ -55,7 +55,8 @@ class MatchService:
         found = matcher.match(values)
         if not all(map(self._nodes.table.knows_ordinal, matcher.dead_ordinals)):
             # Either gone for good, or registered elsewhere a moment ago.
-            await self._nodes.learn(matcher.dead_ordinals)
+            with suppress(StoreUnavailable, Overloaded):  # the nodes' own master may be the one that is lost
+                await self._nodes.learn(matcher.dead_ordinals)
             matcher = self._judge(query, keyspace, wanted)
             found = matcher.match(values)
             self._note_dead(query, values, matcher.dead_ordinals)

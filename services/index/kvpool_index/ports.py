@@ -54,7 +54,10 @@ class LocationStore(Protocol):
         ...
 
     async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
-        """The same for the chunks of a checked query."""
+        """The same for the chunks of a checked query; None also from the first chunk on that is out of reach just now.
+
+        That is a master of several that is lost. StoreUnavailable if nothing of the store answers.
+        """
         ...
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:

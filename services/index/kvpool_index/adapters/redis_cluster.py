@@ -7,6 +7,7 @@ own, which is what costs too much, and cannot be given our connections.
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from kvpool.core.errors import StoreUnavailable
@@ -19,6 +20,7 @@ from kvpool_index.adapters.redis_wire import Reply, checked, is_error, is_redire
 
 _QUICK_ROUNDS: Final = 3  # of redirections without a pause; one is what a call usually needs
 _PAUSE_S: Final = 0.02
+_OUT_OF_REACH: Final = ("CLUSTERDOWN", "MASTERDOWN", "LOADING")
 _ASKING: Final = pack(b"ASKING")
 
 
@@ -51,6 +53,30 @@ class ClusterLane(RedisLane):
         await _all(sends)
         if any(map(is_error, replies)):
             await self._redirect(commands, keys, replies, scripts, wait_s, ends_at_s)
+        return replies
+
+    async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
+        """An error only if every master was asked and none answers, or nobody tells who the masters are."""
+        ends_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
+        await self._slots.load()
+        parts: dict[Server, list[int]] = {}
+        for at, key in enumerate(keys):
+            if (owner := self._slots.find(key)) is not None:
+                parts.setdefault(owner, []).append(at)
+        replies: list[Reply] = [None] * len(commands)
+        sends = (self._send_if_reachable(owner, commands, keys, part, replies) for owner, part in parts.items())
+        failures: list[StoreUnavailable] = []
+        for result in await asyncio.gather(*sends, return_exceptions=True):
+            if isinstance(result, StoreUnavailable):
+                failures.append(result)
+            elif result is not None:
+                raise result
+        if len(failures) == len(parts) and self._slots.masters <= parts.keys():
+            raise failures[0] if failures else StoreUnavailable("no slot of the Cluster has a master")
+        if any(map(is_error, replies)):
+            with suppress(StoreUnavailable):
+                await self._redirect(commands, keys, replies, (), 0.0, ends_at_s)
+            replies = [None if _is_out_of_reach(reply) else reply for reply in replies]
         return replies
 
     async def masters(self) -> list[RedisLink]:
@@ -86,6 +112,26 @@ class ClusterLane(RedisLane):
             checked(marked)
         for at, answer in zip(part, answers, strict=True):
             replies[at] = answer
+
+    async def _send_if_reachable(
+        self,
+        server: Server,
+        commands: Sequence[bytes],
+        keys: Sequence[bytes],
+        part: Sequence[int],
+        replies: list[Reply],
+    ) -> StoreUnavailable | None:
+        """As `_send`; why the master did not answer. One that is known to be lost is not waited for."""
+        link = self._link(server)
+        if link.is_failing:
+            link.connect_soon()
+            self._slots.refresh_soon()
+            return StoreUnavailable(f"Redis at {server} cannot be reached")
+        try:
+            await self._send(server, commands, keys, part, replies, (), 0.0)
+        except StoreUnavailable as error:
+            return error
+        return None
 
     async def _redirect(
         self,
@@ -193,6 +239,10 @@ class Cluster:
         await self._slots.close()
         for lane in self._lanes:
             await lane.close()
+
+
+def _is_out_of_reach(reply: Reply) -> bool:
+    return is_redirection(reply) or (is_error(reply) and str(reply).startswith(_OUT_OF_REACH))
 
 
 def _target(address: str, sender: Server) -> Server:

@@ -33,9 +33,13 @@ class RedisLane(ABC):
         returned as a value. scripts and wait_s: see RedisLink.exchange.
         """
 
+    async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
+        """The same, with None for the replies of masters that are out of reach while others answer."""
+        return await self.exchange(commands, keys)
+
     async def read(self, reads: PackedReads) -> list[Reply]:
-        """The same for reads that are packed in one piece."""
-        return await self.exchange(*reads.split())
+        """The same as `exchange_reachable` for reads that are packed in one piece."""
+        return await self.exchange_reachable(*reads.split())
 
     @abstractmethod
     async def masters(self) -> list[RedisLink]:

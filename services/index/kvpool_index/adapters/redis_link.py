@@ -65,6 +65,16 @@ class RedisLink:
         """Whether there is a connection, as far as is known."""
         return self._connection is not None and self._connection.is_open
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether there is no connection and the last attempt at one failed."""
+        return self._failures > 0 and not self.is_open
+
+    def connect_soon(self) -> None:
+        """Try to connect in the background, for those who do not wait for it."""
+        if self._connecting is None and not self._is_closed:
+            self._begin_connecting()
+
     async def exchange(
         self,
         commands: Sequence[bytes],
@@ -154,17 +164,20 @@ class RedisLink:
             raise ConnectionError("the connection is not wanted any more")
         if self._joined >= self._options.max_in_flight:
             raise Overloaded(f"{self._options.max_in_flight} calls wait for a connection to Redis already")
-        if self._connecting is None:
-            if self._connection is not None:
-                self._options.stats.reconnects += 1
-                self._connection = None
-            self._connecting = asyncio.create_task(self._open(), name="redis-connect")
-            self._connecting.add_done_callback(self._connect_ended)
+        connecting = self._connecting or self._begin_connecting()
         self._joined += 1
         try:
-            return await shared(self._connecting)
+            return await shared(connecting)
         finally:
             self._joined -= 1
+
+    def _begin_connecting(self) -> "asyncio.Task[Connection]":
+        if self._connection is not None:
+            self._options.stats.reconnects += 1
+            self._connection = None
+        self._connecting = asyncio.create_task(self._open(), name="redis-connect")
+        self._connecting.add_done_callback(self._connect_ended)
+        return self._connecting
 
     def _connect_ended(self, attempt: "asyncio.Task[Connection]") -> None:
         self._connecting = None

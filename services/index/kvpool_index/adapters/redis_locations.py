@@ -72,11 +72,12 @@ class RedisLocationStore:
         start, end = whole_groups(query)
         whole = read_whole_groups(prefix, keyspace, query.chunk_hashes[start * HASH_BYTES : end * HASH_BYTES])
         if not start and end == query.chunk_count:
-            return _values(await self._reads.read(whole))
+            return _reached(await self._reads.read(whole), query.chunk_count)
         first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
         commands, keys = whole.split()
         last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
-        return _values(await self._reads.exchange(first + commands + last, first_keys + keys + last_keys))
+        replies = await self._reads.exchange_reachable(first + commands + last, first_keys + keys + last_keys)
+        return _reached(replies, query.chunk_count)
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
@@ -190,6 +191,14 @@ def _values(replies: Sequence[Any]) -> list[bytes | None]:
     for reply in replies:
         values += checked(reply)
     return values
+
+
+def _reached(replies: Sequence[Any], chunk_count: int) -> list[bytes | None]:
+    """The same up to the first group that is out of reach: as if nobody had what comes from there on."""
+    if None not in replies:
+        return _values(replies)
+    values = _values(replies[: replies.index(None)])
+    return values + [None] * (chunk_count - len(values))
 
 
 def _entry(key: bytes, field: bytes) -> NodeEntry:

@@ -60,11 +60,16 @@ class SlotMap:
 
     def owner(self, key: bytes) -> Server:
         """The master that has a key. Raises StoreUnavailable if its slot has none."""
-        slot = slot_of(key)
-        owner = self._owners[slot]
+        owner = self.find(key)
+        if owner is None:
+            raise StoreUnavailable(f"slot {slot_of(key)} of the Cluster has no master")
+        return owner
+
+    def find(self, key: bytes) -> Server | None:
+        """The master that has a key; None if its slot has none as far as is known, and then the map is asked for."""
+        owner = self._owners[slot_of(key)]
         if owner is None:
             self.refresh_soon()
-            raise StoreUnavailable(f"slot {slot} of the Cluster has no master")
         return owner
 
     def moved(self, slot: int, owner: Server) -> None:
@@ -88,13 +93,19 @@ class SlotMap:
             await link.close()
 
     def _refreshed(self, done: "asyncio.Task[None]") -> None:
-        self._refreshing = None
         if not done.cancelled() and (error := done.exception()) is not None:
             _log.error("the slots of the Cluster cannot be read", exc_info=error)
 
     async def _refresh(self, pause_s: float) -> None:
+        try:
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await self._ask_members()
+        finally:
+            # Here, not in a callback: whoever finds the map wrong before that has run would ask for nothing.
+            self._refreshing = None
+
+    async def _ask_members(self) -> None:
         """Ask all members that are known, and take the first answer."""
-        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         asked = [asyncio.create_task(self._ask(server)) for server in {*self._seeds, *self.masters}]
         try:
             for each in asyncio.as_completed(asked):
