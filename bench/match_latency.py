@@ -1,7 +1,8 @@
 """How long one match takes, on the open stream and from a replica, with 10 thousand and with a million chunks stored.
 
 Index, Redis and this client share the machine's cores. Matches are of random chains, one at a time; beside them, in
-turns, the same keys are read from Redis by one plain pipeline (what no index can be faster than).
+turns, the same keys are read from Redis by one plain pipeline, and messages of the same sizes are echoed by a gRPC
+stream that does nothing else: together they are what no index over gRPC and Redis can be faster than.
 
 Run: python -m bench.match_latency [--chunks 10000,1000000] [--matches 2000] [--json FILE]
 """
@@ -14,14 +15,17 @@ import json
 import random
 import socket
 import time
+from contextlib import AsyncExitStack
 
 from bench.index_fill import MadeChains
+from bench.match_echo import echo_stream, running_echo
 from bench.match_rig import Server, filled, percentile, query_of, rig
 from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainQuery
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.core.groups import group_reads
+from kvpool_server.loops import poll_grpc_directly
 
 CHUNKS = 512
 _WARM_UP = 200
@@ -29,10 +33,14 @@ _WARM_UP = 200
 
 async def measure(redis: Server, index: Server, chunk_count: int, matches: int) -> dict[str, float]:
     """One row of the table."""
-    async with filled(redis, index, chunk_count) as (client, chains):
+    async with (
+        filled(redis, index, chunk_count) as (client, chains),
+        AsyncExitStack() as stack,
+    ):
         plain = _Plain(redis)
+        echo = await stack.enter_async_context(echo_stream(stack.enter_context(running_echo())))
         whole = max(1, chunk_count // chains.chain_chunks)
-        stream, floor = list[float](), list[float]()
+        stream, floor, echoed = list[float](), list[float](), list[float]()
         spent = [redis.cpu_s(), index.cpu_s()]
         for number in range(-_WARM_UP, matches):
             query = query_of(chains, random.randrange(whole), CHUNKS)
@@ -41,15 +49,19 @@ async def measure(redis: Server, index: Server, chunk_count: int, matches: int) 
             ended_s = time.perf_counter()
             assert found.matched_chunks == CHUNKS, found.matched_chunks
             read_s = plain.read(query)
+            echo_s = await echo(query.chunk_hashes)
             if number >= 0:
                 stream.append((ended_s - started_s) * 1e3)
                 floor.append(read_s * 1e3)
+                echoed.append(echo_s * 1e3)
         total = matches + _WARM_UP
         result = {
             "stream_p50_ms": percentile(stream, 50),
             "stream_p99_ms": percentile(stream, 99),
             "plain_redis_p50_ms": percentile(floor, 50),
             "plain_redis_p99_ms": percentile(floor, 99),
+            "grpc_echo_p50_ms": percentile(echoed, 50),
+            "grpc_echo_p99_ms": percentile(echoed, 99),
             "index_cpu_ms": (index.cpu_s() - spent[1]) / total * 1e3,
         }
         plain.close()
@@ -128,6 +140,7 @@ def main() -> None:
     parser.add_argument("--matches", type=int, default=2000)
     parser.add_argument("--json", default="")
     given = parser.parse_args()
+    poll_grpc_directly()  # as the index does, and the agents, whose matches these are
     rows = {}
     for chunk_count in map(int, given.chunks.split(",")):
         with rig() as (redis, indexes):

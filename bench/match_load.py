@@ -12,6 +12,8 @@ from pathlib import Path
 
 import grpc
 
+from kvpool_server.loops import poll_grpc_directly
+
 _METHOD = "/kvpool.v1.IndexService/MatchStream"
 
 
@@ -42,6 +44,7 @@ async def load(endpoint: str, requests: list[bytes], streams: int, in_flight: in
 
 def main() -> None:
     endpoint, path, streams, in_flight, seconds = sys.argv[1:]
+    poll_grpc_directly()  # as agents do
     size, data = 0, Path(path).read_bytes()
     size = int.from_bytes(data[:4], "little")
     requests = [data[at : at + size] for at in range(4, len(data), size)]
