@@ -60,7 +60,7 @@ async def _serve() -> None:
 
     server = grpc.aio.server()
     service, _, name = _METHOD.strip("/").partition("/")
-    handlers = {name: grpc.stream_stream_rpc_method_handler(echo)}
+    handlers: dict[str, Any] = {name: grpc.stream_stream_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
