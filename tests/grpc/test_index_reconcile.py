@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.core import errors
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
-from kvpool.core.location_digest import RANGE_COUNT, fingerprint, holding, range_of
+from kvpool.core.location_digest import BUCKETS_PER_RANGE, RANGE_COUNT, fingerprint, holding, range_of
 from kvpool.testing import ManualClock
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
@@ -23,6 +23,7 @@ from tests.fixtures.index_node import DISK, GRID, STAGING, TIMEOUT_S, Chain, Fak
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
+from tests.fixtures.redis_topologies import ask, facts
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -254,3 +255,45 @@ async def test_keyspaces_that_were_lost_are_known_again(index: RunningIndex) -> 
         node_id=node.node_id, incarnation=node.incarnation, keyspace_encodings=[b"none"]
     )
     assert isinstance(await refusal(index.stub.ReconcileDigests(request)), errors.InvalidRequest)
+
+
+async def test_comparing_asks_the_store_of_one_node_only(index: RunningIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of nodes, each of which compares its ranges in many calls."""
+    node = await FakeNode(index.stub).register()
+    snapshots: list[object] = []
+    directory = index.engine._nodes._directory
+    true = directory.snapshot
+
+    async def snapshot() -> object:
+        snapshots.append(None)
+        return await true()
+
+    monkeypatch.setattr(directory, "snapshot", snapshot)
+    for _ in range(16):
+        await digests(node)
+    assert len(snapshots) < 4, "but for those of the background"
+    await node.end()
+    request = index_pb2.ReconcileDigestsRequest(node_id=node.node_id, incarnation=node.incarnation)
+    assert isinstance(await refusal(node.stub.ReconcileDigests(request)), errors.LeaseLost)
+
+
+async def test_what_a_node_did_not_name_is_found_without_a_walk(redis_server: RedisServer) -> None:
+    """Its buckets are looked at, and no other keys of the store, however many there are."""
+    store = RedisIndexStore(redis_server.url, timeout_s=TIMEOUT_S, key_prefix=f"t{secrets.token_hex(6)}")
+    async with running_index(store) as index:
+        chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+        others = [Chain(chain.keyspace) for _ in range(20)]
+        for each in (chain, *others):
+            await node.announce(each.added(range(40)))
+        await node.register()
+        ask(redis_server.port, "CONFIG", "RESETSTAT")
+        first = range_of(chain.hashes[0]) * BUCKETS_PER_RANGE
+        part = index_pb2.ReplaceRange(first_bucket=first, last_bucket=first + BUCKETS_PER_RANGE - 1)
+        part.locations.extend(chain.added(range(4)))
+        await replace(node, part)
+        assert (await index.stub.Match(chain.query())).matched_chunks == 4
+        assert (await index.stub.Match(others[0].query())).matched_chunks == 40
+        run = facts(redis_server.port, "commandstats")
+        assert "cmdstat_scan" not in run and run["cmdstat_smembers"].startswith("calls=1,"), run
+        assert int(run["cmdstat_hgetall"].split("=")[1].split(",")[0]) < 40, run["cmdstat_hgetall"]
+    await store.close()

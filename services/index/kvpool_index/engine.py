@@ -71,7 +71,7 @@ class IndexEngine:
             store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
         )
         self._reconciliation = ReconcileService(
-            store.locations, self._announcements, self._nodes, self._keyspaces, metrics, clock
+            store.locations, self._announcements, store.nodes, self._keyspaces, metrics
         )
         self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
 

@@ -3,16 +3,14 @@
 import logging
 from collections.abc import Sequence
 
-from kvpool.core.clock import Clock
 from kvpool.core.cluster import LocationChange
-from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.location_digest import RANGE_COUNT
 from kvpool_index.core.replacement import BucketSpan, Replacement
 from kvpool_index.engine_announce import AnnounceService
 from kvpool_index.engine_keyspaces import KeyspaceService
-from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.ports import LocationStore, StreamFence
+from kvpool_index.ports import LocationStore, NodeDirectory, StreamFence
 
 _log = logging.getLogger(__name__)
 
@@ -24,17 +22,15 @@ class ReconcileService:
         self,
         store: LocationStore,
         announcements: AnnounceService,
-        nodes: NodeService,
+        directory: NodeDirectory,
         keyspaces: KeyspaceService,
         metrics: IndexMetrics,
-        clock: Clock,
     ) -> None:
         self._store = store
         self._announcements = announcements
-        self._nodes = nodes
+        self._directory = directory
         self._keyspaces = keyspaces
         self._metrics = metrics
-        self._clock = clock
 
     async def digests(
         self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
@@ -47,15 +43,14 @@ class ReconcileService:
         if not (first_range >= 0 and count > 0 and first_range + count <= RANGE_COUNT):
             raise InvalidRequest(f"first_range and range_count must lie in 0 to {RANGE_COUNT}")
         await self._keyspaces.restore(encodings)
-        ordinal = await self._ordinal(node_id, incarnation)
+        ordinal = await self._directory.ordinal(node_id, incarnation)  # it may have registered again elsewhere
         applied = self._announcements.applied_sequence(node_id)
         return await self._store.digests(ordinal, range(first_range, first_range + count)), applied
 
     async def replace(self, fence: StreamFence, span: BucketSpan, changes: Sequence[LocationChange]) -> None:
         """Make the store say of these buckets just what the node says. Raises as AnnounceService.apply.
 
-        What the node does not name is looked for only if the digests say that there is something, because that takes
-        a walk over all keys of the store.
+        What the node does not name is looked for, in these buckets, only if the digests say that there is something.
         """
         span.check(changes)
         grids = await self._announcements.grids(changes)
@@ -98,12 +93,3 @@ class ReconcileService:
             for number, digest in zip(ranges, found, strict=True)
             if digest != wanted[number]
         }
-
-    async def _ordinal(self, node_id: bytes, incarnation: int) -> int:
-        await self._nodes.refresh()  # a node that registered again elsewhere may have another ordinal now
-        record = self._nodes.table.live_record(node_id, self._clock.monotonic_s())
-        if record is not None and record.info.incarnation > incarnation:
-            raise StaleIncarnation(f"incarnation {record.info.incarnation} of this node is registered")
-        if record is None or record.info.incarnation != incarnation:
-            raise LeaseLost("the node's lease has ended; register again with the same incarnation")
-        return record.ordinal

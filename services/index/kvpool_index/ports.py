@@ -95,7 +95,10 @@ class LocationStore(Protocol):
         ...
 
     def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
-        """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice."""
+        """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice.
+
+        Looks at nothing but these buckets.
+        """
         ...
 
     def chunks(self) -> AsyncIterator[list[NamedChunk]]:
@@ -140,6 +143,10 @@ class NodeDirectory(Protocol):
 
     async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
         """Fence the node's earlier announce streams. Raises StaleIncarnation and LeaseLost (also for an old epoch)."""
+        ...
+
+    async def ordinal(self, node_id: bytes, incarnation: int) -> int:
+        """Of the incarnation that has the lease. Raises StaleIncarnation, LeaseLost."""
         ...
 
     async def snapshot(self) -> list[NodeRecord]:

@@ -90,6 +90,9 @@ class MemoryNodeDirectory:
         node.fence += 1
         return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=node.ordinal, number=node.fence)
 
+    async def ordinal(self, node_id: bytes, incarnation: int) -> int:
+        return self._held(node_id, incarnation).ordinal
+
     async def snapshot(self) -> list[NodeRecord]:
         now_s = self._clock.monotonic_s()
         return [

@@ -35,6 +35,7 @@ _FENCED: Final = -1
 _CHANGED: Final = 1
 _META: Final = b""  # the field of a group that is no chunk
 _PART_OPERATIONS: Final = 512
+_ENTRIES_GROUPS: Final = 256
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
 _GLOB: Final = frozenset(b"*?[]\\^-")
@@ -62,6 +63,7 @@ class RedisLocationStore:
         self._prefix = key_prefix + b":c:"
         self._prefixes = [self._prefix + range_tag(number) for number in range(RANGE_COUNT)]
         self._digest_keys = [key_prefix + b":d:" + range_tag(number) for number in range(RANGE_COUNT)]
+        self._group_keys = [key_prefix + b":g:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
@@ -124,11 +126,15 @@ class RedisLocationStore:
         return sum(await self._changes.run_all(commands, keys, _CORRECT)) if commands else 0
 
     async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
-        first, last = first_bucket // BUCKETS_PER_RANGE, last_bucket // BUCKETS_PER_RANGE
-        tag = range_tag(first) if first == last else _ANY_TAG
-        async for keys in self._scan(_escaped(self._prefix) + tag + b"*"):
-            inside = [key for key in keys if first_bucket <= bucket_of(key) <= last_bucket]
-            yield [_entry(key, field) for key, field, named in await self._named(inside) if ordinal in named]
+        for number in range(first_bucket // BUCKETS_PER_RANGE, last_bucket // BUCKETS_PER_RANGE + 1):
+            sets = self._group_keys[number]
+            groups = await self._changes.call(sets, b"SMEMBERS", sets)
+            inside = [
+                self._prefixes[number] + each for each in groups if first_bucket <= bucket_of(each) <= last_bucket
+            ]
+            for start in range(0, len(inside), _ENTRIES_GROUPS):
+                named = await self._named(inside[start : start + _ENTRIES_GROUPS])
+                yield [_entry(key, field) for key, field, ordinals in named if ordinal in ordinals]
 
     async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
         async for keys in self._scan(_escaped(self._prefix) + _ANY_TAG + b"*", count=_FEW_COUNT):
@@ -172,7 +178,8 @@ class RedisLocationStore:
 
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
         field = each.chunk_hash[:FIELD_BYTES]
-        keys = [self._key(each), self._digest_keys[range_of(each.group_head)]]
+        number = range_of(each.group_head)
+        keys = [self._key(each), self._digest_keys[number], self._group_keys[number]]
         return pack_script(_APPLY, keys, field, each.operation.pack(fence), self._tombstone_ms)
 
     def _key(self, each: ChunkOperation) -> bytes:

@@ -84,6 +84,11 @@ class RedisNodeDirectory:
         _check_held(answer[0], incarnation)
         return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=answer[1], number=answer[2])
 
+    async def ordinal(self, node_id: bytes, incarnation: int) -> int:
+        commands = [pack(b"TIME"), pack(b"HGET", self._records, node_id)]
+        time, packed = map(checked, await self._lane.exchange(commands, [self._records, self._records]))
+        return _leased(packed, incarnation, _microseconds(time))[0]
+
     async def snapshot(self) -> list[NodeRecord]:
         keys = [self._records, self._infos, self._loads]
         commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
@@ -112,13 +117,7 @@ class RedisNodeDirectory:
     def check_fence(self, fence: StreamFence, replies: Sequence[Reply]) -> None:
         """Raise StaleIncarnation or LeaseLost unless the stream may change its node's entries."""
         time, packed = replies
-        if packed is None:
-            raise LeaseLost(_LOST)
-        incarnation, _, _, number, lease_end_us, alive, _ = _RECORD.unpack(packed)
-        if incarnation > fence.incarnation:
-            raise StaleIncarnation(f"incarnation {incarnation} of this node is registered")
-        if incarnation != fence.incarnation or not alive or lease_end_us <= _microseconds(time):
-            raise LeaseLost(_LOST)
+        _, number = _leased(packed, fence.incarnation, _microseconds(time))
         if number != fence.number:
             raise LeaseLost("a later announce stream of this node has taken over")
 
@@ -160,6 +159,18 @@ class RedisKeyspaceRegistry:
 
 def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
     return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
+
+
+def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
+    """Ordinal and latest stream number of a record whose lease runs. Raises StaleIncarnation, LeaseLost."""
+    if packed is None:
+        raise LeaseLost(_LOST)
+    incarnation, ordinal, _, number, lease_end_us, alive, _ = _RECORD.unpack(packed)
+    if incarnation > wanted:
+        raise StaleIncarnation(f"incarnation {incarnation} of this node is registered")
+    if incarnation != wanted or not alive or lease_end_us <= now_us:
+        raise LeaseLost(_LOST)
+    return ordinal, number
 
 
 def _check_held(status: int, incarnation: int) -> None:

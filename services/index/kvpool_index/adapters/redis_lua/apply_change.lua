@@ -3,6 +3,7 @@
 -- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs.
 --          The key ends with the keyspace id and the hash of the group's head
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
+-- KEYS[3]  groups of the range that have a chunk, a set in the same slot: keyspace id and head of each
 -- ARGV[1]  field of the chunk
 -- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 bitmap of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
@@ -136,11 +137,13 @@ if result == "" then
   redis.call("HDEL", key, field)
   if redis.call("HLEN", key) == 1 then
     redis.call("PEXPIRE", key, ARGV[3])
+    redis.call("SREM", KEYS[3], sub(key, -32))
   end
 else
   redis.call("HSET", key, "", meta, field, result)
   if value == "" and redis.call("HLEN", key) == 2 then
     redis.call("PERSIST", key)
+    redis.call("SADD", KEYS[3], sub(key, -32))
   end
 end
 return {1, version, result}
