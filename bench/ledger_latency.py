@@ -1,11 +1,15 @@
 """Does bulk work hold up the small calls? reserve, acquire and match beside a page stream and write-back at full speed.
 
 A cluster with one pagestore; another process streams fresh pages to it without a pause, and the pagestore writes them
-back to disk. Meanwhile this process asks for one lease or match at a time and takes each answer's time. The baseline of
-the times under load is how late a thread of this process wakes up from a sleep in the same seconds: no answer can come
-sooner on a machine whose cores are all busy.
+back to disk. Meanwhile this process asks for one lease or match at a time and takes each answer's time. Two baselines
+are taken in the same seconds, because no answer can come sooner on a machine whose cores are all busy: how late a
+thread of this process wakes up, and the time of a message to a gRPC server that does nothing but echo it.
 
-Run: python -m bench.ledger_latency [--seconds 20] [--json FILE]
+With --ahead all of it is measured once more, in turns with the usual way, while the kernel lets what answers go before
+what moves bytes: this process, the index, its Redis and the pagestore's loop under SCHED_RR, which needs privileges.
+What is gained is what these processes wait for a core.
+
+Run: python -m bench.ledger_latency [--seconds 20] [--ahead] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import TypeAlias
 
+import grpc
 import numpy as np
 
 from kvpool.cli.bench_cluster import bench_cluster, endpoint_of
@@ -28,6 +36,7 @@ from kvpool.cli.bench_engine import KEYSPACE_NAME, SPEC
 from kvpool.cli.bench_session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import table
+from kvpool.cli.state import ClusterState
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, ReserveItem
@@ -39,9 +48,14 @@ from kvpool.core.page import PageKey, seal
 
 PAUSE_S = 0.002
 MATCH_CHUNKS = 128
+MATCH = f"match {MATCH_CHUNKS} chunks"
 LOAD_PAGES = 16
+TURNS = 4  # in which the two ways take the time under load
+ECHO_METHOD = "/bench.Echo/Stream"
+ECHO_MESSAGE = bytes(100)
 
 Row = dict[str, object]
+EchoCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 def stream_pages(bulk_endpoint: str, keyspace: bytes, stop: Event, written: multiprocessing.Queue[int]) -> None:
@@ -65,6 +79,40 @@ def stream_pages(bulk_endpoint: str, keyspace: bytes, stop: Event, written: mult
     client.close()
 
 
+def serve_echo(port: multiprocessing.Queue[int]) -> None:
+    """Send each message of a stream back, until this process is terminated."""
+
+    async def echo(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        async for request in requests:
+            await context.write(request)
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        _, service, method = ECHO_METHOD.split("/")
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {method: handler})])
+        port.put(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+@asynccontextmanager
+async def echo_stream() -> AsyncIterator[EchoCall]:
+    """A stream to an echo server of our own."""
+    context = multiprocessing.get_context("spawn")
+    port: multiprocessing.Queue[int] = context.Queue()
+    server = context.Process(target=serve_echo, args=(port,), daemon=True)
+    server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{await asyncio.to_thread(port.get, True, 60)}") as channel:
+            yield channel.stream_stream(ECHO_METHOD)()
+    finally:
+        server.terminate()
+        server.join(10)
+
+
 class Lateness(threading.Thread):
     """How late a thread wakes up: milliseconds, sampled until `stop`."""
 
@@ -85,11 +133,30 @@ class Lateness(threading.Thread):
         return self.samples_ms
 
 
+class Ahead:
+    """Puts what answers before what moves bytes, and back."""
+
+    def __init__(self, state: ClusterState) -> None:
+        whole = [process.pid for role in ("index", "redis") for process in state.of_role(role)]
+        self._whole = [os.getpid(), *whole]
+        self._parted = [process.pid for process in state.of_role("pagestore")]
+
+    def set(self, ahead: bool) -> None:
+        """Raises PermissionError."""
+        threads = [(pid, path) for pid in [*self._whole, *self._parted] for path in Path(f"/proc/{pid}/task").iterdir()]
+        for pid, path in threads:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                # gRPC's own threads have names; all of Python's are called like their process, and the loop's is first.
+                is_worker = int(path.name) != pid and not (path / "comm").read_text().startswith("event_engine")
+                policy = os.SCHED_RR if ahead and not (pid in self._parted and is_worker) else os.SCHED_OTHER
+                os.sched_setscheduler(int(path.name), policy, os.sched_param(int(policy == os.SCHED_RR)))
+
+
 class Probe:
     """The small calls, one at a time."""
 
-    def __init__(self, session: PageStoreSession, index: IndexClient, keyspace: bytes) -> None:
-        self._session, self._index, self._keyspace = session, index, keyspace
+    def __init__(self, session: PageStoreSession, index: IndexClient, echo: EchoCall, keyspace: bytes) -> None:
+        self._session, self._index, self._echo, self._keyspace = session, index, echo, keyspace
         self._draw = np.random.default_rng(1).bytes
         self._kept = PageKey(keyspace, self._draw(16), 0)
         self._query = ChainQuery(keyspace=keyspace, chunk_hashes=self._draw(16 * MATCH_CHUNKS))
@@ -119,9 +186,13 @@ class Probe:
     async def match(self) -> None:
         await self._index.match_stream.match(self._query)
 
+    async def echo(self) -> None:
+        await self._echo.write(ECHO_MESSAGE)
+        assert await self._echo.read() == ECHO_MESSAGE
+
     async def sample(self, seconds: float) -> dict[str, list[float]]:
         """Milliseconds of each call, taken in turns."""
-        calls = {"reserve": self.reserve, "acquire": self.acquire, f"match {MATCH_CHUNKS} chunks": self.match}
+        calls = {"echo": self.echo, "reserve": self.reserve, "acquire": self.acquire, MATCH: self.match}
         found: dict[str, list[float]] = {name: [] for name in calls}
         ends_s = time.monotonic() + seconds
         while time.monotonic() < ends_s:
@@ -133,34 +204,60 @@ class Probe:
         return found
 
 
+class Samples:
+    """Milliseconds of one or more stretches: of the calls, and how late a thread of this process woke up."""
+
+    def __init__(self, state: str) -> None:
+        self._state = state
+        self._times_ms: dict[str, list[float]] = {}
+        self._late_ms: list[float] = []
+
+    async def take(self, probe: Probe, seconds: float) -> None:
+        lateness = Lateness()
+        lateness.start()
+        for name, times in (await probe.sample(seconds)).items():
+            self._times_ms.setdefault(name, []).extend(times)
+        self._late_ms += lateness.stop()
+
+    def rows(self) -> list[Row]:
+        baseline = {f"wakes_late_p{percent}_ms": percentile(self._late_ms, percent) for percent in (50, 99)}
+        return [
+            {"state": self._state, "call": name, "samples": len(times), "max_ms": max(times)}
+            | {f"p{percent}_ms": percentile(times, percent) for percent in (50, 99)}
+            | baseline
+            for name, times in self._times_ms.items()
+        ]
+
+
 def percentile(samples: Sequence[float], percent: int) -> float:
     return statistics.quantiles(samples, n=100, method="inclusive")[percent - 1]
 
 
-def rows_of(state: str, found: dict[str, list[float]], lateness_ms: Sequence[float]) -> list[Row]:
-    baseline = {"wakes_late_p50_ms": percentile(lateness_ms, 50), "wakes_late_p99_ms": percentile(lateness_ms, 99)}
-    return [
-        {"state": state, "call": name, "samples": len(times), "max_ms": max(times)}
-        | {f"p{percent}_ms": percentile(times, percent) for percent in (50, 99)}
-        | baseline
-        for name, times in found.items()
-    ]
-
-
-async def measure(pagestore: str, bulk: str, index_endpoint: str, seconds: float) -> tuple[list[Row], str]:
+async def measure(state: ClusterState, seconds: float, ahead: Ahead | None) -> tuple[list[Row], str]:
     """All rows, and what the stream did meanwhile."""
-    config = ClientConfig(index_endpoints=(index_endpoint,), match_timeout_s=10.0)
+    socket, bulk = (endpoint_of(state, "pagestore", key) for key in ("socket", "bulk_endpoint"))
+    config = ClientConfig(index_endpoints=(endpoint_of(state, "index", "endpoint"),), match_timeout_s=10.0)
     index = IndexClient(config)
     keyspace = (await index.open_keyspace(KEYSPACE_NAME, SPEC)).keyspace
-    plan = SessionPlan(endpoint=pagestore, peer_name="bench", keyspaces=((keyspace, SPEC),))
+    plan = SessionPlan(endpoint=f"unix:{socket}", peer_name="bench", keyspaces=((keyspace, SPEC),))
     session = await PageStoreSession.open(plan, config)
-    probe = Probe(session, index, keyspace)
-    await probe.store_one()
-    await probe.sample(1.0)  # connections, caches
-    rows = []
-    lateness = Lateness()
-    lateness.start()
-    rows += rows_of("idle", await probe.sample(seconds / 2), lateness.stop())
+    async with echo_stream() as echo:
+        probe = Probe(session, index, echo, keyspace)
+        await probe.store_one()
+        await probe.sample(1.0)  # connections, caches
+        idle = Samples("idle")
+        await idle.take(probe, seconds / 2)
+        saturated, taken = await measure_saturated(probe, bulk, keyspace, seconds, ahead)
+    await session.close()
+    await index.close()
+    said = f"{taken * PAGE_BYTES / 1e9:.1f} GB streamed meanwhile; {probe.rejected} reserves had no room"
+    return [*idle.rows(), *saturated], said
+
+
+async def measure_saturated(
+    probe: Probe, bulk: str, keyspace: bytes, seconds: float, ahead: Ahead | None
+) -> tuple[list[Row], int]:
+    """The rows under load, and how many pages the pagestore took meanwhile."""
     context = multiprocessing.get_context("spawn")
     stop, written = context.Event(), context.Queue()
     load = context.Process(target=stream_pages, args=(bulk, keyspace, stop, written))
@@ -168,33 +265,29 @@ async def measure(pagestore: str, bulk: str, index_endpoint: str, seconds: float
     try:
         await probe.sample(3.0)  # until the stream runs, and the arena is full
         probe.rejected = 0
-        lateness = Lateness()
-        lateness.start()
-        rows += rows_of("saturated", await probe.sample(seconds), lateness.stop())
+        usual, first = Samples("saturated"), Samples("saturated, ahead")
+        for _ in range(TURNS):
+            await usual.take(probe, seconds / TURNS)
+            if ahead is not None:
+                ahead.set(True)
+                await first.take(probe, seconds / TURNS)
+                ahead.set(False)
     finally:
         stop.set()
         taken = await asyncio.to_thread(written.get, True, 60)
         load.join(10)
-    await session.close()
-    await index.close()
-    return rows, f"{taken * PAGE_BYTES / 1e9:.1f} GB streamed meanwhile; {probe.rejected} reserves had no room"
+    return [*usual.rows(), *(first.rows() if ahead is not None else ())], taken
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--ahead", action="store_true", help="also measure with the calls ahead of bulk work")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     options = ClusterOptions(state_dir=Path(), pagestores=1, agents=0, arena_bytes=512 << 20, disk_bytes=8 << 30)
     with bench_cluster(options) as (state, _):
-        rows, said = asyncio.run(
-            measure(
-                f"unix:{endpoint_of(state, 'pagestore', 'socket')}",
-                endpoint_of(state, "pagestore", "bulk_endpoint"),
-                endpoint_of(state, "index", "endpoint"),
-                arguments.seconds,
-            )
-        )
+        rows, said = asyncio.run(measure(state, arguments.seconds, Ahead(state) if arguments.ahead else None))
     columns = list(rows[0])
     print(table(columns, [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]))
     print(said)
