@@ -131,7 +131,7 @@ class PageStoreServiceServicer(object):
     def Drain(self, request, context):
         """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
         passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
-        `cancel` to take the node back into service.
+        `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
         FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
