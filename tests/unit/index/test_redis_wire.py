@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import hiredis
 import pytest
 
 from kvpool.testing import eventually
@@ -37,6 +38,16 @@ class Peer(asyncio.Protocol):
         self.transport.write(data)
 
 
+class Unread(asyncio.Transport):
+    """Takes what is written, and nothing comes of it."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
 @asynccontextmanager
 async def connected() -> AsyncGenerator[tuple[Peer, Connection]]:
     peer, loop = Peer(), asyncio.get_running_loop()
@@ -60,6 +71,36 @@ async def test_replies_go_to_whom_they_are_for_however_they_are_cut() -> None:
         assert await first == [b"a", b"b"] and not second.done()
         peer.say(b"+c\r\n")
         assert await second == [b"c"] and connection.waiting_count == 0
+
+
+@pytest.mark.parametrize("reply", [b"+a\r\n", b"*2\r\n$1\r\nx\r\n$-1\r\n", b"*0\r\n", b"$4\r\n+a\r\n\r\n"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", range(0, 9, 2))
+async def test_equal_replies_are_told_apart_from_parts_of_them(reply: bytes, count: int, cut: int) -> None:
+    connection = Connection()
+    connection.connection_made(Unread())
+    answers = [connection.send(PING * count, count, NEVER_S), connection.send(PING * 2, 2, NEVER_S)]
+    reader = hiredis.Reader()
+    reader.feed(reply)
+    parsed = reader.gets()
+    data = reply * count
+    for part in (data[:cut], data[cut:], reply, reply):
+        connection.data_received(part)
+    assert [await answer for answer in answers] == [[parsed] * count, [parsed] * 2]
+    last = connection.send(PING * count, count, NEVER_S)
+    connection.data_received(data)
+    assert await last == [parsed] * count
+    connection.abort("the test ends")
+
+
+async def test_what_is_no_reply_ends_the_connection() -> None:
+    connection = Connection()
+    connection.connection_made(Unread())
+    answer = connection.send(PING * 2, 2, NEVER_S)
+    connection.data_received(b"?!?!")
+    with pytest.raises(ConnectionError, match="no reply"):
+        await answer
+    assert not connection.is_open
 
 
 async def test_what_is_sent_together_keeps_its_order() -> None:

@@ -105,21 +105,42 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # other loops than asyncio's have classes of their own
 
     def data_received(self, data: bytes) -> None:
+        try:
+            self._take(data)
+        except hiredis.ProtocolError as error:
+            self.abort(f"what came is no reply: {error}")
+
+    def _take(self, data: bytes) -> None:
+        if len(self._waiting) == 1 and not self._reader.has_data():
+            data = self._take_equal(data)
         self._reader.feed(data)
         while self._waiting:
             reply_count, replies, answered, _ = self._waiting[0]
             while len(replies) < reply_count:
-                try:
-                    reply = self._reader.gets()
-                except hiredis.ProtocolError as error:
-                    return self.abort(f"what came is no reply: {error}")
+                reply = self._reader.gets()
                 if reply is False:  # not all of it is here yet
-                    return None
+                    return
                 replies.append(reply)
             self._waiting.popleft()
             if not answered.done():
                 answered.set_result(replies)
-        return None
+
+    def _take_equal(self, data: bytes) -> bytes:
+        """Parse one reply for all if they are equal, as those about a chain at one place are; returns what is left."""
+        reply_count, replies, _, _ = self._waiting[0]
+        size = len(data) // reply_count
+        first = data[:size]
+        if replies or reply_count == 1 or data != first * reply_count:
+            return data
+        self._reader.feed(first)
+        reply = self._reader.gets()
+        if reply is False:
+            return data[size:]
+        if self._reader.has_data():  # it repeats itself, but not by replies
+            replies.append(reply)
+            return data[size:]
+        replies += [reply] * reply_count
+        return b""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
