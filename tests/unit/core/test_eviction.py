@@ -96,6 +96,16 @@ def test_a_key_that_loses_its_child_just_after_its_use_is_an_end() -> None:
     assert [policy.evict(), policy.evict(), policy.evict()] == [2, 1, None]
 
 
+def test_a_key_stays_an_end_if_one_that_names_it_as_parent_has_another_one() -> None:
+    policy: ChainPolicy[int] = ChainPolicy()
+    policy.insert(2, 1)
+    policy.insert(3, 2)
+    policy.remove(2)  # still stands between 1 and 3
+    policy.insert(4)
+    policy.insert(2, 4)
+    assert sorted(victim for _ in range(3) if (victim := policy.evict()) is not None) == [2, 3, 4]
+
+
 def test_touching_again_and_again_leaves_no_trail() -> None:
     policy: ChainPolicy[int] = ChainPolicy()
     for key in range(50):

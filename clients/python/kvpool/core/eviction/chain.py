@@ -83,9 +83,10 @@ class ChainPolicy(Generic[K]):
             self._rebuild()
         if above != self._previous and self._watched:
             self._end_request()
-        if newest >= 0 and newest != above:
-            self._offer_newest()
-        self._newest = self._previous = node = nodes.add(node, key, parent, above)
+        node = nodes.add(node, key, parent, above)
+        if newest >= 0 and not nodes.children[newest]:  # most get a child at once
+            self._offer(newest)
+        self._newest = self._previous = node
         nodes.last_use[node] = now
         if note is not None:
             nodes.hits[node] = note % _OLD_HITS + 1
@@ -222,7 +223,7 @@ class ChainPolicy(Generic[K]):
             self._model.reclassify(key, self._rank_of(node))
 
     def _offer_newest(self) -> None:
-        """The key that was used last got no child at once, as most do."""
+        """No child came to the key that was used last."""
         node, self._newest = self._newest, NONE
         if not self._nodes.children[node]:
             self._offer(node)
