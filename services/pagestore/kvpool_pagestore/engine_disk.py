@@ -137,7 +137,7 @@ class DiskTier:
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
     async def delete_keyspace(self, keyspace: bytes, on_gone: Callable[[PageKey], None]) -> None:
-        """Forget a keyspace, durably. Raises StoreFault, and then it is still on disk. Writes of it must be held back.
+        """Forget a keyspace, durably. Raises StoreFault; some of it may be left. Writes of it must be held back.
 
         on_gone: told of each page once it cannot be promoted any more; what was promoted meanwhile is to be dropped.
         """

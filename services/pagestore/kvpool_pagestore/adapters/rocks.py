@@ -89,7 +89,8 @@ class RocksPageStore:
         """Raises StartupFailed, or StoreFault if the disk fails."""
         if self._opened is not None:
             raise StoreFault(f"{self._directory} is open already")
-        database = RocksDatabase(self._directory, _FORMAT % self._page_bytes.value.encode())
+        has_pages = self._page_bytes is PageBytes.TABLES
+        database = RocksDatabase(self._directory, _FORMAT % self._page_bytes.value.encode(), has_pages=has_pages)
         try:
             self._opened = self._open_pages(database)
         except BaseException:

@@ -14,9 +14,9 @@ _LOG_FILES: Final = 2
 _LOG_FILE_BYTES: Final = 1 << 20
 
 
-def small_options() -> Options:
+def small_options(*, direct_reads: bool) -> Options:
     """Of a family of records."""
-    options = _common_options()
+    options = _common_options(direct_reads=direct_reads)
     table = BlockBasedOptions()
     table.set_block_cache(Cache(_BLOCK_CACHE_BYTES))
     table.set_bloom_filter(10, False)
@@ -26,9 +26,9 @@ def small_options() -> Options:
     return options
 
 
-def table_options() -> Options:
+def table_options(*, direct_reads: bool) -> Options:
     """Of a family of page bytes."""
-    options = _common_options()
+    options = _common_options(direct_reads=direct_reads)
     table = BlockBasedOptions()
     table.disable_cache()
     table.set_checksum_type(ChecksumType.xxh3())
@@ -37,8 +37,10 @@ def table_options() -> Options:
     return options
 
 
-def _common_options() -> Options:
+def _common_options(*, direct_reads: bool) -> Options:
+    """direct_reads: all of the database, past the page cache; the last options it is opened with decide."""
     options = Options(raw_mode=True)
+    options.set_use_direct_reads(direct_reads)
     options.create_if_missing(True)
     options.create_missing_column_families(True)
     options.set_compression_type(DBCompressionType.none())

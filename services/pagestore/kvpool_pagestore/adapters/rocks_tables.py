@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+import numpy as np
 from rocksdict import IngestExternalFileOptions, SstFileWriter
 
 from kvpool.core.errors import PageCorrupt, StartupFailed
@@ -86,7 +87,8 @@ class TableVolumes:
             return False
         if len(page) != len(destination):
             raise PageCorrupt(f"page {key} has {len(page)} bytes on disk, its record says {len(destination)}")
-        destination[:] = page
+        # numpy lets other threads run while it copies.
+        np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(page, np.uint8))
         return True
 
     def drop(self, number: int) -> None:
