@@ -105,12 +105,12 @@ class Drain:
                 yield self.progress
                 return
             await self._copying.placement.set_draining(True)
-            if self.state is not DrainState.DRAINING:
-                self.state = DrainState.DRAINING
-                await self._kept.save(_KEPT_DRAINING)
+            begins, self.state = self.state is not DrainState.DRAINING, DrainState.DRAINING
             if self._task is None:
                 self._failure = None
                 self._task = background(self._run(), "drain")
+            if begins:
+                await self._kept.save(_KEPT_DRAINING)
             while True:
                 changed, progress = self._changed, self.progress
                 yield progress

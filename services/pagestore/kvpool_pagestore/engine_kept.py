@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from kvpool.core.errors import KvPoolError
@@ -16,6 +17,7 @@ class KeptValue:
     def __init__(self, disk: DiskTier | None, name: str) -> None:
         self._disk = disk
         self._name = name
+        self._saving = asyncio.Lock()  # threads would save two values in any order
 
     async def load(self) -> bytes:
         """What was saved last; empty if nothing was. Raises StoreFault."""
@@ -25,7 +27,8 @@ class KeptValue:
         """Durable when this returns, unless the disk fails: that is logged, and what goes on now goes on."""
         if self._disk is None:
             return
-        try:
-            await self._disk.save_value(self._name, value)
-        except KvPoolError as error:
-            _log.error("%s is not kept over a restart: %s", self._name, error)
+        async with self._saving:
+            try:
+                await self._disk.save_value(self._name, value)
+            except KvPoolError as error:
+                _log.error("%s is not kept over a restart: %s", self._name, error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
 from tests.fixtures.pagestore import TENANT
 from tests.fixtures.pagestore_calls import open_session, reserve_item, store
 
-PAGES = range(96)  # six chain groups, of which four are moved at once
+PAGES = range(192)  # twelve chain groups, of which four are moved at once
 
 
 @dataclass
@@ -99,6 +101,31 @@ async def test_a_drain_that_goes_on_is_watched_joined_and_cancelled_like_any() -
                 pass
         await one.drain.cancel()
         assert one.is_in(DrainState.SERVING) and not one.member.node.draining
+        await one.restart()
+        assert one.is_in(DrainState.SERVING)
+
+
+async def test_a_drain_that_is_cancelled_at_once_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word that it began must not reach the disk after the word that it was cancelled."""
+    async with restarting() as one:
+        memory, cancelled = one.member.world.memory, threading.Event()
+        true = memory.save_value
+
+        def slow(name: str, value: bytes) -> None:
+            if name == "draining" and value:
+                cancelled.wait(0.2)
+            true(name, value)
+            if name == "draining" and not value:
+                cancelled.set()
+
+        monkeypatch.setattr(memory, "save_value", slow)
+        watching = one.drain.watch()
+        first = asyncio.ensure_future(anext(watching))
+        await eventually(lambda: one.is_in(DrainState.DRAINING))
+        await one.drain.cancel()
+        with suppress(KvPoolError):
+            await first
+        await watching.aclose()
         await one.restart()
         assert one.is_in(DrainState.SERVING)
 
