@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
@@ -60,19 +60,13 @@ class FoundPages:
     async def _take_all(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
         pages, useless = self._store.scan(), list[PageKey]()
         while found := await self._readers.run(_take, pages, _SCAN_PAGES):
-            useful = list[StoredPage]()
+            if not {(key[:16], key[32:], page_bytes) for key, page_bytes, _ in found} <= self._right_sizes:
+                found, wrong = self._sorted_out(found)
+                useless += wrong
             for page in found:
-                packed_key, page_bytes, packed_metadata = page
-                size = packed_key[:16], packed_key[32:], page_bytes
-                if size not in self._right_sizes:
-                    if not self._is_right_size(page):
-                        useless.append(page.key)
-                        continue
-                    self._right_sizes.add(size)
-                useful.append(page)
-                if has_an_end(packed_metadata):
+                if has_an_end(page[2]):
                     on_stored(page.key, page.metadata)
-            self._map.add_found(useful)
+            self._map.add_found(found)
         return useless
 
     async def _rank(self) -> None:
@@ -80,6 +74,18 @@ class FoundPages:
         while more:
             more = self._map.enter_found(_RANKED_CHUNKS)
             await asyncio.sleep(_RANKING_PAUSE_S)
+
+    def _sorted_out(self, found: Sequence[StoredPage]) -> tuple[list[StoredPage], list[PageKey]]:
+        """Those of a size that pages of their keyspace and shard have, and the keys of all others."""
+        right, wrong = list[StoredPage](), list[PageKey]()
+        for page in found:
+            size = page.packed_key[:16], page.packed_key[32:], page.page_bytes
+            if size in self._right_sizes or self._is_right_size(page):
+                self._right_sizes.add(size)
+                right.append(page)
+            else:
+                wrong.append(page.key)
+        return right, wrong
 
     def _is_right_size(self, page: StoredPage) -> bool:
         key = page.key

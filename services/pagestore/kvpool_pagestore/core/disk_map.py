@@ -92,15 +92,21 @@ class DiskMap:
 
         Their chunks are shown to the policy later, by `enter_found`: that takes longer than the scan.
         """
-        chunks, found, counts = self._chunks, self._found, Counter[bytes]()
+        chunks, names, sizes = self._chunks, list[bytes](), list[bytes]()
         for packed_key, _, packed_metadata in pages:
-            at = packed_key[:_NAME_BYTES]
-            if at in chunks:
+            at, bit = packed_key[:_NAME_BYTES], 1 << (packed_key[-2] | packed_key[-1] << 8)
+            chunk = chunks.get(at)
+            if chunk is None:
+                chunks[at] = _Chunk(bit, packed_metadata)
+                names.append(at)
+            elif chunk.metadata == packed_metadata and not chunk.shards & bit:
+                chunk.shards |= bit
+            else:  # a page that is to be kept for longer than others of its chunk
                 self.add(PageKey.unpack(packed_key), unpack_metadata(packed_metadata))
                 continue
-            chunks[at] = _Chunk(1 << (packed_key[-2] | packed_key[-1] << 8), packed_metadata)
-            found.append(at)
-            counts[packed_key[:_KEYSPACE_BYTES] + packed_key[_NAME_BYTES:]] += 1
+            sizes.append(packed_key[:_KEYSPACE_BYTES] + packed_key[_NAME_BYTES:])
+        self._found += names
+        counts = Counter(sizes)
         for size, count in counts.items():
             self.page_count += count
             key = PageKey.unpack(size[:_KEYSPACE_BYTES] + bytes(_NAME_BYTES - _KEYSPACE_BYTES) + size[_KEYSPACE_BYTES:])
