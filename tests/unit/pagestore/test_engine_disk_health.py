@@ -12,7 +12,7 @@ from kvpool.testing import eventually
 from kvpool_pagestore.engine_disk_health import DiskState
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.ports import PageWrite
-from tests.fixtures.pagestore import TENANT, World, new_world, running_engine
+from tests.fixtures.pagestore import TENANT, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 
@@ -90,7 +90,7 @@ async def test_a_disk_that_fails_at_every_read_is_off_until_it_reads_again(monke
 async def test_bad_sectors_here_and_there_do_not_end_service(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         await stored(world, range(1, 13))
-        get_into, bad = world.memory.get_into, {bytes(15) + bytes([number]) for number in range(1, 13, 2)}
+        get_into, bad = world.memory.get_into, {page_key(number).chunk_hash for number in range(1, 13, 2)}
 
         def some(key: PageKey, destination: memoryview) -> int | None:
             if key.chunk_hash in bad:

@@ -34,13 +34,14 @@ async def drained(cluster: Cluster, at: int = 0) -> list[DrainProgress]:
 
 
 async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
+    pages = range(96)  # six groups, so that each of the others gets some
     async with cluster_of(3) as cluster:
-        await fill(cluster)
+        await fill(cluster, numbers=pages)
         told = await drained(cluster)
-        assert told[-1].done and told[-1].moved_pages == len(PAGES) and told[-1].remaining == 0
+        assert told[-1].done and told[-1].moved_pages == len(pages) and told[-1].remaining == 0
         assert told[-1].moved_bytes == cluster.members[1].pushed_bytes + cluster.members[2].pushed_bytes
-        assert all(cluster.holders_of(number) in ([1], [2]) for number in PAGES)
-        assert {cluster.holders_of(number)[0] for number in PAGES} == {1, 2}
+        assert all(cluster.holders_of(number) in ([1], [2]) for number in pages)
+        assert {cluster.holders_of(number)[0] for number in pages} == {1, 2}
         assert not cluster.members[0].alive, "the lease ended"
         # It still serves what it has, takes nothing new, and draining it again finds it done.
         running = cluster.members[0].run

@@ -42,7 +42,7 @@ def told(version: int = 1, **fields: object) -> VersionedPolicy:
 
 
 def stored(world: World) -> set[int]:
-    return {int.from_bytes(page.key.chunk_hash, "big") for page in world.memory.scan()}
+    return {int.from_bytes(page.key.chunk_hash[:8], "big") for page in world.memory.scan()}
 
 
 def used_slots(running: Running) -> int:

@@ -21,7 +21,7 @@ def slot(number: int, size_bytes: int = 100, keyspace: bytes = KEYSPACE) -> Slot
 
 
 def numbers(batch: list[DirtyPage]) -> list[int]:
-    return [int.from_bytes(page.record.key.chunk_hash, "big") for page in batch]
+    return [int.from_bytes(page.record.key.chunk_hash[:8], "big") for page in batch]
 
 
 def queue(*slots: Slot, now_s: float = 0.0) -> WriteQueue:
