@@ -81,7 +81,7 @@ class CrashCluster:
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
             *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
             *("--arena-bytes", str(32 << 20), "--segment-bytes", str(4 << 20), "--disk-bytes", str(64 << 20)),
-            *("--heartbeat-interval-ms", "200", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+            *("--heartbeat-interval-ms", "500", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
         )
         self.processes.append(process)
         return process

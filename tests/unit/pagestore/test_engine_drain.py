@@ -34,7 +34,7 @@ async def drained(cluster: Cluster, at: int = 0) -> list[DrainProgress]:
 
 
 async def test_a_drained_node_leaves_every_page_durable_elsewhere() -> None:
-    pages = range(96)  # six groups, so that each of the others gets some
+    pages = range(128)  # eight groups, so that each of the others gets some
     async with cluster_of(3) as cluster:
         await fill(cluster, numbers=pages)
         told = await drained(cluster)
