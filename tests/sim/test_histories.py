@@ -18,7 +18,8 @@ from tests.sim.mutants import MUTANTS
 _ROOT = Path(__file__).parents[2]
 _CHUNK = 250  # histories of one process: to start one costs as much as 30 of them
 _HISTORIES = 2000
-_SEEDS_FOR_A_MUTANT = 150
+_MUTANT_PARTS = 4
+_SEEDS_FOR_A_MUTANT = 1000  # nearly all are found within 100; which seed is first changes with every change of the code
 
 
 def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,9 +49,9 @@ def test_a_bug_can_be_planted_where_the_code_is_now(mutant: str) -> None:
         pytest.fail(f"the code has moved from where {mutant} is planted, see tests/sim/mutants.py: {error}")
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_planted_bugs_are_found(half: int) -> None:
-    mutants = sorted(MUTANTS)[half::2]
+@pytest.mark.parametrize("part", range(_MUTANT_PARTS))
+def test_planted_bugs_are_found(part: int) -> None:
+    mutants = sorted(MUTANTS)[part::_MUTANT_PARTS]
     ended = _simulate("--seeds", str(_SEEDS_FOR_A_MUTANT), "--mutants", *mutants)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" is found by seed ") == len(mutants)
