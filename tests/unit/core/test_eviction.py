@@ -166,3 +166,15 @@ def test_replay_counts_leading_blocks_and_belady_is_never_beaten() -> None:
 def test_the_same_trace_hits_the_same_each_time(name: PolicyName) -> None:
     requests = [[number * 7919 % 50 * 10 + at for at in range(1 + number % 9)] for number in range(2000)]
     assert replay(requests, make_policy(name), 60) == replay(requests, make_policy(name), 60)
+
+
+def test_a_key_that_left_within_its_request_and_then_stands_for_a_parent_is_used_no_further() -> None:
+    """As where a start still shows the policy what it found, while the parent of some of it is given up."""
+    policy = make_policy(PolicyName.CHAIN)
+    for key in (*range(10, 20), 1, 20):  # the model has seen the eleventh use to be of 1
+        policy.insert(key)
+    policy.touch(1)
+    policy.remove(1)
+    policy.restore(2, 1)
+    policy.insert(21)
+    assert 1 not in policy and 2 in policy

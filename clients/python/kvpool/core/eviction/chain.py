@@ -236,8 +236,8 @@ class ChainPolicy(Generic[K]):
         nodes = self._nodes
         length = nodes.depth[self._previous] + 1
         for key in self._watched:
-            node = nodes.number_of.get(key, NONE)
-            if node < 0:  # it went already
+            node = nodes.find(key)
+            if node < 0:  # it went already, or only stands for a parent
                 self._model.use(key, self._uses, 0)
                 continue
             if length > nodes.reach[node]:
