@@ -22,6 +22,7 @@ _MATCH_TAG: Final = bytes([2 << 3 | _BYTES])
 _MATCHED_CHUNKS_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchResponse
 _RUNS_TAG: Final = bytes([2 << 3 | _BYTES])
 _CHUNK_COUNT_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchRun
+_ALL_BITS: Final = (1 << 64) - 1  # a negative number is written as the unsigned one of the same bits
 
 
 class WatchMessages:
@@ -64,7 +65,8 @@ class MatchMessages:
         for node in found.nodes.values():
             parts.append((self._nodes.get(id(node)) or self._pack_node(node))[1])
         match = b"".join(parts)
-        return b"".join((_REQUEST_ID_TAG, varint(request_id), _MATCH_TAG, varint(len(match)), match))
+        number = varint(request_id & _ALL_BITS)
+        return b"".join((_REQUEST_ID_TAG, number, _MATCH_TAG, varint(len(match)), match))
 
     def _pack_locations(self, locations: tuple[Location, ...]) -> tuple[tuple[Location, ...], bytes]:
         run = pb.MatchRun(locations=[location_to_proto(location) for location in locations])

@@ -36,7 +36,7 @@ MATCHES = [
 ]
 
 
-@pytest.mark.parametrize("request_id", [0, 1, 127, 128, (1 << 63) - 1])
+@pytest.mark.parametrize("request_id", [0, 1, 127, 128, (1 << 63) - 1, -1, -(1 << 63)])
 @pytest.mark.parametrize("found", MATCHES)
 def test_they_are_the_same(found: ChainMatch, request_id: int) -> None:
     messages = MatchMessages()
