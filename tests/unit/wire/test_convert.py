@@ -192,6 +192,15 @@ def test_query_in_the_middle_of_a_group_needs_its_head() -> None:
         convert_cluster.chain_query_from_proto(message, chunks_max=2)
 
 
+def test_a_chain_query_names_no_endless_host() -> None:
+    """An index keeps what it found out for a host a while, so that the host's name must not be of any length."""
+    message = index_pb2.MatchRequest(keyspace_id=bytes(16), chunk_hashes=bytes(16), host_id="h" * 1024)
+    assert convert_cluster.chain_query_from_proto(message, chunks_max=1).host_id == message.host_id
+    message.host_id += "h"
+    with pytest.raises(InvalidRequest, match="host_id"):
+        convert_cluster.chain_query_from_proto(message, chunks_max=1)
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -877,7 +877,7 @@ class MatchRequest(_message.Message):
     shards: _builtins.int
     """Shards that must be covered; 0 means all of the keyspace's grid."""
     host_id: _builtins.str
-    """Nodes with this host id are listed first in each run; may be empty."""
+    """Nodes with this host id are listed first in each run; may be empty, and has at most 1024 characters."""
     def __init__(
         self,
         *,

@@ -186,6 +186,7 @@ def chain_query_from_proto(message: index_pb2.MatchRequest, *, chunks_max: int) 
         raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash", item_index=whole)
     check_count(whole, "number of chunk_hashes", most=chunks_max)
     first = check_count(message.first_chunk_index, "first_chunk_index")
+    check_count(len(message.host_id), "length of host_id", most=_ENDPOINT_CHARACTERS_MAX)  # the index keeps it a while
     head = check_optional_id(message.group_head_hash, "group_head_hash")
     if not head and first % cluster.CHAIN_GROUP_CHUNKS and whole:
         raise InvalidRequest(f"group_head_hash is needed because first_chunk_index {first} is no multiple of 16")
