@@ -56,7 +56,7 @@ class ClusterLane(RedisLane):
         return replies
 
     async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
-        """An error only if every master was asked and none answers, or nobody tells who the masters are."""
+        """An error only if every master was asked and none serves its slots, or nobody tells who the masters are."""
         ends_at_s = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._slots.load()
         parts: dict[Server, list[int]] = {}
@@ -77,6 +77,8 @@ class ClusterLane(RedisLane):
             with suppress(StoreUnavailable):
                 await self._redirect(commands, keys, replies, (), 0.0, ends_at_s)
             replies = [None if _is_out_of_reach(reply) else reply for reply in replies]
+            if self._slots.masters <= parts.keys() and all(reply is None for reply in replies):
+                raise StoreUnavailable("no master of the Cluster serves its slots just now")
         return replies
 
     async def masters(self) -> list[RedisLink]:

@@ -1,0 +1,64 @@
+"""Reads of a Cluster of which a part, or all, is out of reach."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import hiredis
+import pytest
+
+from kvpool.core.errors import StoreUnavailable
+from kvpool_index.adapters.redis_cluster import ClusterLane
+from kvpool_index.adapters.redis_link import LinkOptions, RedisLink
+from kvpool_index.adapters.redis_slots import SLOT_COUNT, SlotMap
+from kvpool_index.adapters.redis_url import Login, Server
+from kvpool_index.adapters.redis_wire import Reply, pack
+from kvpool_index.core.redis_stats import RedisStats
+
+MASTERS = (Server("a", 1), Server("b", 2))
+KEYS = [b"{%d}" % number for number in range(20)]
+COMMANDS = [pack(b"GET", key) for key in KEYS]
+DOWN = hiredis.ReplyError("CLUSTERDOWN The cluster is down")
+
+
+class Link:
+    """A connection to a master that answers everything alike."""
+
+    is_failing = False
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    async def exchange(self, commands: Sequence[bytes], **options: Any) -> list[Reply]:
+        return [self.reply] * len(commands)
+
+    async def close(self) -> None:
+        pass
+
+
+class Slots(SlotMap):
+    """Half of the slots at each master; nobody else tells."""
+
+    def __init__(self, options: LinkOptions) -> None:
+        super().__init__(MASTERS, options)
+        self._owners = [MASTERS[slot * 2 // SLOT_COUNT] for slot in range(SLOT_COUNT)]
+
+    def refresh_soon(self, *, pause_s: float = 0.0) -> None:
+        pass
+
+
+def lane_of(*replies: Reply) -> ClusterLane:
+    options = LinkOptions(login=Login(), timeout_s=1.0, max_in_flight=10, stats=RedisStats())
+    lane = ClusterLane(Slots(options), options, None)
+    lane._links = {at: cast("RedisLink", Link(reply)) for at, reply in zip(MASTERS, replies, strict=True)}
+    return lane
+
+
+async def test_what_one_master_does_not_serve_is_out_of_reach() -> None:
+    replies = await lane_of(DOWN, b"value").exchange_reachable(COMMANDS, KEYS)
+    assert set(replies) == {None, b"value"}
+
+
+async def test_a_cluster_that_serves_nothing_is_an_error_and_not_empty() -> None:
+    """Each master answers, and says that the Cluster is down (cluster-require-full-coverage, and one is lost)."""
+    with pytest.raises(StoreUnavailable):
+        await lane_of(DOWN, DOWN).exchange_reachable(COMMANDS, KEYS)
