@@ -1,7 +1,7 @@
 """A client's replica on a real index: matches without a call, and never from the past."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -9,7 +9,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.clock import SystemClock
-from kvpool.core.cluster import ChainMatch, ChainQuery
+from kvpool.core.cluster import ChainMatch, ChainQuery, HeartbeatEvent
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import ManualClock, eventually
 from kvpool_index import engine_watch
@@ -150,6 +150,32 @@ async def test_what_was_sent_while_we_were_stopped_is_as_old_as_it_is(
         await eventually(lambda: one.heard >= heard + 3)
         assert not one.replica.is_current
         assert await one.last(chain) is MatchedBy.INDEX
+
+
+async def test_a_watch_that_took_long_to_open_is_opened_anew(
+    index: RunningIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats would seem old for days, because nobody knows when the index opened it."""
+    monkeypatch.setattr(engine_watch, "_HEARTBEAT_S", 0.01)
+    clock, asked = ManualClock(), list[float]()
+
+    def now_s() -> float:
+        asked.append(clock.monotonic_s())
+        if len(asked) == 1:
+            clock.advance(40.0)
+        return asked[-1]
+
+    client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), backoff_initial_s=0.01))
+    ages_ms = list[int]()
+    async with aclosing(client.watch(for_replica=True, now_s=now_s)) as events:
+        async for event in events:
+            if isinstance(event.event, HeartbeatEvent):
+                ages_ms.append(event.event.age_ms)
+                if len(ages_ms) == 3:
+                    break
+                clock.advance(6.0)
+    await client.close()
+    assert min(ages_ms[:2]) > 39_000 and ages_ms[2] < 1000
 
 
 async def test_without_the_index_what_is_known_is_still_answered(index: RunningIndex) -> None:

@@ -31,3 +31,22 @@ def test_an_hour_of_silence_is_no_excuse() -> None:
     for second in range(1, 100):
         transit.delay_s(float(second), float(second))
     assert transit.delay_s(100.0, 3700.0) > 3599.0
+
+
+def test_a_stream_that_took_long_to_open_is_adrift() -> None:
+    transit = Transit(asked_at_s=0.0)
+    for second in range(1, 11):
+        assert transit.delay_s(float(second), second + 40.0) > 39.0 and not transit.is_adrift
+    transit.delay_s(11.0, 51.0)
+    assert transit.is_adrift
+
+
+def test_what_waited_while_its_reader_was_stopped_leaves_no_stream_adrift() -> None:
+    transit = Transit(asked_at_s=0.0)
+    for second in range(1, 100):
+        transit.delay_s(float(second), float(second))
+    for second in range(100, 3700):
+        transit.delay_s(float(second), 3700.0 + second / 1e3)
+        assert not transit.is_adrift
+    for second in range(3704, 3730):
+        assert transit.delay_s(float(second), float(second)) < 0.5 and not transit.is_adrift

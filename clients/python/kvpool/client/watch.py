@@ -79,6 +79,8 @@ async def _watch_once(
             event = index_event_from_proto(message)
             if isinstance(event.event, HeartbeatEvent) and event.event.watch_age_ms:
                 event = replace(event, event=_aged(event.event, transit, now_s()))
+                if transit.is_adrift:
+                    raise ServiceUnavailable("heartbeats only seem late: how long the watch took to open is not known")
             yield event
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
