@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvpool.core.eviction import ChainPolicy, LruPolicy, PolicyName, Retention, S3FifoPolicy, make_policy
+from kvpool.core.eviction.chain_nodes import NONE, ChainNodes
+from kvpool.core.eviction.chain_queues import ChainQueues
 from kvpool.core.eviction.ghosts import GhostTable
 from kvpool.core.eviction.place_values import AGE_BUCKETS, EDGES, age_bucket, age_buckets, place_values
 from kvpool.core.eviction.replay import belady, replay
@@ -178,3 +180,18 @@ def test_a_key_that_left_within_its_request_and_then_stands_for_a_parent_is_used
     policy.restore(2, 1)
     policy.insert(21)
     assert 1 not in policy and 2 in policy
+
+
+def test_a_key_that_was_offered_before_its_first_child_came_is_offered_anew_when_that_goes() -> None:
+    """It has another rank by then, and would come to the head of the queue that the child was taken from."""
+    nodes: ChainNodes[str] = ChainNodes()
+    queues = ChainQueues(nodes, 2)
+    assert queues.shelf(0, None) == 0
+    values = [[1.0] * AGE_BUCKETS, [0.0] * AGE_BUCKETS]
+    parent = nodes.add(NONE, "parent", None, NONE)
+    queues.offer(parent, 0)
+    child = nodes.add(NONE, "child", "parent", parent)
+    queues.offer(child, 1)
+    assert queues.take(None, values, 9) == child
+    queues.expose(nodes.drop(child), 1, 0)
+    assert queues.take(None, values, 9) == parent

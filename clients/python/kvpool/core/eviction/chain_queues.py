@@ -89,7 +89,8 @@ class ChainQueues(Generic[K]):
         """A node has no children any more; the last one was used at `child_use`."""
         nodes = self._nodes
         last_use = nodes.last_use[node]
-        if self._run_left and last_use <= child_use and (nodes.shelf[node], rank) == self._run:
+        is_queued = nodes.flags[node] & QUEUED  # since before it had the child
+        if self._run_left and not is_queued and last_use <= child_use and (nodes.shelf[node], rank) == self._run:
             # Its child was the longest unused of this queue, so it would come to its head: spare it the way there.
             if self._next >= 0:
                 self._offer_next()
