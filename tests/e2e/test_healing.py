@@ -44,8 +44,8 @@ async def test_a_wiped_redis_is_filled_again_within_the_bound(tmp_path: Path) ->
     async with healing_cluster(tmp_path) as cluster:
         client, chain, session = cluster.client(), MadeChain(40), await cluster.session()
         other = cluster.client(1)
-        for one in (client, other):  # whichever replica the pagestore turns to: it knows the name
-            await open_keyspace(one)
+        for replica in (client, other):  # whichever replica the pagestore turns to: it knows the name
+            await open_keyspace(replica)
         await store_chunks(session, chain, range(40))
         async with cluster.control() as control:
             await control.flush()
