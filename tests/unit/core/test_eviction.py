@@ -172,7 +172,7 @@ def test_the_same_trace_hits_the_same_each_time(name: PolicyName) -> None:
 
 def test_a_key_that_left_within_its_request_and_then_stands_for_a_parent_is_used_no_further() -> None:
     """As where a start still shows the policy what it found, while the parent of some of it is given up."""
-    policy = make_policy(PolicyName.CHAIN)
+    policy: ChainPolicy[int] = ChainPolicy()
     for key in (*range(10, 20), 1, 20):  # the model has seen the eleventh use to be of 1
         policy.insert(key)
     policy.touch(1)
