@@ -73,6 +73,17 @@ async def test_replies_go_to_whom_they_are_for_however_they_are_cut() -> None:
         assert await second == [b"c"] and connection.waiting_count == 0
 
 
+async def test_what_ends_a_reply_that_came_in_parts_is_no_reply() -> None:
+    """The parser has taken all that came, and yet is in the middle of a reply."""
+    connection = Connection()
+    connection.connection_made(Unread())
+    answered = connection.send(PING * 2, 2, NEVER_S)
+    connection.data_received(b"*1\r\n*1\r\n")
+    connection.data_received(b":1\r\n:1\r\n")
+    assert await answered == [[[1]], 1]
+    connection.abort("over")
+
+
 @pytest.mark.parametrize("reply", [b"+a\r\n", b"*2\r\n$1\r\nx\r\n$-1\r\n", b"*0\r\n", b"$4\r\n+a\r\n\r\n"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("cut", range(0, 9, 2))

@@ -55,6 +55,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
+        self._is_within_reply = False  # a part of a list may be taken already, and then the reader has no data either
         self._waiting: deque[tuple[int, list[Reply], asyncio.Future[list[Reply]], float]] = deque()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # one for all who wait: one for each costs as much as parsing
@@ -111,7 +112,7 @@ class Connection(asyncio.Protocol):
             self.abort(f"what came is no reply: {error}")
 
     def _take(self, data: bytes) -> None:
-        if len(self._waiting) == 1 and not self._reader.has_data():
+        if len(self._waiting) == 1 and not self._is_within_reply and not self._reader.has_data():
             data = self._take_equal(data)
         self._reader.feed(data)
         while self._waiting:
@@ -119,11 +120,15 @@ class Connection(asyncio.Protocol):
             while len(replies) < reply_count:
                 reply = self._reader.gets()
                 if reply is False:  # not all of it is here yet
+                    self._is_within_reply = True
                     return
                 replies.append(reply)
             self._waiting.popleft()
+            self._is_within_reply = False
             if not answered.done():
                 answered.set_result(replies)
+            if not self._reader.has_data():
+                return
 
     def _take_equal(self, data: bytes) -> bytes:
         """Parse one reply for all if they are equal, as those about a chain at one place are; returns what is left."""
