@@ -15,7 +15,7 @@ _TAG_BYTES: Final = 3  # hexadecimal digits of a digest range, in a key's hash t
 _FIELD_WORD: Final = b"$%d\r\n%b\r\n" % (FIELD_BYTES, bytes(FIELD_BYTES))
 _FIELD_AT: Final = _FIELD_WORD.index(bytes(FIELD_BYTES))
 _GROUP_BYTES: Final = HASH_BYTES * CHAIN_GROUP_CHUNKS
-_KEPT_BLANKS: Final = 64  # by keyspace and length, of a few KiB each
+_KEPT_BLANKS: Final = 64  # by keyspace and length; 0.3 KiB for each group, so that all together stay below 10 MiB
 _HASH: Final = np.dtype(f"V{HASH_BYTES}")
 _FIELD: Final = np.dtype(f"V{FIELD_BYTES}")
 
