@@ -72,6 +72,7 @@ class Drain:
         self._going_on: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._watchers = 0
+        self._turning = asyncio.Lock()  # held while the node is taken out of service, or back
         self._changed = asyncio.Event()
         self._failure: KvPoolError | None = None
         self._full: set[bytes] = set()  # nodes that refused pages in this pass
@@ -101,12 +102,12 @@ class Drain:
         """
         self._watchers += 1
         try:
-            if self.state is DrainState.DRAINED:
-                yield self.progress
-                return
-            await self._copying.placement.set_draining(True)
-            begins, self.state = self.state is not DrainState.DRAINING, DrainState.DRAINING
-            if self._task is None:
+            async with self._turning:
+                if self.state is not DrainState.DRAINED:
+                    await self._copying.placement.set_draining(True)
+                if begins := self.state is DrainState.SERVING:  # it may have ended meanwhile
+                    self.state = DrainState.DRAINING
+            if self._task is None and self.state is DrainState.DRAINING:
                 self._failure = None
                 self._task = background(self._run(), "drain")
             if begins:
@@ -126,16 +127,17 @@ class Drain:
 
     async def cancel(self) -> None:
         """Take the node back into service. Raises DrainBlocked once the drain has ended."""
-        if self.state is DrainState.DRAINED:
-            raise DrainBlocked("the node is drained and its lease has ended: restart the pagestore to use it again")
-        await self._leave_it()
-        if self.state is DrainState.DRAINING:
-            await self._copying.placement.set_draining(False)
-            await self._kept.save(b"")
-            self.state = DrainState.SERVING
-            self.progress = DrainProgress()
-            self._failure = DrainBlocked("the drain was cancelled")
-            self._tell()
+        async with self._turning:
+            await self._leave_it()
+            if self.state is DrainState.DRAINED:
+                raise DrainBlocked("the node is drained and its lease has ended: restart the pagestore to use it again")
+            if self.state is DrainState.DRAINING:
+                self._failure = DrainBlocked("the drain was cancelled")
+                self._tell()
+                await self._copying.placement.set_draining(False)
+                await self._kept.save(b"")
+                self.state = DrainState.SERVING
+                self.progress = DrainProgress()
 
     async def stop(self) -> None:
         """The process ends, and with it whatever watches."""
@@ -180,9 +182,9 @@ class Drain:
                     f"after {_PASSES_MAX} passes pages still have no other copy: what is moved is evicted"
                 )
             await self._copying.placement.leave()
-            await self._kept.save(b"")  # a restart takes the node back into service
             self.state = DrainState.DRAINED
             self.progress = replace(self.progress, done=True)
+            await self._kept.save(b"")  # a restart takes the node back into service
         except KvPoolError as error:
             _log.error("the drain stopped and can be called again: %s", error)
             self._failure = error

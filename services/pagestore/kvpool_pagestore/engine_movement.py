@@ -70,9 +70,9 @@ class Movement:
         sweeps = SweepLimits(
             interval_s=config.sweep_interval_ms / 1e3, rebalance_bytes_per_s=config.rebalance_bytes_per_s
         )
-        settled = KeptValue(disk, "settled-nodes")
+        settled = KeptValue(disk, "settled-nodes", tasks)
         self.sweep = Sweep(sweeps, copying, self.replication, self.factor, self._drop, self._replicated, settled, clock)
-        drain_kept = KeptValue(disk, "draining")
+        drain_kept = KeptValue(disk, "draining", tasks)
         self.drain = Drain(copying, flush, lambda: ledger.writer_bytes > ledger.dirty_bytes, drain_kept)
 
     def attach(self, announcer: Announcer, pages: PageCalls) -> None:

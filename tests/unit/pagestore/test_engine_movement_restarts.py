@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from kvpool.core.errors import ArenaFull, Draining, KvPoolError
+from kvpool.core.errors import ArenaFull, DrainBlocked, Draining, KvPoolError, StoreUnavailable
 from kvpool.testing import eventually
 from kvpool_pagestore.engine_drain import Drain, DrainState
 from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
@@ -28,10 +28,17 @@ class Restarting:
     cluster: Cluster
     member: Member
     process: AsyncExitStack
+    blocked: threading.Event = field(default_factory=threading.Event)
+    unblocked: threading.Event = field(default_factory=threading.Event)
 
     @property
     def drain(self) -> Drain:
         return self.member.run.engine.movement.drain
+
+    def block(self) -> None:
+        """Hold up whoever sends a page here, on its thread."""
+        self.blocked.set()
+        self.unblocked.wait(5)
 
     def is_in(self, state: DrainState) -> bool:
         return self.drain.state is state
@@ -58,6 +65,12 @@ class Restarting:
             if progress.moved_pages:
                 break
         await watching.aclose()
+
+
+async def _watched(drain: Drain) -> None:
+    async with aclosing(drain.watch()) as progresses:
+        async for _ in progresses:
+            pass
 
 
 @asynccontextmanager
@@ -108,6 +121,8 @@ async def test_a_drain_that_goes_on_is_watched_joined_and_cancelled_like_any() -
 async def test_a_drain_that_is_cancelled_at_once_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The word that it began must not reach the disk after the word that it was cancelled."""
     async with restarting() as one:
+        await one.fill()
+        one.cluster.members[0].refuse = lambda item: ArenaFull("full")
         memory, cancelled = one.member.world.memory, threading.Event()
         true = memory.save_value
 
@@ -128,6 +143,107 @@ async def test_a_drain_that_is_cancelled_at_once_does_not_go_on(monkeypatch: pyt
         await watching.aclose()
         await one.restart()
         assert one.is_in(DrainState.SERVING)
+
+
+async def test_a_drain_whose_watcher_hangs_up_as_it_begins_can_be_cancelled_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that keeps the first word goes on without its caller."""
+    async with restarting() as one:
+        await one.fill()
+        one.cluster.members[0].refuse = lambda item: ArenaFull("full")
+        memory, cancelled = one.member.world.memory, threading.Event()
+        true = memory.save_value
+
+        def slow(name: str, value: bytes) -> None:
+            if name == "draining" and value:
+                cancelled.wait(0.2)
+            true(name, value)
+            if name == "draining" and not value:
+                cancelled.set()
+
+        monkeypatch.setattr(memory, "save_value", slow)
+        watching = one.drain.watch()
+        first = asyncio.ensure_future(anext(watching))
+        await eventually(lambda: one.is_in(DrainState.DRAINING))
+        first.cancel()
+        await asyncio.wait([first])
+        await one.drain.cancel()
+        await one.restart()
+        assert one.is_in(DrainState.SERVING)
+
+
+async def test_a_watcher_that_hangs_up_at_the_very_end_leaves_a_drained_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with restarting() as one:
+        memory, ending = one.member.world.memory, threading.Event()
+        true, hung_up = memory.save_value, threading.Event()
+
+        def slow(name: str, value: bytes) -> None:
+            if name == "draining" and not value:
+                ending.set()
+                hung_up.wait(5)
+            true(name, value)
+
+        monkeypatch.setattr(memory, "save_value", slow)
+        watching = asyncio.ensure_future(_watched(one.drain))
+        await eventually(ending.is_set)
+        watching.cancel()
+        await asyncio.wait([watching])
+        hung_up.set()
+        assert one.is_in(DrainState.DRAINED) and not one.member.alive
+        with pytest.raises(DrainBlocked, match="is drained"):
+            await one.drain.cancel()
+        assert [progress.done async for progress in one.drain.watch()] == [True]
+        await one.restart()
+        assert one.is_in(DrainState.SERVING)
+
+
+async def test_a_cancel_that_the_index_does_not_hear_ends_the_watching_too() -> None:
+    async with restarting() as one:
+        await one.fill()
+        one.cluster.members[0].refuse = lambda item: one.block()
+        watching = asyncio.ensure_future(_watched(one.drain))
+        await eventually(one.blocked.is_set)
+        one.cluster.reachable = False
+        cancelling = asyncio.ensure_future(one.drain.cancel())
+        one.unblocked.set()
+        with pytest.raises(StoreUnavailable):
+            await cancelling
+        with pytest.raises(KvPoolError):
+            await asyncio.wait_for(watching, 5)
+        assert one.is_in(DrainState.DRAINING), "to be cancelled again"
+
+
+async def test_whoever_watches_while_the_drain_is_being_cancelled_begins_it_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with restarting() as one:
+        await one.fill()
+        one.cluster.members[0].refuse = lambda item: ArenaFull("full")
+        with pytest.raises(KvPoolError):
+            await _watched(one.drain)
+        placement, heard = one.drain._copying.placement, asyncio.Event()
+        true = placement.set_draining
+
+        async def slow(draining: bool) -> None:
+            if not draining:
+                await heard.wait()
+            await true(draining)
+
+        monkeypatch.setattr(placement, "set_draining", slow)
+        one.cluster.members[0].refuse = lambda item: one.block()
+        cancelling = asyncio.ensure_future(one.drain.cancel())
+        await asyncio.sleep(0)
+        watching = asyncio.ensure_future(_watched(one.drain))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        heard.set()
+        await cancelling
+        await eventually(one.blocked.is_set)
+        assert one.is_in(DrainState.DRAINING) and one.member.node.draining, "no pages are taken while it moves them"
+        one.unblocked.set()
+        await watching
+        assert one.is_in(DrainState.DRAINED) and one.held_by(0) == len(PAGES)
 
 
 async def test_a_drain_that_fails_with_nobody_watching_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
