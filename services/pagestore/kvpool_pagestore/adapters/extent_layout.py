@@ -25,7 +25,6 @@ from kvpool_pagestore.ports import PageMetadata
 
 _VERSION: Final = 2
 _RECORD: Final = struct.Struct("<BQQH")
-_PAGE_BYTES: Final = struct.Struct("<xQ")  # of a record
 _EXTENT: Final = struct.Struct("<III")
 _ONE_EXTENT: Final = np.dtype(
     [
