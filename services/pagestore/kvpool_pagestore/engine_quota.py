@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from kvpool.core.errors import QuotaExceeded
 from kvpool.core.page import PageKey
@@ -105,12 +106,12 @@ class Quotas:
         self._give_up_staged(shortfall.keyspaces, aim_bytes, lambda key: key == spare)
 
     def _give_up_staged(self, keyspaces: frozenset[bytes], aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
-        victims = self._ledger.space.victims(keyspaces, lambda slot: spared(slot.page.key))
-        while sum(self._book.used_bytes(one) for one in keyspaces) > aim_bytes:
-            slot = next(victims, None)
-            if slot is None:
-                return
-            self._ledger.give_up(slot)
+        with closing(self._ledger.space.victims(keyspaces, lambda slot: spared(slot.page.key))) as victims:
+            while sum(self._book.used_bytes(one) for one in keyspaces) > aim_bytes:
+                slot = next(victims, None)
+                if slot is None:
+                    return
+                self._ledger.give_up(slot)
 
     def _give_up_stored(self, keyspaces: frozenset[bytes], aim_bytes: int, spare: PageKey | None) -> None:
         """Pages on disk, by the disk's eviction policy held to these keyspaces."""

@@ -6,14 +6,14 @@ out of use for longest makes room. Between classes, whole segments move, and onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
-
-_Spare = Callable[[Slot], bool]  # whether a page that may go is passed over
+from kvpool_pagestore.core.victims import walk
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class SegmentTable:
             return self._reformat(empty, slot_bytes)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
-        victim = self._victim(size_class, None, lambda slot: False)
+        victim = self._victim(size_class)
         if victim is not None:
             self._evict(victim)
             return self._pop_free(size_class)
@@ -131,16 +131,21 @@ class SegmentTable:
         if slot.name:
             self._class_of(slot).pages.retain(slot.name, retention_of(slot.page.metadata))
 
-    def victims(self, keyspaces: Collection[bytes], spare: _Spare) -> Iterator[Slot]:
+    def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
         """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
-        left = list(self._classes.values())
-        while left:
-            for size_class in list(left):
-                slot = self._victim(size_class, keyspaces, spare)
-                if slot is not None:
-                    yield slot
-                else:
-                    left.remove(size_class)
+        now_us = self.now_us()
+        with ExitStack() as ending:
+            left = [
+                ending.enter_context(closing(walk(one.pages, one.slots, keyspaces, spare, now_us)))
+                for one in self._classes.values()
+            ]
+            while left:
+                for one in list(left):
+                    slot = next(one, None)
+                    if slot is None:
+                        left.remove(one)
+                    else:
+                        yield slot
 
     def add_ghost(self, slot: Slot) -> None:
         """A session that held this slot ended abnormally."""
@@ -241,18 +246,15 @@ class SegmentTable:
         slot.segment.idle_count -= slot.idle
         slot.name, slot.idle = b"", False
 
-    def _victim(self, size_class: _SizeClass, keyspaces: Collection[bytes] | None, spare: _Spare) -> Slot | None:
+    def _victim(self, size_class: _SizeClass) -> Slot | None:
         now_us, slots = self.now_us(), size_class.slots
-        name = size_class.pages.evict(now_us, domains=keyspaces, spare=lambda name: spare(slots[name]))
+        name = size_class.pages.evict(now_us)
         if name is not None:
             return slots[name]
         # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
         # better than no slot for anybody.
-        for slot in slots.values():
-            chosen = slot.idle and (keyspaces is None or slot.page.key.keyspace in keyspaces) and not spare(slot)
-            if chosen and slot.page.metadata.pinned_until_us <= now_us:
-                return slot
-        return None
+        idle = (slot for slot in slots.values() if slot.idle)
+        return next((slot for slot in idle if slot.page.metadata.pinned_until_us <= now_us), None)
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)
