@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ STREAM = ': ping\n\ndata: {"a": 1}\n\nevent: x\r\ndata:é\r\ndata: two\r\n\r\nda
 def test_events_come_out_whole_however_their_bytes_are_cut(cuts: list[int]) -> None:
     reader, events = EventReader(), []
     ends = [0, *sorted(cuts), len(STREAM)]
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         events += list(reader.feed(STREAM[begin:end]))
     assert events == ['{"a": 1}', "é\ntwo", "[DONE]"]
     assert not reader.unfinished

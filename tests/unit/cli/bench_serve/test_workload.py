@@ -68,7 +68,7 @@ def test_lengths_vary_within_their_spans_and_turns_follow() -> None:
     source = shared(prefix_tokens=Span(10, 20), suffix_tokens=Span(1, 3), turn_count=3, output_tokens=Span(0, 2))
     talks = list(itertools.islice(source.conversations(IDS), 50))
     lengths = {len(talk.turns[0].content) for talk in talks}
-    assert 1 < len(lengths) and min(lengths) >= 11 and max(lengths) <= 23
+    assert len(lengths) > 1 and min(lengths) >= 11 and max(lengths) <= 23
     assert {tuple(len(turn.content) for turn in talk.turns[1:]) for talk in talks} == {(4, 4)}
     assert {turn.output_tokens for talk in talks for turn in talk.turns} == {1, 2}
 
@@ -115,7 +115,7 @@ def test_spans(text: str, span: Span) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "9:2", "-1", "1:inf", "nan", "1:2:3"])
 def test_what_is_no_span(text: str) -> None:
-    with pytest.raises(ValueError, match=".*"):
+    with pytest.raises(ValueError, match=r"want N|could not convert"):
         span_from_text(text)
 
 

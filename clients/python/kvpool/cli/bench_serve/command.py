@@ -136,10 +136,10 @@ def _about(
     identity = {**load, "input": arguments.input.name if arguments.input else None}
     return About(
         name=arguments.name or (Path(arguments.json).stem if arguments.json not in (None, "-") else plan.model),
-        command=" ".join(["kvpool", *(_without_userinfo(word) for word in arguments.argv)]),
+        command=" ".join(["kvpool", *arguments.argv]),
         started_at=started_at,
         interrupted=interrupted,
-        base_url=_without_userinfo(arguments.base_url),
+        base_url=arguments.base_url,
         api=str(arguments.api),
         model=plan.model,
         open_loop=plan.open_loop,
@@ -150,15 +150,10 @@ def _about(
     )
 
 
-def _without_userinfo(word: str) -> str:
-    """A name and password in a URL go into no file."""
-    if "://" not in word or "@" not in urlsplit(word).netloc:
-        return word
-    parts = urlsplit(word)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
 def _check(arguments: argparse.Namespace) -> None:
+    if any("@" in urlsplit(url).netloc for url in (arguments.base_url, *map(counters.metrics_url, arguments.metrics))):
+        # Results name their URLs and options.
+        raise CommandFailed("leave name and password out of URLs; a key is read from the variable of --api-key-env")
     if urlsplit(arguments.base_url).scheme not in ("http", "https"):
         raise CommandFailed(f"--base-url {arguments.base_url} wants http:// or https://")
     for path in (arguments.html, None if arguments.json in (None, "-") else Path(arguments.json)):

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from kvpool.cli.bench_serve.results import Result
 from kvpool.cli.bench_serve.tables import seconds_text, tier_names, tier_shares
@@ -27,6 +27,7 @@ _TIER_COLOURS = {
     "external": "#009e73",
     "computed": "#cfcfcf",
 }
+_NAME_CHARACTERS = 40
 _WIDE, _HALF = (10.6, 3.1), (5.2, 3.3)
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, and found by a search
@@ -67,11 +68,27 @@ def plots_of(results: Sequence[Result]) -> list[Plot]:
     return [plot for plot in (tiers, *halves, *rest) if plot is not None]
 
 
-def _draw(name: str, size_inches: tuple[float, float], draw: Callable[[Axes], object]) -> str:
+def _draw(
+    name: str,
+    size_inches: tuple[float, float],
+    draw: Callable[[Axes], object],
+    *,
+    left_inches: float = 0.65,
+    top_inches: float = 0.1,
+) -> str:
     # The salt keeps ids of clip paths of several plots in one page apart, and the same from run to run.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=size_inches, layout="constrained")
-        draw(figure.subplots())
+        figure = Figure(figsize=size_inches)
+        axes = figure.subplots()
+        draw(axes)
+        # Fixed margins: to let matplotlib fit them would mean to draw everything twice.
+        width, height = size_inches
+        figure.subplots_adjust(
+            left=left_inches / width,
+            right=1 - 0.2 / width,
+            bottom=(0.5 if axes.get_xlabel() else 0.3) / height,
+            top=1 - top_inches / height,
+        )
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = file.getvalue()
@@ -129,8 +146,10 @@ def _tiers(results: Sequence[Result]) -> Plot | None:
     note = (
         "Prompt tokens by where their KV came from, out of the servers' counters before and after. Grey was computed."
     )
-    size = (_WIDE[0], 1.2 + 0.45 * len(results))
-    return Plot("Where the prompts' KV came from", note, _draw("tiers", size, draw), wide=True)
+    size = (_WIDE[0], 0.75 + 0.45 * len(results))
+    left_inches = 0.3 + 0.08 * max(len(_plain(result.name)) for result in results)
+    svg = _draw("tiers", size, draw, left_inches=left_inches, top_inches=0.4)
+    return Plot("Where the prompts' KV came from", note, svg, wide=True)
 
 
 def _by_turn(results: Sequence[Result]) -> Plot | None:
@@ -235,7 +254,7 @@ def _seconds_axis(axes: Axes, largest_s: float, *, vertical: bool = False) -> No
         low, high = axes.get_ylim() if vertical else axes.get_xlim()
         # Few decades leave room for more than their powers of ten.
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 200 * low else (1.0,)))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(_tick))
 
 
@@ -248,5 +267,6 @@ def _colour(at: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what matplotlib takes for mathematics, or hides from a legend."""
-    return text.replace("$", r"\$").lstrip("_") or "?"
+    """Not too long, and without what matplotlib takes for mathematics, or hides from a legend."""
+    shown = text if len(text) <= _NAME_CHARACTERS else text[: _NAME_CHARACTERS - 1] + "…"
+    return shown.replace("$", r"\$").lstrip("_") or "?"
