@@ -270,6 +270,17 @@ def test_warm_up_records_nothing() -> None:
     assert (recorder.ok, recorder.failed, recorder.latency["ttft"].count) == (0, 0, 0)
 
 
+def test_a_stop_ends_a_warm_up_that_hangs() -> None:
+    async def run() -> float:
+        load = Load(plan(), ScriptedServer(first_s=1e6), IDS, Recorder({}, 0.0, 1))
+        asyncio.get_running_loop().call_later(3.0, load.stop)
+        await load.warm_up(list(itertools.islice(talks(), 6)))
+        await load.run(talks())
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(run()) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("how", [plan(conversation_limit=3), plan(starts_s=at_rate(1.0))], ids=["closed", "open"])
 def test_what_is_wrong_with_the_input_ends_the_run(how: LoadPlan) -> None:
     def broken() -> Iterator[Conversation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class Load:
             raise self._failure
 
     async def warm_up(self, conversations: list[Conversation]) -> int:
-        """Send these, a few at once, and record nothing; returns how many failed."""
+        """Send these, a few at once, and record nothing; returns how many failed. A stop ends it early."""
         turns, failures = iter(conversations), 0
 
         async def work() -> None:
@@ -99,7 +99,12 @@ class Load:
                 await self._ask(self._begun(conversation), conversation.turns[0].output_tokens, outcome)
                 failures += bool(outcome.error)
 
-        await asyncio.gather(*(work() for _ in range(_WARM_UP_AT_ONCE)))
+        working = asyncio.gather(*(work() for _ in range(_WARM_UP_AT_ONCE)))
+        over = self._loop.create_task(self._over.wait())
+        await asyncio.wait({working, over}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        await _cancel({working, over})
         return failures
 
     # Starting
@@ -253,7 +258,7 @@ class Load:
             self._recorder.latency["loop_lag"].add(self._loop.time() - due_s)
 
 
-async def _cancel(tasks: set[asyncio.Task[None] | asyncio.Future[Any]]) -> None:
+async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ from kvpool.cli.output import CommandFailed
 # of the server, so we drop them earlier.
 _KEEPALIVE_S = 3.0
 _CONNECT_TIMEOUT_S = 30.0
-_SMALL_CALL_TIMEOUT_S = 30.0
+_SMALL_CALL_TIMEOUT_S = 10.0
 _SMALL_ANSWER_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
