@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,16 @@ def test_options_that_make_no_sense(options: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         serve("--base-url", "http://127.0.0.1:1", *options)
     assert options[0] in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("command", "http", "counters"):
+        monkeypatch.delitem(sys.modules, f"kvpool.cli.bench_serve.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert serve("--base-url", "http://127.0.0.1:1", "--requests", 1) == 1
+    assert "aiohttp is missing: pip install 'kvpool[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

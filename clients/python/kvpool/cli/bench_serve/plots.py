@@ -136,6 +136,9 @@ def _tiers(results: Sequence[Result]) -> Plot | None:
                     axes.text(left[row] + share / 2, row, f"{share:.0%}", ha="center", va="center", fontsize=9,
                               color="black" if tier == "computed" else "white")  # fmt: skip
             left = [before + share for before, share in zip(left, shares, strict=True)]
+        for row, result in enumerate(results):
+            if not result.document["tiers"]:
+                axes.text(0.01, row, "its servers did not tell", va="center", fontsize=9, color="#777777")
         axes.set_yticks(rows, [_plain(result.name) for result in results])
         axes.invert_yaxis()
         axes.set_xlim(0, 1)
