@@ -78,6 +78,22 @@ async def test_refusals_are_counted_by_status(status: int) -> None:
     assert error.kind == f"http_{status}" and error.detail.startswith("no room x") and len(error.detail) == 200
 
 
+@pytest.mark.parametrize(
+    ("said", "detail"),
+    [
+        ('{"error": {"message": "too long", "code": 400}}', "too long"),
+        ('{"error": "too long"}', '{"error": "too long"}'),
+        ("[" * 5_000, "[" * 200),
+        ("", ""),
+    ],
+)
+async def test_the_message_of_a_refusal(said: str, detail: str) -> None:
+    async def script(request: web.Request, body: Body) -> web.StreamResponse:
+        return web.Response(status=400, text=said)
+
+    assert (await failure(script)).detail == detail
+
+
 async def test_a_refusal_that_never_ends() -> None:
     async def script(request: web.Request, body: Body) -> web.StreamResponse:
         response = web.StreamResponse(status=500)

@@ -101,10 +101,11 @@ class Load:
 
         working = asyncio.gather(*(work() for _ in range(_WARM_UP_AT_ONCE)))
         over = self._loop.create_task(self._over.wait())
-        await asyncio.wait({working, over}, return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [working, over]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
-        await _cancel({working, over})
+        await _cancel(waited)
         return failures
 
     # Starting

@@ -118,6 +118,9 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Chunk]:
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> str:
-    """What a server says about a refusal, of any length."""
-    said = await response.content.read(DETAIL_CHARACTERS * 4)
-    return said.decode(errors="replace")
+    """What a server says about a refusal, of any length: the message, where it is an OpenAI error."""
+    said = (await response.content.read(DETAIL_CHARACTERS * 4)).decode(errors="replace")
+    try:
+        return str(json.loads(said)["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return said
