@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool.cli.bench_serve.counters import Scrape, counters_from_text, metrics_url, moved, scrape, tiers
 from kvpool.cli.bench_serve.http import open_session
+from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.metrics import AgentMetrics
 from tests.fixtures.openai_server import OpenAiServer
 
 PAGE = """\
@@ -92,3 +95,19 @@ async def test_scrapes_of_servers_that_answer_nonsense() -> None:
     assert good.by_url[f"{url}/metrics"]['vllm:prompt_tokens_total{engine="0"}'] == 0
     assert good.failed[f"{url}/absent"].startswith("http_404")
     assert bad.by_url == {} and "no Prometheus text" in bad.failed[f"{url}/metrics"]
+
+
+def test_what_a_real_agent_shows_is_understood() -> None:
+    registry = CollectorRegistry()
+    metrics = AgentMetrics(registry)
+    before = Scrape({"a": counters_from_text(generate_latest(registry).decode())})
+    for source, tokens in ((LoadSource.STAGING, 300), (LoadSource.DISK, 100), (LoadSource.REMOTE, 50)):
+        metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
+    after = Scrape({"a": counters_from_text(generate_latest(registry).decode())})
+    assert tiers(moved(before, after).counters, 500) == {
+        "own": 0.0,
+        "staging": 300.0,
+        "disk": 100.0,
+        "remote": 50.0,
+        "computed": 50.0,
+    }
