@@ -10,9 +10,11 @@ from typing import Any
 from kvpool.cli.bench_serve.plots import COLOURS, Plot, plots_of
 from kvpool.cli.bench_serve.results import Result
 from kvpool.cli.bench_serve.tables import (
+    LATENCY_HEADERS,
     Row,
     cache_rows,
     comparison_warnings,
+    latency_lines,
     latency_rows,
     seconds_text,
     share_text,
@@ -27,7 +29,7 @@ h1 { font-size: 22px; margin: 8px 0 2px; } h2 { font-size: 17px; margin: 30px 0 
 h3 { font-size: 14px; margin: 0; } p { margin: 4px 0; } .quiet { color: #5c5c5c; font-size: 13px; }
 .cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0; }
 .card { background: #fff; border: 1px solid #ddd; border-top: 4px solid var(--own); border-radius: 6px;
-  padding: 10px 16px 12px; flex: 1 1 240px; }
+  padding: 10px 16px 12px; flex: 1 1 240px; max-width: 560px; }
 .card dl { display: grid; grid-template-columns: auto auto; gap: 1px 14px; margin: 6px 0 0; font-size: 14px; }
 .card dt { color: #5c5c5c; } .card dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; }
 .warnings { background: #fff6e0; border: 1px solid #e8c979; border-radius: 6px; padding: 8px 16px; }
@@ -35,6 +37,9 @@ h3 { font-size: 14px; margin: 0; } p { margin: 4px 0; } .quiet { color: #5c5c5c;
 table { border-collapse: collapse; background: #fff; border: 1px solid #ddd; font-size: 14px; width: 100%; }
 th, td { padding: 4px 12px; text-align: right; border-bottom: 1px solid #eee; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; } thead th { background: #f3f3f3; }
+dl.pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 8px 14px; margin: 12px 0; }
+dl.pairs dt { color: #5c5c5c; font-size: 13px; } dl.pairs dd { margin: 0; font-size: 16px; }
+table.words td, table.words th { text-align: left; }
 tr.group td { border-top: 1px solid #bbb; }
 td.better { color: #00704f; } td.worse { color: #b34700; }
 .plots { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
@@ -121,6 +126,8 @@ def _warnings(results: Sequence[Result]) -> str:
 
 
 def _table(results: Sequence[Result]) -> str:
+    if len(results) == 1:
+        return _single_table(results[0])
     first = results[0].name
     headers = ["", *(result.name for result in results), *(f"{result.name} / {first}" for result in results[1:])]
     head = "".join(f"<th>{escape(header)}</th>" for header in headers)
@@ -128,6 +135,16 @@ def _table(results: Sequence[Result]) -> str:
     for rows in (latency_rows(results), throughput_rows(results), cache_rows(results)):
         body += [_table_row(row, begins_group=not at) for at, row in enumerate(rows)]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _single_table(result: Result) -> str:
+    """One run: percentiles beside each other."""
+    head = "".join(f"<th>{escape(header)}</th>" for header in LATENCY_HEADERS)
+    lines = latency_lines(result)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in line) + "</tr>" for line in lines)
+    rest = [*throughput_rows([result]), *cache_rows([result])]
+    pairs = "".join(f"<div><dt>{escape(row.label)}</dt><dd>{escape(row.texts[0])}</dd></div>" for row in rest)
+    return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><dl class="pairs">{pairs}</dl>'
 
 
 def _table_row(row: Row, *, begins_group: bool) -> str:
@@ -165,7 +182,7 @@ def _errors(results: Sequence[Result]) -> str:
         for name, kind, error in rows
     )
     head = "<tr><th>run</th><th>kind</th><th>requests</th><th>for example</th></tr>"
-    return f"<h2>Errors</h2><table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f"<h2>Errors</h2><table class="words"><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _details(result: Result) -> str:

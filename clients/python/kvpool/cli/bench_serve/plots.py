@@ -181,7 +181,7 @@ def _by_prompt(results: Sequence[Result], *, wide: bool) -> Plot | None:
     def draw(axes: Axes) -> None:
         for at, result in enumerate(results):
             rows = result.document["sample"]
-            axes.scatter([r[3] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0,
+            axes.scatter([r[3] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0, clip_on=False,
                          label=_plain(result.name))  # fmt: skip
         _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
         axes.set_xlim(left=0)
@@ -196,7 +196,7 @@ def _over_time(results: Sequence[Result]) -> Plot | None:
     def draw(axes: Axes) -> None:
         for at, result in enumerate(results):
             rows = result.document["sample"]
-            axes.scatter([r[0] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0,
+            axes.scatter([r[0] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0, clip_on=False,
                          label=_plain(result.name))  # fmt: skip
         _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
         axes.set_xlim(left=0)

@@ -41,6 +41,19 @@ def latency_rows(results: Sequence[Result]) -> list[Row]:
     return rows
 
 
+LATENCY_HEADERS = ["", *(f"p{percent}" for percent in PERCENTILES), "mean", "largest"]
+
+
+def latency_lines(result: Result) -> list[list[str]]:
+    """The latencies of one result, a line each, under LATENCY_HEADERS."""
+    lines = []
+    for name, label in LATENCIES.items():
+        found = result.latency[name]
+        values = [*(found.percentile(percent) for percent in PERCENTILES), found.mean, found.maximum]
+        lines.append([label, *(seconds_text(value) if found.count else "-" for value in values)])
+    return lines
+
+
 def throughput_rows(results: Sequence[Result]) -> list[Row]:
     """What went through, and what did not."""
     documents = [result.document for result in results]
@@ -100,7 +113,10 @@ def tier_shares(results: Sequence[Result], tier: str) -> list[float | None]:
 def render(results: Sequence[Result]) -> str:
     """Tables for people at a terminal."""
     parts = []
-    for rows in (throughput_rows(results), latency_rows(results), cache_rows(results)):
+    if len(results) == 1:
+        parts.append(table(LATENCY_HEADERS, latency_lines(results[0]), right=list(range(1, len(LATENCY_HEADERS)))))
+    groups = [throughput_rows(results), *([latency_rows(results)] if len(results) > 1 else []), cache_rows(results)]
+    for rows in groups:
         headers = ["", *(result.name for result in results), *(f"{r.name} / {results[0].name}" for r in results[1:])]
         lines = [[row.label, *row.texts, *row.ratios[1:]] for row in rows]
         parts.append(table(headers, lines, right=list(range(1, len(headers)))))
