@@ -182,7 +182,7 @@ def _errors(results: Sequence[Result]) -> str:
         for name, kind, error in rows
     )
     head = "<tr><th>run</th><th>kind</th><th>requests</th><th>for example</th></tr>"
-    return f"<h2>Errors</h2><table class="words"><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f"<h2>Errors</h2><table class='words'><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _details(result: Result) -> str:

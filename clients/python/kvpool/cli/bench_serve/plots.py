@@ -179,11 +179,7 @@ def _by_turn(results: Sequence[Result]) -> Plot | None:
 
 def _by_prompt(results: Sequence[Result], *, wide: bool) -> Plot | None:
     def draw(axes: Axes) -> None:
-        for at, result in enumerate(results):
-            rows = result.document["sample"]
-            axes.scatter([r[3] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0, clip_on=False,
-                         label=_plain(result.name))  # fmt: skip
-        _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
+        _scatter(axes, results, column=3)
         axes.set_xlim(left=0)
         axes.set_xlabel("prompt tokens")
         axes.legend(markerscale=2.5)
@@ -194,17 +190,23 @@ def _by_prompt(results: Sequence[Result], *, wide: bool) -> Plot | None:
 
 def _over_time(results: Sequence[Result]) -> Plot | None:
     def draw(axes: Axes) -> None:
-        for at, result in enumerate(results):
-            rows = result.document["sample"]
-            axes.scatter([r[0] for r in rows], [r[1] for r in rows], s=7, alpha=0.45, color=_colour(at), linewidths=0, clip_on=False,
-                         label=_plain(result.name))  # fmt: skip
-        _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
+        _scatter(axes, results, column=0)
         axes.set_xlim(left=0)
         axes.set_xlabel("when the request was meant to start, s")
         axes.legend(markerscale=2.5)
 
     note = "A point is a request. A slope upwards means that more comes in than the server can do."
     return _of_sample(results, "Time to first token over the run", note, "over-time", draw, wide=True)
+
+
+def _scatter(axes: Axes, results: Sequence[Result], *, column: int) -> None:
+    """Time to first token of the sampled requests over another column of the sample."""
+    for at, result in enumerate(results):
+        rows = result.document["sample"]
+        points = [row[column] for row in rows], [row[1] for row in rows]
+        look: dict[str, Any] = {"s": 7, "alpha": 0.45, "linewidths": 0, "clip_on": False}
+        axes.scatter(*points, color=_colour(at), label=_plain(result.name), **look)
+    _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
 
 
 def _of_sample(
