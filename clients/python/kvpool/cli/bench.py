@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, say
+from kvpool.cli.bench_serve import options
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, say
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
     for bench, quick in ((pages, "20 s"), (match, "20 s"), (gpu, "a minute, where all takes under four")):
         bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
         bench.add_argument("--quick", action="store_true", help=f"less data and fewer rounds: under {quick}")
+    _declare_serve(benches)
+
+
+def _declare_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = benches.add_parser(
+        "serve", help="load on an OpenAI-compatible server: latencies, throughput, hits", allow_abbrev=False
+    )
+    options.declare(serve)
+    serve.set_defaults(run=run_serve)
+    report = benches.add_parser("serve-report", help="results of `serve` side by side, with plots", allow_abbrev=False)
+    options.declare_report(report)
+    report.set_defaults(run=run_serve_report)
 
 
 def run_pages(arguments: argparse.Namespace) -> int:
@@ -63,6 +78,25 @@ def run_gpu(arguments: argparse.Namespace) -> int:
     if arguments.json:
         report.write(arguments.json)
     return EXIT_FAILED if report.failed else EXIT_OK
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Measure a server from outside, whatever runs there."""
+    code: int = _serve_command().run_serve(arguments)
+    return code
+
+
+def run_serve_report(arguments: argparse.Namespace) -> int:
+    """Show results of `serve`."""
+    code: int = _serve_command().run_report(arguments)
+    return code
+
+
+def _serve_command() -> ModuleType:
+    try:
+        return import_module("kvpool.cli.bench_serve.command")
+    except ModuleNotFoundError as error:
+        raise CommandFailed(f"{error.name} is missing: pip install 'kvpool[bench]'") from error
 
 
 def _sections(text: str) -> list[str]:

@@ -39,7 +39,7 @@ COMMANDS = {
     "policy": _Command("policy", "what pagestores do with a keyspace: disk writes, staging, replicas, quota"),
     "replay": _Command("replay", "hit rate of a trace of requests, by eviction policy and capacity"),
     "route": _Command("route", "which hosts would serve a token sequence best, by what they hold of it"),
-    "bench": _Command("bench", "measure pages and matches, each beside its baseline"),
+    "bench": _Command("bench", "measure pages, matches, the GPU path, or any OpenAI-compatible server"),
 }
 
 

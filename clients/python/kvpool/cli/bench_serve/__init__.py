@@ -1,0 +1,1 @@
+"""`kvpool bench serve`: a load generator for any OpenAI-compatible endpoint, and its report."""
