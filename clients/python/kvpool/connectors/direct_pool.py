@@ -85,7 +85,7 @@ class DirectPool:
         try:
             await self._look_up(space, chunks, found)
         except KvPoolError as error:
-            self._failed("look-up", error)
+            self.note_failure("look-up", error)
         self.counts.found_chunks += sum(found)
         return found
 
@@ -114,7 +114,7 @@ class DirectPool:
                     if read.error is not None:
                         raise read.error
         except KvPoolError as error:
-            self._failed("load", error)
+            self.note_failure("load", error)
         answer = _whole(pages, good, len(chunks))
         for chunk, loaded in zip(chunks, answer, strict=True):
             if not loaded:
@@ -144,7 +144,7 @@ class DirectPool:
                     if written.error is not None:
                         raise written.error
         except KvPoolError as error:
-            self._failed("store", error)
+            self.note_failure("store", error)
         answer = _whole(pages, good, len(chunks))
         self.counts.stored_chunks += sum(answer)
         self.counts.refused_chunks += len(answer) - sum(answer)
@@ -161,7 +161,7 @@ class DirectPool:
                 finally:
                     await control.close()
         except KvPoolError as error:
-            self._failed("clear", error)
+            self.note_failure("clear", error)
             return False
         finally:
             self._sources.clear()
@@ -244,7 +244,8 @@ class DirectPool:
         while len(self._sources) > self._config.remembered_chunks:
             self._sources.popitem(last=False)
 
-    def _failed(self, what: str, error: KvPoolError) -> None:
+    def note_failure(self, what: str, error: KvPoolError) -> None:
+        """Count it, and log it unless it is the same as the last one."""
         self.counts.failed_calls += 1
         message = f"{what}: {error}"
         level = logging.DEBUG if message == self.counts.last_failure else logging.WARNING
