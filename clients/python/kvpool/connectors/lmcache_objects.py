@@ -37,7 +37,8 @@ def layout_of_description(description: Any) -> ObjectLayout | None:
 
 def layout_of_object(one: Any) -> ObjectLayout | None:
     """Of LMCache's MemoryObj; None for one whose size is not what its layout says (serialized, or used in part)."""
-    layout = _layout(one.get_shapes(), one.get_dtypes())
+    metadata = one.metadata  # of several tensors, or of one
+    layout = _layout(metadata.shapes or [metadata.shape], metadata.dtypes or [metadata.dtype])
     return layout if layout is not None and layout.size_bytes == one.get_size() else None
 
 
