@@ -21,8 +21,8 @@ import numpy as np
 from kvpool.connectors.direct_config import DirectPoolConfig
 from kvpool.connectors.direct_sync import DirectSyncPool
 from kvpool.connectors.direct_values import ChunkPlace, OpenSpace
-from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, bytes_of, host_pages
-from kvpool.connectors.strided_pages import StridedPages
+from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages
+from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.foreign_keys import foreign_chunk_hash

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.connectors.direct_values import SharedSpace
-from kvpool.connectors.strided_pages import StridedPages
+from kvpool.connectors.strided_pages import Bytes, StridedPages, bytes_of
 from kvpool.core.cache_axes import CacheAxes
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.foreign_keys import salt_of
@@ -82,20 +79,10 @@ class FlatPages:
     layers: range
     heads: range
 
-    def of(self, page: npt.NDArray[np.uint8]) -> StridedPages:
+    def of(self, page: Bytes) -> StridedPages:
         """page: [page_bytes] uint8, contiguous. raises: InvalidRequest for one of another size."""
         layout = self.axes.layout(self.spec, self.layers, self.heads, self.spec.chunk_tokens, 1)
         return StridedPages(self.spec, layout, page)
-
-
-def bytes_of(tensor: Any) -> npt.NDArray[np.uint8]:
-    """A CPU tensor's memory, [bytes] uint8, without a copy. raises: InvalidRequest unless it is contiguous."""
-    import torch
-
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise InvalidRequest(f"a contiguous tensor in host memory is needed, got one on {tensor.device}")
-    found: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
 
 
 def host_pages(pool: Any, config: StorageConfig, identity: Identity) -> HostPages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,16 @@ from kvpool.core.layout import EngineLayout, RowPlane
 from kvpool.core.payload import ShardPayload
 
 Bytes = npt.NDArray[np.uint8]
+
+
+def bytes_of(tensor: Any) -> Bytes:
+    """A CPU tensor's memory, [bytes] uint8, without a copy. raises: InvalidRequest unless it is contiguous."""
+    import torch
+
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise InvalidRequest(f"a contiguous tensor in host memory is needed, got one on {tensor.device}")
+    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 class StridedPages:
