@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 # SGLang imports torchvision for multimodal models; its CUDA build finds no operators beside a torch for the CPU.
-_operators = torch.library.Library("torchvision", "DEF")
+_operators: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("nms", "qnms"):
     _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -40,7 +40,7 @@ WAIT_S = 30.0
 
 def host_pool(kind: type, layout: str) -> Any:
     """SGLang's own pool on the CPU, made without a device pool: fields as its constructor sets them, its own buffer."""
-    pool = object.__new__(kind)
+    pool: Any = object.__new__(kind)
     pool.layout, pool.page_size, pool.page_num, pool.size = layout, PAGE_TOKENS, PAGES, PAGES * PAGE_TOKENS
     pool.layer_num, pool.dtype, pool.device, pool.pin_memory = LAYERS, torch.bfloat16, "cpu", False
     pool.head_num, pool.head_dim, pool.v_head_dim = HEADS, HEAD_DIM, HEAD_DIM
@@ -101,7 +101,8 @@ def page_of(pool: Any, page: int) -> torch.Tensor:
         rows = flat.view(planes, heads, PAGE_TOKENS, LAYERS, dim).permute(3, 0, 2, 1, 4)
     else:
         rows = flat.view(planes, LAYERS, PAGE_TOKENS, heads, dim).permute(1, 0, 2, 3, 4)
-    return rows.contiguous().view(torch.uint8)
+    found: torch.Tensor = rows.contiguous().view(torch.uint8)
+    return found
 
 
 def fill(pool: Any) -> None:
@@ -150,7 +151,7 @@ def check_interface() -> None:
     """Every call of the base class that SGLang makes without its v2 pools takes the arguments it is given there."""
     from kvpool.connectors.sglang import backend_class
 
-    ours = backend_class()
+    ours: Any = backend_class()
     for name in ("batch_exists", "batch_get_v1", "batch_set_v1", "get", "batch_get", "set", "batch_set", "exists"):
         wanted = list(inspect.signature(getattr(HiCacheStorage, name)).parameters)
         assert list(inspect.signature(getattr(ours, name)).parameters) == wanted, name

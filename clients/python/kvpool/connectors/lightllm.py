@@ -1,7 +1,7 @@
 """lightllm's multi-level cache over the cluster: stand-ins for its CPU-cache client and for its disk worker.
 
-`install()` puts them in the place of lightllm's own, in each of its processes and before they are used. Pages of the
-CPU cache stay lightllm's shared memory, which its kernels copy to and from; the level below is the cluster.
+`lightllm_install` puts them in the place of lightllm's own. Pages of the CPU cache stay lightllm's shared memory, which
+its kernels copy to and from; the level below is the cluster.
 """
 
 from __future__ import annotations
@@ -175,24 +175,3 @@ def attached(settings: LightLlmSettings) -> Iterator[CpuKvCacheClient]:
         yield client
     finally:
         client.close()
-
-
-def install() -> None:
-    """Put the stand-ins in the place of lightllm's own in this process. Before its modules use them."""
-    import sys
-
-    from lightllm.server.multi_level_kv_cache import cpu_cache_client
-    from lightllm.utils import kv_cache_utils
-
-    clients: list[CpuKvCacheClient] = []
-
-    def compute_token_list_hash(tokens: Tokens, cpu_cache_token_page_size: int) -> list[int]:
-        if not clients:
-            clients.append(CpuKvCacheClient(only_create_meta_data=True, init_shm_data=False))
-        return clients[0].compute_token_list_hash(tokens, cpu_cache_token_page_size)
-
-    cpu_cache_client.CpuKvCacheClient = CpuKvCacheClient
-    kv_cache_utils.compute_token_list_hash = compute_token_list_hash
-    # lightllm's own worker wants a library of its own as soon as it is imported.
-    worker: Any = SimpleNamespace(DiskCacheWorker=PoolCacheWorker)
-    sys.modules["lightllm.server.multi_level_kv_cache.disk_cache_worker"] = worker
