@@ -110,10 +110,13 @@ def consecutive(chunks: Sequence[ChunkPlace], most: int) -> Iterator[range]:
     """Positions of chunks that one query of at most `most` chunks can be about, in order."""
     start = 0
     for at in range(1, len(chunks) + 1):
-        follows = at < len(chunks) and chunks[at].chunk_index and chunks[at].parent_hash == chunks[at - 1].chunk_hash
-        if not follows or at - start == most:
+        if at == len(chunks) or at - start == most or not _follows(chunks[at - 1], chunks[at]):
             yield range(start, at)
             start = at
+
+
+def _follows(before: ChunkPlace, after: ChunkPlace) -> bool:
+    return after.chunk_index == before.chunk_index + 1 and after.parent_hash == before.chunk_hash
 
 
 @dataclass(slots=True)
