@@ -76,9 +76,9 @@ def test_names_differ_in_every_part() -> None:
     names = [[b"ab", b"c"], [b"a", b"bc"], [b"abc"], [b"abc", b""]]
     assert len({foreign_chunk_hash(key, parts) for parts in names}) == 4
     assert foreign_chunk_hash(bytes([1] * 32), [b"abc"]) != foreign_chunk_hash(key, [b"abc"])
-    one = {"chunk_hash": b"1", "kv_rank": 1, "object_group_id": 0, "cache_salt": ""}
-    others = [{"kv_rank": 2}, {"object_group_id": 1}, {"cache_salt": "x"}, {"chunk_hash": b"2"}]
-    hashes = {object_hash(key, SimpleNamespace(**{**one, **change})) for change in ({}, *others)}
+    one: dict[str, Any] = {"chunk_hash": b"1", "kv_rank": 1, "object_group_id": 0, "cache_salt": ""}
+    others: list[dict[str, Any]] = [{"kv_rank": 2}, {"object_group_id": 1}, {"cache_salt": "x"}, {"chunk_hash": b"2"}]
+    hashes = {object_hash(key, SimpleNamespace(**{**one, **change})) for change in [{}, *others]}
     assert len(hashes) == 5
 
 

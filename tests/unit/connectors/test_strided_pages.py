@@ -46,11 +46,11 @@ def test_pages_equal_the_reference(name: str, axes: CacheAxes, group: str, codec
     for page in range(PAGES):
         for shard in shards_in(pages.shards):
             payload = np.empty(payload_bytes(spec, grid, shard), dtype=np.uint8)
-            pages.gather(page, shard, memoryview(payload))
+            pages.gather(page, shard, payload.data)
             blocks = np.array([page])
             assert np.array_equal(payload, gather_payload_reference(spec, grid, shard, layout, [memory], blocks))
             if page != 1:
-                other.scatter(page, shard, memoryview(payload))
+                other.scatter(page, shard, payload.data)
                 scatter_payload_reference(spec, grid, shard, layout, [wanted], blocks, payload)
     assert np.array_equal(other._memory, wanted)
 
