@@ -17,12 +17,13 @@ BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test demo bench clean
+.PHONY: help setup proto format check test test-engines demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
 	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
+	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
 	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
 
@@ -44,6 +45,10 @@ check: setup
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-engines: setup
+	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'
+	$(RUN) -m pytest tests/engines
 
 demo: setup
 	$(RUN) -m demo.run $(DEMO_ARGS)

@@ -16,7 +16,7 @@ class Rule:
 
 
 BENCHED = ("grpc", "redis", "hiredis", "torch", "kvpool.cuda")  # baselines speak to them themselves
-ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache")
+ENGINES = ("torch", "transformers", "vllm", "sglang", "lmcache", "lightllm")
 CORE = ("kvpool.core",)
 GRPC = ("grpc", "google.protobuf")
 WIRE = ("kvpool.wire", "kvpool.v1", *GRPC)

@@ -1,0 +1,81 @@
+"""How an engine's process reaches the cluster without an agent: the index, and the pagestore of its own host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvpool.client.config import ClientConfig
+from kvpool.core.errors import InvalidRequest
+
+_TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectPoolConfig:
+    """Settings that all connectors of this kind have. Times bound what a sick cluster can cost an engine."""
+
+    index_endpoints: tuple[str, ...]  # "host:port" of each replica
+    pagestore: str  # "unix:/path" of this host's pagestore
+    bearer_token: str = field(default="", repr=False)
+    host_id: str = ""  # of this machine, as its pagestore has it: its pages are listed first
+    match_timeout_s: float = 0.5  # of one look-up
+    load_timeout_s: float = 5.0  # of one call that reads
+    store_timeout_s: float = 10.0  # of one call that writes
+    connect_timeout_s: float = 1.0
+    retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
+    pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once
+    calls_in_flight: int = 2  # of each kind; further ones wait
+    copy_threads: int = 2
+    remembered_chunks: int = 65536  # where they were seen
+
+    def __post_init__(self) -> None:
+        if not self.index_endpoints or not self.pagestore:
+            raise InvalidRequest(
+                "index_endpoints and pagestore must be set, as in "
+                '{"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}'
+            )
+        for name in ("match_timeout_s", "load_timeout_s", "store_timeout_s", "connect_timeout_s", "retry_interval_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("pages_in_flight", "calls_in_flight", "copy_threads", "remembered_chunks"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Settings that `of` takes."""
+        return frozenset(one.name for one in fields(cls))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> DirectPoolConfig:
+        """From an engine's JSON; what is no setting of this class is left alone. raises: InvalidRequest naming one."""
+        given = {name: settings[name] for name in cls.names() if name in settings}
+        endpoints = given.get("index_endpoints", ())
+        if isinstance(endpoints, str):
+            endpoints = endpoints.split(",")
+        if not isinstance(endpoints, list | tuple) or not all(isinstance(one, str) for one in endpoints):
+            raise InvalidRequest(f"index_endpoints must be a list of host:port, got {endpoints!r}")
+        for one in fields(cls):
+            wanted = _TYPES.get(str(one.type))
+            if (
+                wanted
+                and one.name in given
+                and (not isinstance(given[one.name], wanted) or isinstance(given[one.name], bool))
+            ):
+                raise InvalidRequest(f"{one.name} must be a {one.type}, got {given[one.name]!r}")
+        given["index_endpoints"] = tuple(one.strip() for one in endpoints if one.strip())
+        return cls(**{"pagestore": "", **given})
+
+    @property
+    def client(self) -> ClientConfig:
+        """For the clients below."""
+        return ClientConfig(
+            index_endpoints=self.index_endpoints,
+            bearer_token=self.bearer_token,
+            host_id=self.host_id,
+            call_timeout_s=self.connect_timeout_s,
+            match_timeout_s=self.match_timeout_s,
+            connect_timeout_s=self.connect_timeout_s,
+        )

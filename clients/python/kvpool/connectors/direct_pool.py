@@ -1,0 +1,262 @@
+"""Chunks in the cluster, read and written in the arena of this host's pagestore by the engine's own process.
+
+For engines whose KV passes through host memory of their own: no agent is needed. Whatever fails is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvpool.client.index import IndexClient
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.connectors.direct_config import DirectPoolConfig
+from kvpool.connectors.direct_reading import read_window
+from kvpool.connectors.direct_session import DirectSession
+from kvpool.connectors.direct_values import (
+    ChunkPlace,
+    DirectCounts,
+    OpenSpace,
+    SharedSpace,
+    WantedPage,
+    consecutive,
+    wanted_pages,
+)
+from kvpool.connectors.direct_writing import write_window
+from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
+from kvpool.core.outcome import Tier
+
+_log = logging.getLogger(__name__)
+PayloadCopy = Callable[[int, int, memoryview], None]
+"""(position of the chunk in the call, shard, payload): fills a payload, or reads one. Runs in a copy thread, keeps no
+reference to the payload."""
+_MATCH_CHUNKS_MAX = 1024  # of one query
+
+
+class DirectPool:
+    """Belongs to one event loop. Every call takes bounded time and answers for each chunk; none raises for trouble."""
+
+    def __init__(self, config: DirectPoolConfig, peer_name: str) -> None:
+        self._config = config
+        self._index = IndexClient(config.client)
+        self._session = DirectSession(config, peer_name)
+        self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
+        self._reads, self._writes = (asyncio.Semaphore(config.calls_in_flight) for _ in range(2))
+        self._spaces: dict[SharedSpace, OpenSpace] = {}
+        self._opening = asyncio.Lock()
+        self._index_failed_s = float("-inf")
+        self._sources: OrderedDict[bytes, tuple[RemoteSource, ...]] = OrderedDict()
+        self.counts = DirectCounts()
+
+    async def open(self, space: SharedSpace) -> OpenSpace:
+        """The keyspace, opened once.
+
+        raises: KeyspaceMismatch, GeometryUnsupported, NotServed, TenantDenied, Unauthenticated: what the configuration
+        must change; ServiceUnavailable, DeadlineExceeded, StoreUnavailable: try again later.
+        """
+        known = self._spaces.get(space)
+        if known is not None:
+            return known
+        async with self._opening:
+            loop = asyncio.get_running_loop()
+            if space in self._spaces:
+                return self._spaces[space]
+            if loop.time() - self._index_failed_s < self._config.retry_interval_s:
+                raise ServiceUnavailable("the index did not answer a moment ago")
+            try:
+                opened = await self._index.open_keyspace(
+                    space.name, space.spec, timeout_s=self._config.connect_timeout_s
+                )
+            except KvPoolError:
+                self._index_failed_s = loop.time()
+                raise
+            found = OpenSpace(space=space, keyspace=opened.keyspace, hash_key=opened.hash_key)
+            self._spaces[space] = found
+            return found
+
+    async def find(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> list[bool]:
+        """Which chunks are in the cluster with all shards of the space, as far as the index knows."""
+        found = [False] * len(chunks)
+        self.counts.looked_up_chunks += len(chunks)
+        try:
+            await self._look_up(space, chunks, found)
+        except KvPoolError as error:
+            self.note_failure("look-up", error)
+        self.counts.found_chunks += sum(found)
+        return found
+
+    async def get(self, space: OpenSpace, chunks: Sequence[ChunkPlace], take: PayloadCopy) -> list[bool]:
+        """Read chunks; True for those of which `take` has got every shard, verified.
+
+        When it returns nothing is copied any more. Of a chunk that is False some shards may have been taken.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at_s = loop.time() + self._config.load_timeout_s
+        good: set[WantedPage] = set()
+        pages = wanted_pages(space.space, chunks)
+        if any(chunk.chunk_hash not in self._sources for chunk in chunks):
+            await self.find(space, chunks)  # what only another host has is found nowhere else
+        try:
+            async with self._reads, self._session.use(space.keyspace, space.space.spec) as session:
+                for window in self._windows(pages, session.max_leases):
+                    sources = [self._sources.get(page.chunk.chunk_hash, ()) for page in window]
+                    wait_s = ends_at_s - loop.time()
+                    if wait_s <= 0:
+                        break
+                    read = await read_window(session, space, window, sources, wait_s, self._threads, take)
+                    good |= read.good
+                    self.counts.corrupt_pages += read.corrupt_count
+                    self.counts.loaded_bytes += sum(space.payload_bytes(page.shard) for page in read.good)
+                    if read.error is not None:
+                        raise read.error
+        except KvPoolError as error:
+            self.note_failure("load", error)
+        answer = _whole(pages, good, len(chunks))
+        for chunk, loaded in zip(chunks, answer, strict=True):
+            if not loaded:
+                self._sources.pop(chunk.chunk_hash, None)  # it may have misled us: ask again next time
+        self.counts.loaded_chunks += sum(answer)
+        self.counts.missed_chunks += len(answer) - sum(answer)
+        return answer
+
+    async def put(self, space: OpenSpace, chunks: Sequence[ChunkPlace], fill: PayloadCopy) -> list[bool]:
+        """Write chunks; True for those that are in the cluster now, or that another writer is just bringing there.
+
+        When it returns nothing is copied any more. After a page was refused the chunks behind it are not tried.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at_s = loop.time() + self._config.store_timeout_s
+        good: set[WantedPage] = set()
+        pages = wanted_pages(space.space, chunks)
+        try:
+            async with self._writes, self._session.use(space.keyspace, space.space.spec) as session:
+                for window in self._windows(pages, session.max_leases):
+                    wait_s = ends_at_s - loop.time()
+                    if wait_s <= 0:
+                        break
+                    written = await write_window(session, space, window, wait_s, self._threads, fill)
+                    good |= written.good
+                    self.counts.stored_bytes += written.written_bytes
+                    if written.error is not None:
+                        raise written.error
+        except KvPoolError as error:
+            self.note_failure("store", error)
+        answer = _whole(pages, good, len(chunks))
+        self.counts.stored_chunks += sum(answer)
+        self.counts.refused_chunks += len(answer) - sum(answer)
+        return answer
+
+    async def clear(self, space: OpenSpace) -> bool:
+        """Drop all pages of the keyspace on every pagestore; False if one of them could not be asked."""
+        try:
+            nodes = await self._index.list_nodes(NodeKind.PAGESTORE)
+            for node in nodes:
+                control = PageStoreControl(node.info.endpoint, self._config.client)
+                try:
+                    await control.clear(space.keyspace, timeout_s=self._config.store_timeout_s)
+                finally:
+                    await control.close()
+        except KvPoolError as error:
+            self.note_failure("clear", error)
+            return False
+        finally:
+            self._sources.clear()
+        return True
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a session with the pagestore now."""
+        return self._session.connected
+
+    async def close(self) -> None:
+        """End everything. Idempotent."""
+        await self._session.close()
+        await self._index.match_stream.close()
+        await self._index.endpoints.close()
+        self._threads.shutdown(wait=False)
+
+    def _windows(self, pages: Sequence[WantedPage], max_leases: int) -> list[Sequence[WantedPage]]:
+        size = max(1, min(self._config.pages_in_flight, max_leases // self._config.calls_in_flight))
+        return [pages[start : start + size] for start in range(0, len(pages), size)]
+
+    async def _look_up(self, space: OpenSpace, chunks: Sequence[ChunkPlace], found: list[bool]) -> None:
+        runs = list(consecutive(chunks, _MATCH_CHUNKS_MAX))
+        try:
+            matches = await self._match(space, chunks, runs)
+        except KeyspaceUnknown:  # the index has lost it; opening it again makes the same one
+            self._spaces.pop(space.space, None)
+            matches = await self._match(await self.open(space.space), chunks, runs)
+        for run, match in zip(runs, matches, strict=True):
+            sources = self._remote(match)
+            for position, remote in zip(run, sources, strict=False):
+                found[position] = True
+                self._remember(chunks[position].chunk_hash, remote)
+
+    async def _match(
+        self, space: OpenSpace, chunks: Sequence[ChunkPlace], runs: Sequence[range]
+    ) -> Sequence[ChainMatch]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._match_one(space, chunks[run.start : run.stop]), name="kvpool match")
+                for run in runs
+            ]
+        answers = [task.result() for task in tasks]
+        for answer in answers:
+            if isinstance(answer, KvPoolError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, ChainMatch)]
+
+    async def _match_one(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> ChainMatch | KvPoolError:
+        try:
+            query = space.query(chunks, self._config.host_id)
+            return await self._index.match_stream.match(query, timeout_s=self._config.match_timeout_s)
+        except KvPoolError as error:
+            return error
+
+    def _remote(self, match: ChainMatch) -> list[tuple[RemoteSource, ...]]:
+        """For each matched chunk the other nodes to ask, best first."""
+        chunks: list[tuple[RemoteSource, ...]] = []
+        for run in match.runs:
+            sources: dict[bytes, RemoteSource] = {}
+            for location in run.locations:
+                node = match.nodes.get(location.node_id)
+                if location.node_id == self._session.node_id or location.tier is Tier.GPU:
+                    continue
+                if node is not None and node.bulk_endpoint:
+                    sources.setdefault(
+                        location.node_id,
+                        RemoteSource(
+                            node_id=location.node_id,
+                            incarnation=location.incarnation,
+                            bulk_endpoint=node.bulk_endpoint,
+                        ),
+                    )
+            chunks += [tuple(sources.values())] * run.chunk_count
+        return chunks
+
+    def _remember(self, chunk_hash: bytes, sources: tuple[RemoteSource, ...]) -> None:
+        self._sources[chunk_hash] = sources
+        self._sources.move_to_end(chunk_hash)
+        while len(self._sources) > self._config.remembered_chunks:
+            self._sources.popitem(last=False)
+
+    def note_failure(self, what: str, error: KvPoolError) -> None:
+        """Count it, and log it unless it is the same as the last one."""
+        self.counts.failed_calls += 1
+        message = f"{what}: {error}"
+        level = logging.DEBUG if message == self.counts.last_failure else logging.WARNING
+        _log.log(level, "kvpool: computing instead: %s", message)
+        self.counts.last_failure = message
+
+
+def _whole(pages: Sequence[WantedPage], good: set[WantedPage], chunk_count: int) -> list[bool]:
+    """Per chunk, whether all its pages are good."""
+    whole = [True] * chunk_count
+    for page in pages:
+        if page not in good:
+            whole[page.position] = False
+    return whole

@@ -1,0 +1,113 @@
+"""One window of pages written in the arena: reserved, filled, sealed, committed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from kvpool.client.page_items import ReserveItem, Slot
+from kvpool.client.pagestore import PageStoreSession
+from kvpool.connectors.direct_reading import all_ended
+from kvpool.connectors.direct_values import OpenSpace, WantedPage
+from kvpool.core.errors import ArenaFull, KvPoolError
+from kvpool.core.outcome import Admission
+from kvpool.core.page import page_bytes, payload_view, seal
+
+_log = logging.getLogger(__name__)
+_THERE = (Admission.EXISTS, Admission.PENDING)
+
+
+@dataclass(slots=True)
+class WindowWritten:
+    """good: pages that are there now or soon. error: what the first page that is not there was refused with."""
+
+    good: set[WantedPage] = field(default_factory=set)
+    written_bytes: int = 0
+    error: KvPoolError | None = None
+
+
+async def write_window(
+    session: PageStoreSession,
+    space: OpenSpace,
+    pages: Sequence[WantedPage],
+    wait_s: float,
+    threads: Executor,
+    fill: Callable[[int, int, memoryview], None],
+) -> WindowWritten:
+    """Write what is admitted of a window. Returns (also when cancelled) only after the last copy."""
+    written = WindowWritten()
+    items = [
+        ReserveItem(
+            space.page_key(page.chunk, page.shard), page_bytes(space.payload_bytes(page.shard)), page.chunk.metadata
+        )
+        for page in pages
+    ]
+    results = await session.reserve(items, timeout_s=wait_s)
+    reserved: list[tuple[WantedPage, Slot]] = []
+    for page, result in zip(pages, results, strict=True):
+        if result.slot is not None:
+            reserved.append((page, result.slot))
+        elif result.admission in _THERE:
+            written.good.add(page)
+        elif written.error is None:
+            written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
+    await _fill(session, space, reserved, wait_s, threads, fill, written)
+    return written
+
+
+async def _fill(
+    session: PageStoreSession,
+    space: OpenSpace,
+    reserved: Sequence[tuple[WantedPage, Slot]],
+    wait_s: float,
+    threads: Executor,
+    fill: Callable[[int, int, memoryview], None],
+    written: WindowWritten,
+) -> None:
+    ready: list[tuple[WantedPage, Slot]] = []
+
+    async def fill_one(page: WantedPage, slot: Slot) -> None:
+        if await asyncio.get_running_loop().run_in_executor(threads, _fill_page, session, space, page, slot, fill):
+            ready.append((page, slot))
+
+    copies = [asyncio.create_task(fill_one(page, slot)) for page, slot in reserved]
+    try:
+        await all_ended(copies)
+    except BaseException:
+        session.abort_soon([slot.lease_id for _, slot in reserved])
+        raise
+    filled = {slot.lease_id for _, slot in ready}
+    unfilled = [slot.lease_id for _, slot in reserved if slot.lease_id not in filled]
+    if unfilled:
+        session.abort_soon(unfilled)
+    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=wait_s)
+    for (page, _), error in zip(ready, errors, strict=True):
+        if error is None:
+            written.good.add(page)
+            written.written_bytes += space.payload_bytes(page.shard)
+        else:
+            written.error = written.error or error
+
+
+def _fill_page(
+    session: PageStoreSession,
+    space: OpenSpace,
+    page: WantedPage,
+    slot: Slot,
+    fill: Callable[[int, int, memoryview], None],
+) -> bool:
+    """Runs in a thread. False: the slot is not ours any more, or the copy was refused."""
+    size_bytes = space.payload_bytes(page.shard)
+    key = space.page_key(page.chunk, page.shard)
+    try:
+        with session.slot_view(slot) as view:
+            with payload_view(view, size_bytes) as payload:
+                fill(page.position, page.shard, payload)
+            seal(view, key, int(space.space.spec.codec), size_bytes)
+    except KvPoolError as error:
+        _log.warning("kvpool: page %s was not written: %s", key, error)
+        return False
+    return True

@@ -1,0 +1,35 @@
+"""Where the engines' environments are, and how a check is run in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENGINES = ("sglang", "lmcache")
+CHECK_S = 110.0
+
+
+def python_of(engine: str) -> Path:
+    """Its interpreter. KVPOOL_ENGINE_VENVS: the directory of the environments, if it is not the repository."""
+    directory = Path(os.environ.get("KVPOOL_ENGINE_VENVS", str(REPOSITORY)))
+    return directory / f".venv-{engine}" / "bin" / "python"
+
+
+def run_check(engine: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Run `<engine>_check.py` there; what it prints. Fails with the end of its output."""
+    done = subprocess.run(
+        [str(python_of(engine)), str(REPOSITORY / "tests" / "engines" / f"{engine}_check.py"), json.dumps(given)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "clients" / "python")},
+        cwd=REPOSITORY / "tests" / "engines",
+        capture_output=True,
+        text=True,
+        timeout=CHECK_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return told

@@ -1,0 +1,96 @@
+"""The pool without an agent over a scripted index: what it asks again, what it remembers, and what it never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.client.index import OpenedKeyspace
+from kvpool.connectors.direct_config import DirectPoolConfig
+from kvpool.connectors.direct_pool import DirectPool
+from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
+from kvpool.core.cluster import ChainMatch, ChainQuery, Location, MatchRun, NodeInfo, NodeKind
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.grid import ShardGrid
+from kvpool.core.outcome import Tier
+from tests.fixtures.pagestore import KEYSPACE, SPEC
+
+CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(5)])
+SPACE = SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).all_shards)
+NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="host:1")
+
+
+class Index:
+    """Answers look-ups by a script of errors and counts of matched chunks."""
+
+    def __init__(self, *script: KvPoolError | int) -> None:
+        self.script, self.opened, self.queries = list(script), 0, list[ChainQuery]()
+        self.match_stream = SimpleNamespace(match=self.match)
+
+    async def open_keyspace(self, name: str, spec: object, *, timeout_s: float) -> OpenedKeyspace:
+        self.opened += 1
+        return OpenedKeyspace(keyspace=KEYSPACE, hash_key=bytes(32), grid=ShardGrid.of(SPEC), created=False)
+
+    async def match(self, query: ChainQuery, *, timeout_s: float) -> ChainMatch:
+        self.queries.append(query)
+        answer = self.script.pop(0)
+        if isinstance(answer, KvPoolError):
+            raise answer
+        where = Location(node_id=NODE.node_id, incarnation=7, tier=Tier.DISK, shards=SPACE.shards)
+        runs = (MatchRun(chunk_count=answer, locations=(where,)),) if answer else ()
+        return ChainMatch(matched_chunks=answer, runs=runs, nodes={NODE.node_id: NODE})
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[[Index], tuple[DirectPool, OpenSpace]]:
+    def make(index: Index) -> tuple[DirectPool, OpenSpace]:
+        config = DirectPoolConfig.of({"index_endpoints": ["unused:1"], "pagestore": f"unix:{tmp_path}/nobody"})
+        pool: Any = DirectPool(config, "test")
+        pool._index = index
+        return pool, OpenSpace(space=SPACE, keyspace=KEYSPACE, hash_key=bytes(32))
+
+    return make
+
+
+Make = Callable[[Index], tuple[DirectPool, OpenSpace]]
+
+
+async def test_a_keyspace_that_the_index_has_lost_is_opened_again(made: Make) -> None:
+    index = Index(KeyspaceUnknown("gone"), 3)
+    pool, space = made(index)
+    assert await pool.find(space, CHAIN) == [True] * 3 + [False] * 2
+    assert index.opened == 1 and [query.chunk_count for query in index.queries] == [5, 5]
+    assert pool._sources[CHAIN[0].chunk_hash][0].bulk_endpoint == "host:1"
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no Redis"), ServiceUnavailable("no index")])
+async def test_an_index_that_cannot_answer_is_a_miss(made: Make, error: KvPoolError) -> None:
+    pool, space = made(Index(error))
+    assert await pool.find(space, CHAIN) == [False] * 5
+    assert pool.counts.failed_calls == 1 and str(error) in pool.counts.last_failure
+
+
+async def test_without_a_pagestore_everything_is_a_miss_and_places_are_forgotten(made: Make) -> None:
+    pool, space = made(Index(5, 5))
+    assert all(await pool.find(space, CHAIN))
+
+    def never(position: int, shard: int, payload: memoryview) -> None:
+        raise AssertionError("nothing is copied")
+
+    assert await pool.get(space, CHAIN, never) == [False] * 5
+    assert await pool.put(space, CHAIN, never) == [False] * 5
+    assert not pool._sources and not pool.connected
+    assert (pool.counts.missed_chunks, pool.counts.refused_chunks) == (5, 5)
+    assert await pool.get(space, [], never) == []
+
+
+async def test_chunks_that_stand_alone_are_asked_for_one_by_one(made: Make) -> None:
+    index = Index(1, 0, 1)
+    pool, space = made(index)
+    alone = [ChunkPlace.alone(chunk.chunk_hash) for chunk in CHAIN[:3]]
+    assert await pool.find(space, alone) == [True, False, True]
+    assert all(query.group_head_hash == query.chunk_hashes for query in index.queries)
