@@ -64,9 +64,7 @@ def test_tokens_are_those_of_plain_vllm(
         assert second.counters().get("failed_load_chunks", 0) == 0
 
 
-def test_what_is_stored_during_prefill_is_found(
-    cluster: Cluster, model_dir: Path, plain: dict[str, list[int]]
-) -> None:
+def test_what_is_stored_during_prefill_is_found(cluster: Cluster, model_dir: Path, plain: dict[str, list[int]]) -> None:
     extra = {"salt": "prefill", "store": "prefill"}
     arguments = {"block_size": 32, "max_num_batched_tokens": 192, "max_num_seqs": 4}
     with Engine(model_dir, agent=agent_of(cluster), extra=extra, **arguments) as engine:

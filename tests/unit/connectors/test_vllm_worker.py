@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from kvpool.client.engine_items import TierTokens
@@ -27,7 +28,7 @@ class Pool:
         self.fails = False
         self.asked: list[dict[str, Any]] = []
         self.kept: list[bool] = []
-        self.before_kept = lambda: None
+        self.before_kept: Callable[[], None] = lambda: None
         self.hold_ends = True
 
     async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
@@ -91,9 +92,7 @@ class World:
         self.side.start_loads(StepOrders(step=1, loads=[order]))
 
     def store(self, *, release: bool = False) -> None:
-        order = StoreOrder(
-            request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4
-        )
+        order = StoreOrder(request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4)
         self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
 
 

@@ -163,7 +163,7 @@ def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:
         raise GeometryUnsupported(f"the KV of a block and head is not in one piece (strides {tensor.stride()})")
     return RowPlane(
         handle=handle,
-        offset_bytes=tensor.storage_offset() * element_bytes,
+        offset_bytes=int(tensor.storage_offset()) * element_bytes,
         block_stride_bytes=block_stride * element_bytes,
         token_stride_bytes=0,
         head_stride_bytes=head_stride * element_bytes,
@@ -185,7 +185,7 @@ def _row_planes(
     return tuple(
         RowPlane(
             handle=handle,
-            offset_bytes=base_offset_bytes + tensor.storage_offset() * element_bytes + plane * row_bytes,
+            offset_bytes=base_offset_bytes + int(tensor.storage_offset()) * element_bytes + plane * row_bytes,
             block_stride_bytes=strides[0] * element_bytes,
             token_stride_bytes=strides[2] * element_bytes,
             head_stride_bytes=strides[1] * element_bytes,

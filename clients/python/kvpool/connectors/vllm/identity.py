@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
 from kvpool.core.partition import RankPart, rank_part
 
+_NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 # Of a config: where it came from, not what it computes.
 _PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
@@ -156,5 +158,6 @@ def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:
     if settings.keyspace_name:
         return settings.keyspace_name
     blocks = f"-vllm-cpu-{spec.opaque.isa}-{spec.opaque.block_tokens}" if spec.opaque else ""
-    name = f"{spec.model_id}@{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{blocks}"
-    return f"{name}-{spec.salt.hex()[:16]}"
+    model, revision = spec.model_id[-_NAME_MODEL_CHARACTERS:], spec.model_revision[:16]
+    name = f"{model}:{revision}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{blocks}-{spec.salt.hex()[:16]}"
+    return re.sub(r"[^A-Za-z0-9._:/-]", "-", name)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client.engine_registration import EnginePlan
-from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
 from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
 from kvpool.connectors.vllm.link import PoolLink
@@ -29,20 +28,17 @@ def scheduler_side(
     """And what closes it. raises: GeometryUnsupported, InvalidRequest."""
     facts = cache_facts(vllm_config, kv_cache_config)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
-    regions: list[SharedMemoryRegion] = []
 
     def plan() -> EnginePlan:
         spec = model_spec(settings, vllm_config, facts)
-        layout = _one_block(spec, facts)
-        regions.append(SharedMemoryRegion(layout.handle_sizes[0]))
         return EnginePlan(
             endpoint=config.agent_endpoint,
             engine_name=engine_name,
             keyspace_name=keyspace_name(settings, spec),
             spec=spec,
-            layout=layout,
-            regions=tuple(regions),
-            load_only=True,
+            layout=_one_block(spec, facts),
+            regions=(),
+            match_only=True,
         )
 
     config = settings.client_config(0, on_gpu=not facts.opaque)
