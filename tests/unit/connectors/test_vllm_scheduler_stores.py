@@ -123,3 +123,27 @@ def test_never_means_never() -> None:
     world.match(request)
     request.num_computed_tokens = 99
     assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+
+
+def test_what_came_into_the_pool_is_told_once() -> None:
+    world = World(FakePool(1))
+    request = a_request(100)
+    world.match(request)
+    request.num_computed_tokens = 99
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    orders = world.build()
+    assert world.side.take_changes() == []
+    world.stored(orders)
+    (change,) = world.side.take_changes()
+    assert change.hashes == orders.stores[0].hashes[1:]
+    assert change.parent_hash == orders.stores[0].hashes[0]
+    assert change.token_ids == tuple(range(32, 96))
+    assert world.side.take_changes() == []
+
+
+def test_what_could_not_be_loaded_is_told_to_be_gone() -> None:
+    world = World(FakePool(3))
+    orders = world.load(a_request(120))
+    world.ended(orders, loaded_chunks=1)
+    (change,) = world.side.take_changes()
+    assert (change.hashes, change.token_ids) == (orders.loads[0].hashes[1:], ())

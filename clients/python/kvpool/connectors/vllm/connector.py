@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvpool.connectors.vllm import wiring
-from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport
+from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
 from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.settings import VllmSettings
 
@@ -193,9 +193,16 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
             self._scheduler.heard(report.step, report.ends)
         self._scheduler.received(connector_output.finished_recving or ())
 
+    @_guarded(otherwise=())
     def take_events(self) -> Iterable[Any]:
         """See the base class."""
-        return ()
+        if self._scheduler is None:
+            return ()
+        events_config = self._vllm_config.kv_events_config
+        changes = self._scheduler.take_changes()  # taken in any case, so that they do not pile up
+        if events_config is None or not events_config.enable_kv_cache_events:
+            return ()
+        return [pool_event(change, self._settings.chunk_tokens) for change in changes]
 
     @_guarded()
     def get_kv_connector_stats(self) -> PoolStats | None:

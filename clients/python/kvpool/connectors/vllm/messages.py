@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpool.connectors.vllm.orders import LoadEnd, StepOrders, StoreEnd
+from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, StepOrders, StoreEnd
 
 
 @dataclass
@@ -56,6 +57,23 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
     def is_empty(self) -> bool:
         """See the base class."""
         return not self.data
+
+
+def pool_event(change: ChunksChanged, chunk_tokens: int) -> KVCacheEvent:
+    """As vLLM publishes it: a chunk is a block of chunk_tokens tokens, named by its chunk hash."""
+    hashes = list(change.hashes)
+    if not change.token_ids:
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, ownership="kvpool")
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=change.parent_hash or None,
+        token_ids=list(change.token_ids),
+        block_size=chunk_tokens,
+        lora_id=None,
+        lora_name=change.lora_name or None,
+        medium=MEDIUM_STORAGE,
+        ownership="kvpool",
+    )
 
 
 _COUNTERS = {  # by name in Tally; metric names follow vLLM's and ours

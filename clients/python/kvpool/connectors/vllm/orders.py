@@ -60,6 +60,16 @@ class StepOrders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksChanged:
+    """For vLLM's KV events: consecutive chunks that came into the pool, or are not there after all (no tokens)."""
+
+    hashes: tuple[bytes, ...]
+    parent_hash: bytes = b""
+    token_ids: tuple[int, ...] = ()
+    lora_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
     """How a load ended on one rank."""
 

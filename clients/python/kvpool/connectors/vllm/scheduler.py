@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from kvpool.client.pool_values import PrefixMatch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
 from kvpool.connectors.vllm.request_chain import Adapters, Request, is_shareable, request_chain
 from kvpool.connectors.vllm.settings import STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_clock import StepClock
@@ -23,6 +24,7 @@ from kvpool.core.load_cost import LoadCost, LoadRun
 
 _log = logging.getLogger(__name__)
 _STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
+_CHANGES_MAX = 4096  # kept for vLLM, which does not ask for them unless it publishes events
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 
 
@@ -73,6 +75,7 @@ class SchedulerSide:
         self.tally = Tally()
         self._steps = StepClock(now_s)
         self._known = KnownChunks()
+        self._changed: deque[ChunksChanged] = deque(maxlen=_CHANGES_MAX)
         self._lookups = Lookups(settings, link, self.tally, now_s)
         self._store_plans = StorePlans(
             self._known, worker_count=worker_count, chunk_tokens=settings.chunk_tokens, block_tokens=block_tokens
@@ -198,6 +201,12 @@ class SchedulerSide:
             if order is not None:
                 self._loading.pop(order.hashes[order.first_chunk], None)
 
+    def take_changes(self) -> list[ChunksChanged]:
+        """What came into the pool and what was found gone since the last call."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
     def _pool_for(self, state: _State, held_tokens: int) -> KvPool | None:
         request = state.request
         if not state.shareable or request.skip_reading_prefix_cache:
@@ -265,21 +274,25 @@ class SchedulerSide:
             return None
         first_chunk, state.stored_chunks = state.stored_chunks, end_chunk
         chain = self._chain_of(state, pool)
-        return self._store_plans.order(state.request.request_id, chain, first_chunk, end_chunk, block_ids)
+        return self._store_plans.order(state.request, chain, first_chunk, end_chunk, block_ids)
 
     def _load_ended(self, end: LoadEnd) -> None:
         order, estimated_ms = self._loads.get(end.request_id, (None, 0.0))
         if end.failed_chunks:
             _log.warning("kvpool: %d chunks were not loaded: %s", end.failed_chunks, end.failure or "damaged or gone")
             if order is not None:
-                self._known.drop(order.hashes[order.end_chunk - end.failed_chunks :])
+                gone = order.hashes[order.end_chunk - end.failed_chunks :]
+                self._known.drop(gone)
+                self._changed.append(ChunksChanged(hashes=gone))
         elif order is not None:
             self.cost.note_load(end.chunk_count * self._chunk_bytes, end.duration_s, estimated_ms)
 
     def _store_ended(self, end: StoreEnd) -> None:
         if end.failed_chunks:
             _log.info("kvpool: %d chunks were not stored: %s", end.failed_chunks, end.failure)
-        self._store_plans.ended(end)
+        changed = self._store_plans.ended(end)
+        if changed is not None:
+            self._changed.append(changed)
 
 
 BlockIdsOf = Callable[[str], Sequence[int] | None]
