@@ -62,7 +62,7 @@ class Engine:
         config: dict[str, Any] = {
             "model": str(model),
             "dtype": "float32",
-            "num_gpu_blocks_override": 4096 // arguments.get("block_size", 32),
+            "num_gpu_blocks_override": 6144 // arguments.get("block_size", 32),
             **arguments,
         }
         if config.get("block_size", 32) % 32:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,10 @@ import pytest
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, Engine, agent_of, prompt
+from tests.vllm.faults import damage_staging, load_is_running, pid_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 RECOVERY_S = 40.0
-
-
-def pid_of(cluster: Cluster, role: str) -> int:
-    pid: int = cluster.state.of_role(role)[0].pid
-    return pid
 
 
 def stored(engine: Engine, tokens: list[int]) -> bool:
@@ -30,23 +25,6 @@ def stored(engine: Engine, tokens: list[int]) -> bool:
     engine.counters()
     engine.forget()
     return engine.generate(tokens, new_tokens=2).cached[0] > 0
-
-
-def load_is_stuck(cluster: Cluster) -> Callable[[], bool]:
-    """Whether the agent has begun a load."""
-    import urllib.request
-
-    metrics = cluster.state.of_role("agent")[0].endpoints["metrics"]
-
-    def running() -> bool:
-        with urllib.request.urlopen(metrics, timeout=5) as answer:
-            text = answer.read().decode()
-        return any(
-            line.startswith('kvpool_gpuagent_active_requests{operation="load"}') and float(line.split()[-1]) > 0
-            for line in text.splitlines()
-        )
-
-    return running
 
 
 @pytest.mark.parametrize("victim", ["pagestore", "agent"])
@@ -63,7 +41,7 @@ def test_what_is_killed_during_a_load_costs_recomputing_only(cluster: Cluster, m
         os.kill(pagestore, signal.SIGSTOP)  # so that the load is under way for certain
         try:
             engine.begin(tokens)
-            eventually_sync(load_is_stuck(cluster), deadline_s=10.0)
+            eventually_sync(load_is_running(cluster), deadline_s=10.0)
             os.kill(pid_of(cluster, victim), signal.SIGKILL)
             found = engine.generated()
         finally:
@@ -84,22 +62,7 @@ def test_a_damaged_page_costs_its_chunk_and_those_behind(cluster: Cluster, model
     with Engine(model_dir, agent=agent_of(cluster), extra=extra, **arguments) as engine:
         eventually_sync(lambda: stored(engine, tokens), deadline_s=RECOVERY_S)
         engine.forget()
-        damage_one_page(cluster)
+        damage_staging(cluster)
         assert engine.generate(tokens).tokens == expected
         counted = engine.counters()
         assert counted["failed_load_chunks"] > 0
-
-
-def damage_one_page(cluster: Cluster) -> None:
-    """Flip bytes of every page in the pagestore's staging memory, as far as it is used."""
-    pid = pid_of(cluster, "pagestore")
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(entry)
-        if "segment" in target or "arena" in target:
-            with open(entry, "r+b") as memory:
-                size = os.fstat(memory.fileno()).st_size
-                for offset in range(8192, size, 1 << 16):
-                    memory.seek(offset)
-                    byte = memory.read(1)
-                    memory.seek(offset)
-                    memory.write(bytes([byte[0] ^ 0xFF]))

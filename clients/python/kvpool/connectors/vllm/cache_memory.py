@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client.engine_events import EventSlots
@@ -29,8 +29,9 @@ _EVENT_WAIT_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
-    """For EnginePlan, and what records the engine's GPU work."""
+    """For EnginePlan, and what records the engine's GPU work. split: blocks of the tensors in one of vLLM's."""
 
+    split: int
     layout: EngineLayout
     regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
     events: _Events | None
@@ -88,17 +89,19 @@ def cache_memory(
 ) -> CacheMemory:
     """Have tensors [blocks, heads, tokens, row] of a rank's layers mapped by an agent, wherever they are.
 
-    CPU tensors move into shared memory, in place. block_tokens: of vLLM's blocks, of which block_count are there.
+    CPU tensors move into shared memory, in place. block_tokens: of vLLM's blocks, of which block_count are there; the
+    tensors may have each of them as several.
     raises: GeometryUnsupported for other tensors; StartupFailed if there is not so much shared memory.
     """
-    heads = len(part.heads)
+    heads, split = len(part.heads), tensors[0].shape[0] // block_count
+    if split > 1 and not spec.opaque:
+        block_tokens, block_count = block_tokens // split, block_count * split
     shape = (block_count, heads, block_tokens)
     for number, tensor in enumerate(tensors):
         if tensor.dim() != 4 or tuple(tensor.shape[:3]) != shape:
             raise GeometryUnsupported(f"KV tensor {number} is {tuple(tensor.shape)}, expected {(*shape, '...')}")
-    if tensors[0].device.type == "cuda":
-        return _on_gpu(tensors, spec, part, block_tokens, block_count)
-    return _on_cpu(tensors, spec, part, block_tokens, block_count)
+    make = _on_gpu if tensors[0].device.type == "cuda" else _on_cpu
+    return replace(make(tensors, spec, part, block_tokens, block_count), split=split)
 
 
 def _on_cpu(
@@ -122,7 +125,7 @@ def _on_cpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in regions),
     )
-    return CacheMemory(layout=layout, regions=regions, events=None)
+    return CacheMemory(split=1, layout=layout, regions=regions, events=None)
 
 
 def _on_gpu(
@@ -152,7 +155,7 @@ def _on_gpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in exported.regions),
     )
-    return CacheMemory(layout=layout, regions=exported.regions, events=_Events(tensors[0].device))
+    return CacheMemory(split=1, layout=layout, regions=exported.regions, events=_Events(tensors[0].device))
 
 
 def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:

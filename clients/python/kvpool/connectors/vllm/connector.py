@@ -49,6 +49,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
+        self._layer_numbers: dict[str, int] = {}  # among this rank's layers
         if role is KVConnectorRole.SCHEDULER:
             # With vLLM's own default a request fails when a load does; vLLM reads it after this.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -69,6 +70,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     @_guarded()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See the base class."""
+        self._layer_numbers = wiring.layer_numbers(kv_caches)
         self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
         self._close.append(close)
 
@@ -85,8 +87,11 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         if self._worker is not None and orders is not None:
             self._worker.start_loads(orders)
 
+    @_guarded()
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See the base class. Requests wait for their loads before they are scheduled."""
+        """See the base class. Unless they are layerwise, requests wait for their loads before they are scheduled."""
+        if self._worker is not None and self._settings.layerwise:
+            self._worker.wait_layers(self._layer_numbers[layer_name] + 1)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """See the base class. Chunks are stored when all their layers have been computed."""
@@ -152,7 +157,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._settings.layerwise
 
     @_guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -209,6 +214,11 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         """See the base class."""
         data = self._scheduler.tally.take() if self._scheduler is not None else {}
         return PoolStats(data=data) if data else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See the base class: a captured graph would not wait for layers."""
+        return bool(extra_config.get("layerwise", False))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:

@@ -286,6 +286,8 @@ class SchedulerSide:
                 self._changed.append(ChunksChanged(hashes=gone))
         elif order is not None:
             self.cost.note_load(end.chunk_count * self._chunk_bytes, end.duration_s, estimated_ms)
+        if self._settings.layerwise:
+            self.received([end.request_id])  # nobody else says so: the engine's step has waited for it
 
     def _store_ended(self, end: StoreEnd) -> None:
         if end.failed_chunks:

@@ -90,6 +90,7 @@ def worker_side(
         block_tokens=facts.block_tokens,
         chunk_bytes=geometry.head_bytes * len(part.heads) * len(part.layers),
         load_only=part.load_only,
+        split=memory.split,
         record=memory.record,
     )
 
@@ -98,6 +99,15 @@ def worker_side(
         memory.close()
 
     return side, close
+
+
+def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
+    """Of each layer's name, counted from this rank's first layer."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    numbers = {name: extract_layer_index(name) for name in kv_caches}
+    first = min(numbers.values())
+    return {name: number - first for name, number in numbers.items()}
 
 
 def _named(settings: VllmSettings) -> VllmSettings:

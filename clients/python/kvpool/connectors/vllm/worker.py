@@ -12,13 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadReport, StoreReport
+from kvpool.client.pool_values import LoadReport, LoadTicket, StoreReport
+from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -32,7 +34,6 @@ _log = logging.getLogger(__name__)
 class _Load:
     order: LoadOrder
     started_s: float
-    size_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,19 +64,21 @@ class WorkerSide:
         block_tokens: int,
         chunk_bytes: int,
         load_only: bool,
+        split: int = 1,
         record: Callable[[], EngineEvent | None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """chunk_bytes: of this rank. record: see CacheMemory."""
+        """chunk_bytes: of this rank. split: blocks of the tensors in one of vLLM's. record: see CacheMemory."""
         self._settings, self._link = settings, link
         self._block_tokens, self._chunk_bytes, self._load_only = block_tokens, chunk_bytes, load_only
-        self._record, self._now_s = record, now_s
+        self._split, self._record, self._now_s = split, record, now_s
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
         self._requests: dict[str, _Request] = {}
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._ends: list[LoadEnd | StoreEnd] = []
-        self._load_bytes = self._store_bytes = 0  # in flight
+        self._store_bytes = 0  # in flight
+        self._layer_loads = LayerLoads(link, self._layer_load_ended)
 
     def before_step(self, orders: StepOrders) -> None:
         """Blocks of preempted requests may be written from now on."""
@@ -86,17 +89,15 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Begin them; each ends in `take_received`, whatever happens to it."""
         for order in orders.loads:
-            load = _Load(
-                order=order,
-                started_s=self._now_s(),
-                size_bytes=(order.end_chunk - order.first_chunk) * self._chunk_bytes,
-            )
+            load = _Load(order=order, started_s=self._now_s())
             pool = self._link.pool
             try:
                 if pool is None:
                     raise unreachable()
+                if self._settings.layerwise:
+                    self._layer_loads.begin(order, partial(self._begin_layers, pool, order, self._record()))
+                    continue
                 future = self._link.start(partial(self._load, pool, order, self._record()))
-                self._load_bytes += load.size_bytes
                 future.add_done_callback(partial(self._loaded_soon, load))
             except KvPoolError as error:
                 self._end_load(load, None, str(error))
@@ -117,8 +118,13 @@ class WorkerSide:
         received, self._received = self._received, set()
         return received
 
+    def wait_layers(self, layers: int) -> None:
+        """Return when so many leading layers of this step's loads are in, or are known not to come."""
+        self._layer_loads.wait_layers(layers)
+
     def take_failed_blocks(self) -> set[int]:
         """Blocks that the engine must compute."""
+        self._layer_loads.finish()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -149,23 +155,28 @@ class WorkerSide:
         while self._done:
             self._done.popleft()()
 
+    def _begin_layers(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadTicket:
+        return pool.begin_load(self._chain(order), _block_table(order, self._split), **self._span(order), after=after)
+
+    def _layer_load_ended(self, order: LoadOrder, report: LoadReport | None, failure: str) -> None:
+        self._end_load(_Load(order=order, started_s=self._now_s()), report, failure)
+
+    def _span(self, order: LoadOrder) -> dict[str, Any]:
+        return {
+            "first_chunk": order.first_chunk,
+            "end_chunk": order.end_chunk,
+            "skip_tokens": order.first_token - order.first_chunk * self._settings.chunk_tokens,
+            "timeout_s": order.timeout_s,
+        }
+
     async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadReport:
-        report = await pool.load(
-            self._chain(order),
-            _block_table(order),
-            first_chunk=order.first_chunk,
-            end_chunk=order.end_chunk,
-            skip_tokens=order.first_token - order.first_chunk * self._settings.chunk_tokens,
-            timeout_s=order.timeout_s,
-            after=after,
-        )
+        report = await pool.load(self._chain(order), _block_table(order, self._split), **self._span(order), after=after)
         # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
         await report.hold.wait()
         return report
 
     def _loaded_soon(self, load: _Load, future: Future[LoadReport]) -> None:
         def end() -> None:
-            self._load_bytes -= load.size_bytes
             try:
                 report = future.result()
             except BaseException as error:
@@ -181,7 +192,8 @@ class WorkerSide:
         end_chunk = report.end_chunk if report is not None else order.first_chunk
         if end_chunk < order.end_chunk:
             self._failed_blocks |= order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
-        self._received.add(order.request_id)
+        if not self._settings.layerwise:
+            self._received.add(order.request_id)
         tokens = report.tokens if report is not None else None
         self._ends.append(
             LoadEnd(
@@ -218,7 +230,7 @@ class WorkerSide:
         order = store.order
         ticket = await pool.store(
             self._chain(order),
-            _block_table(order),
+            _block_table(order, self._split),
             first_chunk=order.first_chunk,
             end_chunk=order.end_chunk,
             kept=lambda: store.kept,
@@ -277,5 +289,6 @@ def _nothing_to_store(order: StoreOrder) -> StoreEnd:
     )
 
 
-def _block_table(order: LoadOrder | StoreOrder) -> npt.NDArray[np.int64]:
-    return np.array(order.block_ids, dtype=np.int64)
+def _block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int64]:
+    blocks = np.array(order.block_ids, dtype=np.int64)
+    return blocks if split == 1 else (blocks[:, None] * split + np.arange(split)).reshape(-1)
