@@ -43,6 +43,7 @@ class _Store:
     size_bytes: int
     kept: bool = True  # whether the blocks have held their bytes until now
     released: bool = False
+    ended_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -241,6 +242,8 @@ class WorkerSide:
         return await ticket.report(self._settings.store_hold_max_s)
 
     def _stored_soon(self, store: _Store, future: Future[StoreReport]) -> None:
+        store.ended_s = self._now_s()  # an idle engine hears of it with its next request
+
         def end() -> None:
             self._store_bytes -= store.size_bytes
             request = self._requests.get(store.order.request_id)
@@ -266,7 +269,7 @@ class WorkerSide:
                 stored_chunks=stored,
                 deduplicated_chunks=report.deduplicated_chunks if report is not None else 0,
                 failed_chunks=len(report.failed_chunks) if report is not None else count,
-                duration_s=self._now_s() - store.started_s,
+                duration_s=max(0.0, store.ended_s - store.started_s),
                 size_bytes=stored * self._chunk_bytes,
                 failure=failure,
             )
