@@ -68,7 +68,13 @@ class Engine:
         if config.get("block_size", 32) % 32:
             config["allow_block_16"] = True
         if agent:
-            config["kvpool"] = {"agent": agent, "model_id": "tiny", "chunk_tokens": CHUNK, **(extra or {})}
+            config["kvpool"] = {
+                "agent": agent,
+                "model_id": "tiny",
+                "chunk_tokens": CHUNK,
+                "load": "always",
+                **(extra or {}),
+            }
         python = os.environ[VLLM_PYTHON_VARIABLE]
         environment = {
             **os.environ,

@@ -20,7 +20,7 @@ def pid_of(cluster: Cluster, role: str) -> int:
 
 def load_is_running(cluster: Cluster) -> Callable[[], bool]:
     """Says whether the agent is at a load."""
-    metrics = cluster.state.of_role("agent")[0].endpoints["metrics"]
+    metrics = cluster.state.of_role("agent")[0].endpoints["metrics_url"]
 
     def running() -> bool:
         with urllib.request.urlopen(metrics, timeout=5) as answer:

@@ -131,6 +131,13 @@ def test_computing_is_chosen_where_it_is_quicker() -> None:
     assert world.side.tally.take()["declined_chunks"] == 3
 
 
+@pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
+def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
+    world = World(FakePool(3, estimated_ms=50.0), load=load)
+    world.side.cost.note_prefill(1000, 0.01)
+    assert world.match(a_request(120)) == tokens
+
+
 def test_bytes_in_flight_are_bounded() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
     world.load(a_request(120, "a"))

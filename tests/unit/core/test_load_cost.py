@@ -6,6 +6,11 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.load_cost import DEFAULT_BYTES_PER_S, LoadCost, LoadRun
 
 
+def warm(**values: float) -> LoadCost:
+    """After its first load."""
+    return LoadCost(warmed_up=True, **values)
+
+
 def run(chunks: int = 1, tokens: int = 128, size_bytes: int = 1_000_000, estimated_ms: float = 0.0) -> LoadRun:
     return LoadRun(chunks, tokens, size_bytes, estimated_ms)
 
@@ -46,14 +51,14 @@ def test_queued_bytes_are_no_debt() -> None:
 
 
 def test_a_run_without_an_estimate_takes_what_loads_took_so_far() -> None:
-    cost = LoadCost()
+    cost = warm()
     assert cost.load_ms(run(size_bytes=int(DEFAULT_BYTES_PER_S))) == pytest.approx(1000)
     cost.note_load(4_000_000_000, 1.0, 0.0)
     assert cost.load_ms(run(size_bytes=1_000_000_000)) == pytest.approx(250)
 
 
 def test_the_overhead_is_what_the_estimate_did_not_say() -> None:
-    cost = LoadCost(compute_ms_per_token=0.01)
+    cost = warm(compute_ms_per_token=0.01)
     cost.note_load(1_000_000, 0.050, 10.0)
     assert cost.overhead_ms == pytest.approx(40)
     assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 0
@@ -70,9 +75,9 @@ def test_measurements_fade() -> None:
 
 
 def test_a_load_once_measured_slow_is_tried_again() -> None:
-    cost = LoadCost(compute_ms_per_token=0.1)
+    cost = warm(compute_ms_per_token=0.1)
     cost.note_load(1_000_000, 2.0, 1.0)
-    decisions = [cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]) for _ in range(200)]
+    decisions = [cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]) for _ in range(40)]
     assert decisions[0] == 0
     assert decisions[-1] == 10
 
@@ -91,3 +96,10 @@ def test_a_load_may_take_as_long_as_computing_would() -> None:
     cost.note_prefill(1000, 2.0)
     assert cost.deadline_s(1000, 0.5, 10.0) == pytest.approx(2.0)
     assert cost.deadline_s(10, 0.5, 10.0) == 0.5
+
+
+def test_the_first_load_of_a_process_says_nothing_of_the_next() -> None:
+    cost = LoadCost(compute_ms_per_token=0.01)
+    cost.note_load(1_000_000, 5.0, 1.0)
+    assert cost.overhead_ms == 0
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 1

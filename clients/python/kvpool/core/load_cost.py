@@ -11,7 +11,7 @@ DEFAULT_BYTES_PER_S = 1e9
 """Of loads, until one was measured: little for any medium that is worth a cache."""
 _SAMPLE_WEIGHT = 0.3  # of the newest measurement
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
-_FORGET = 0.97  # a load that was measured slow is not slow for ever: each time it is passed over, it is believed less
+_FORGET = 0.9  # a load that was measured slow is not slow for ever: each time it is passed over, it is believed less
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,14 @@ class LoadCost:
     """Of one engine. Knows nothing at first: then what can be loaded is loaded, and deadlines bound the wait.
 
     compute_ms_per_token: of prefills; 0 if none was measured.
-    load_bytes_per_s:     of whole loads as the engine saw them; 0 if none was measured.
+    load_bytes_per_s:     of whole loads after the first, as the engine saw them; 0 if none was measured.
     overhead_ms:          of a load beyond its bytes: until it begins, and until the engine has noticed its end.
     """
 
     compute_ms_per_token: float = 0.0
     load_bytes_per_s: float = 0.0
     overhead_ms: float = 0.0
+    warmed_up: bool = False
 
     def note_prefill(self, token_count: int, duration_s: float) -> None:
         """An engine step that computed so many tokens of prompts, and little else."""
@@ -43,8 +44,14 @@ class LoadCost:
             self.compute_ms_per_token = _mixed(self.compute_ms_per_token, duration_s * 1e3 / token_count)
 
     def note_load(self, size_bytes: int, duration_s: float, estimated_ms: float) -> None:
-        """A load that came in whole. duration_s: from its decision until the engine knew of its end."""
+        """A load that came in whole. duration_s: from its decision until the engine knew of its end.
+
+        The first one of a process connects and maps: it says nothing of later ones.
+        """
         if size_bytes <= 0 or duration_s <= 0:
+            return
+        if not self.warmed_up:
+            self.warmed_up = True
             return
         self.load_bytes_per_s = _mixed(self.load_bytes_per_s, size_bytes / duration_s)
         self.overhead_ms = _mixed(self.overhead_ms, max(0.0, duration_s * 1e3 - estimated_ms) if estimated_ms else 0.0)

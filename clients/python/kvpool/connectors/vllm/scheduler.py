@@ -16,7 +16,7 @@ from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
 from kvpool.connectors.vllm.request_chain import Adapters, Request, is_shareable, request_chain
-from kvpool.connectors.vllm.settings import STORE_NEVER, STORE_PREFILL, VllmSettings
+from kvpool.connectors.vllm.settings import LOAD_NEVER, LOAD_QUICKER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_clock import StepClock
 from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
@@ -141,9 +141,8 @@ class SchedulerSide:
 
     def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
         """The orders of a step that computes so many tokens of each request."""
-        prefill_tokens = self._prefill_tokens(scheduled)
         orders = StepOrders(
-            step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
+            step=self._steps.begin(sum(filter(_is_prefill, scheduled.values())), sum(scheduled.values())),
             loads=self._orders,
             stores=self._stores,
             release=self._release,
@@ -209,7 +208,7 @@ class SchedulerSide:
 
     def _pool_for(self, state: _State, held_tokens: int) -> KvPool | None:
         request = state.request
-        if not state.shareable or request.skip_reading_prefix_cache:
+        if not state.shareable or request.skip_reading_prefix_cache or self._settings.load == LOAD_NEVER:
             return None
         if request.num_tokens - 1 - held_tokens < max(1, self._settings.min_load_tokens):
             return None
@@ -231,26 +230,19 @@ class SchedulerSide:
         queued_bytes = sum(
             (order.end_chunk - order.first_chunk) * self._chunk_bytes for order, _ in self._loads.values()
         )
-        chunks = self.cost.worthwhile_chunks(runs, queued_bytes)
+        offered_chunks = sum(run.chunk_count for run in runs)
+        quicker_only = self._settings.load == LOAD_QUICKER
+        chunks = self.cost.worthwhile_chunks(runs, queued_bytes) if quicker_only else offered_chunks
         if chunks and queued_bytes + chunks * self._chunk_bytes > self._settings.load_bytes_in_flight_max:
             chunks = 0
         end_chunk = held_tokens // chunk_tokens + chunks
         tokens = chain.usable_tokens(end_chunk) - held_tokens
-        self.tally.decided(sum(run.chunk_count for run in runs), chunks)
+        self.tally.decided(offered_chunks, chunks)
         if not chunks or tokens < max(1, self._settings.min_load_tokens):
             return 0
         estimated_ms = sum(run.estimated_load_ms for run in found.runs)
-        state.plan = _Plan(held_tokens, end_chunk, estimated_ms if chunks == sum(r.chunk_count for r in runs) else 0.0)
+        state.plan = _Plan(held_tokens, end_chunk, estimated_ms if chunks == offered_chunks else 0.0)
         return tokens
-
-    def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:
-        return sum(
-            count
-            for request_id, count in scheduled.items()
-            if count > 1
-            and request_id in self._states
-            and self._states[request_id].request.num_computed_tokens < self._states[request_id].request.num_tokens - 1
-        )
 
     def _store_prefilled(self, orders: StepOrders, state: _State, token_count: int, block_ids_of: BlockIdsOf) -> None:
         request = state.request
@@ -295,6 +287,10 @@ class SchedulerSide:
         changed = self._store_plans.ended(end)
         if changed is not None:
             self._changed.append(changed)
+
+
+def _is_prefill(token_count: int) -> bool:
+    return token_count > 1  # of one request in one step; drafts of speculative decoding are too few to matter
 
 
 BlockIdsOf = Callable[[str], Sequence[int] | None]

@@ -11,6 +11,8 @@ from kvpool.core.errors import InvalidRequest
 
 DEFAULT_CHUNK_TOKENS = 128
 STORE_PREFILL, STORE_FINISH, STORE_NEVER = "prefill", "finish", "never"
+LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER = "quicker", "always", "never"
+_LOAD_CHOICES = (LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER)
 _STORE_CHOICES = (STORE_PREFILL, STORE_FINISH, STORE_NEVER)
 
 
@@ -24,6 +26,7 @@ class VllmSettings:
     keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
     salt: str = ""  # engines with unequal salts share nothing
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size
+    load: str = LOAD_QUICKER  # "quicker": what is likely to be loaded before it would be computed; "always"; "never"
     store: str = STORE_FINISH  # "prefill": each chunk when it is computed; "finish": when its request ends; "never"
     store_generated: bool = True  # also chunks with generated tokens, when their request ends
     layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
@@ -40,6 +43,8 @@ class VllmSettings:
     def __post_init__(self) -> None:
         if not self.agent:
             raise InvalidRequest('kv_connector_extra_config must name the agent: {"agent": "unix:/path/of/agent.sock"}')
+        if self.load not in _LOAD_CHOICES:
+            raise InvalidRequest(f"load must be one of {', '.join(_LOAD_CHOICES)}, got {self.load!r}")
         if self.store not in _STORE_CHOICES:
             raise InvalidRequest(f"store must be one of {', '.join(_STORE_CHOICES)}, got {self.store!r}")
         if self.chunk_tokens < 16 or self.chunk_tokens & (self.chunk_tokens - 1):
