@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from kvpool.core.partition import rank_part
 from kvpool.testing import eventually
 from tests.fixtures.agent import CLIENT, World, running_agent
 
-LAYERS, HEADS, HEAD_DIM, BLOCK, CHUNK, BLOCKS = 6, 2, 32, 16, 64, 24
+LAYERS, HEADS, HEAD_DIM, BLOCK, CHUNK, BLOCKS = 8, 2, 32, 16, 64, 24
 ROW_BYTES = 2 * HEAD_DIM * 2  # K and V in bfloat16
 OPAQUE = OpaqueLayout("vllm", "cpu_attn test", "vec", BLOCK, ROW_BYTES * BLOCK)
 GROUP = KvGroup(LAYERS, HEADS, HEAD_DIM)
@@ -76,8 +77,9 @@ class Rank:
         assert isinstance(end, LoadEnd)
         return end
 
-    def close(self) -> None:
-        self.link.close()
+    async def close(self) -> None:
+        """In a thread: the agent, which answers, is on this loop."""
+        assert await asyncio.to_thread(self.link.close)
         self.memory.close()
 
 
@@ -146,7 +148,7 @@ async def test_bits_of_blocks_come_back_as_they_were(spec: KeyspaceSpec, tokens_
         assert (end.chunk_count, end.failed_chunks) == (3, 0)
         assert np.array_equal(one.bits(kernel[1]), before)
         assert np.array_equal(one.bits(kernel[0]), before)
-        one.close()
+        await one.close()
 
 
 async def test_what_the_engine_holds_of_a_chunk_is_left_alone() -> None:
@@ -160,7 +162,7 @@ async def test_what_the_engine_holds_of_a_chunk_is_left_alone() -> None:
         assert end.chunk_count == 2
         assert np.array_equal(one.bits(target[:6]), held[:, :6])
         assert np.array_equal(one.bits(target[6:]), before[:, 6:])
-        one.close()
+        await one.close()
 
 
 async def test_two_ranks_store_what_one_loads() -> None:
@@ -174,7 +176,7 @@ async def test_two_ranks_store_what_one_loads() -> None:
         expected = np.concatenate([half.bits(range(12)) for half in halves], axis=2)
         assert np.array_equal(whole.bits(range(12, 24)), expected)
         for one in (*halves, whole):
-            one.close()
+            await one.close()
 
 
 async def test_chunks_that_are_not_there_are_named_by_their_blocks() -> None:
@@ -185,4 +187,4 @@ async def test_chunks_that_are_not_there_are_named_by_their_blocks() -> None:
         end = await one.load(list(range(12, 24)))
         assert (end.chunk_count, end.failed_chunks) == (1, 2)
         assert one.worker.take_failed_blocks() == set(range(16, 24))
-        one.close()
+        await one.close()
