@@ -13,6 +13,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
+from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
 
 VLLM_PYTHON_VARIABLE = "KVPOOL_VLLM_PYTHON"  # the interpreter that has vLLM
@@ -125,10 +126,18 @@ class Engine:
         found = self._answer()
         return {name.removeprefix("kvpool_"): value for name, value in found.items()}
 
+    def await_stored(self, chunk_count: int) -> None:
+        """Wait until so many chunks in all are in the pool; an idle engine hears of it with its next request."""
+        eventually_sync(lambda: self.counters().get("stored_chunks", 0) >= chunk_count, deadline_s=_END_S)
+
     def forget(self) -> None:
-        """Drop what the engine itself holds of prefixes."""
-        self._ask({"op": "reset"})
-        assert self._answer() == {"reset": True}
+        """Drop what the engine itself holds of prefixes, as soon as no store needs its blocks."""
+
+        def forgotten() -> bool:
+            self._ask({"op": "reset"})
+            return bool(self._answer()["reset"])
+
+        eventually_sync(forgotten, deadline_s=_END_S)
 
     def log(self) -> str:
         """What the engine said."""

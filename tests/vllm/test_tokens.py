@@ -47,9 +47,8 @@ def test_tokens_are_those_of_plain_vllm(
     agent = agent_of(cluster)
     with Engine(model_dir, agent=agent, extra=extra, **arguments) as first:
         assert first.generate(PROMPTS["inside"]).tokens == [plain["inside"]]
-        counted = first.counters()
-        assert counted.get("stored_chunks") == 5
-        assert "loaded_chunks" not in counted
+        first.await_stored(5)
+        assert not first.counters().get("loaded_chunks")
     with Engine(model_dir, agent=agent, extra=extra, **arguments) as second:
         found = second.generate(PROMPTS["inside"])
         assert found.tokens == [plain["inside"]]
@@ -69,7 +68,7 @@ def test_what_is_stored_during_prefill_is_found(cluster: Cluster, model_dir: Pat
     arguments = {"block_size": 32, "max_num_batched_tokens": 192, "max_num_seqs": 4}
     with Engine(model_dir, agent=agent_of(cluster), extra=extra, **arguments) as engine:
         assert engine.generate(*PROMPTS.values()).tokens == list(plain.values())
-        engine.counters()
+        engine.await_stored(8)  # 5 of the first, 1 of another tail, 2 of nothing in common
         engine.forget()
         again = engine.generate(*PROMPTS.values())
         assert again.tokens == list(plain.values())
@@ -96,10 +95,10 @@ def test_preemption_in_a_tiny_cache(cluster: Cluster, model_dir: Path, plain: di
 def test_a_salt_keeps_requests_apart(cluster: Cluster, model_dir: Path, plain: dict[str, list[int]]) -> None:
     with Engine(model_dir, agent=agent_of(cluster), extra={"salt": "salted"}, block_size=32) as engine:
         assert engine.generate(PROMPTS["inside"], salt="a").tokens == [plain["inside"]]
-        engine.counters()
+        engine.await_stored(5)
         engine.forget()
         assert engine.generate(PROMPTS["inside"], salt="b").cached == [0]
-        engine.counters()
+        engine.await_stored(10)
         engine.forget()
         assert engine.generate(PROMPTS["inside"], salt="a").cached == [5 * CHUNK]
 
@@ -113,7 +112,7 @@ def test_bfloat16_tokens_are_those_after_vllms_own_prefix_hit(cluster: Cluster, 
     agent, extra = agent_of(cluster), {"salt": "bfloat16"}
     with Engine(model_dir, agent=agent, extra=extra, **arguments) as first:
         first.generate(SHARED)
-        first.counters()
+        first.await_stored(5)
     with Engine(model_dir, agent=agent, extra=extra, **arguments) as second:
         found = second.generate(PROMPTS["inside"])
     assert (found.tokens, found.cached) == (expected.tokens, expected.cached)

@@ -65,6 +65,7 @@ def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
     [
         a_request(120, skip_reading_prefix_cache=True),
         a_request(120, prompt_embeds=object()),
+        a_request(120, resumable=True),
         a_request(20),
     ],
 )

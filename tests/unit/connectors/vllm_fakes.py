@@ -31,6 +31,7 @@ class FakeRequest:
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
+    resumable: bool = False
     skip_reading_prefix_cache: bool = False
 
     @property

@@ -42,6 +42,8 @@ class Request(Protocol):
     @property
     def prompt_embeds(self) -> Any: ...
     @property
+    def resumable(self) -> bool: ...
+    @property
     def skip_reading_prefix_cache(self) -> bool: ...
 
 
@@ -74,7 +76,7 @@ def directory_digest(directory: Path, patterns: Sequence[str]) -> bytes | None:
 
 def is_shareable(request: Request, adapters: Adapters) -> bool:
     """Whether equal keys mean equal KV for this request."""
-    if request.prompt_embeds is not None:
+    if request.prompt_embeds is not None or request.resumable:  # a session's tokens change under its hashes
         return False
     return request.lora_request is None or adapters.identity(request.lora_request) is not None
 
