@@ -66,8 +66,6 @@ class Engine:
             "num_gpu_blocks_override": 6144 // arguments.get("block_size", 32),
             **arguments,
         }
-        if config.get("block_size", 32) % 32:
-            config["allow_block_16"] = True
         if agent:
             config["kvpool"] = {
                 "agent": agent,
@@ -82,6 +80,8 @@ class Engine:
             "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
+        if config.get("block_size", 32) % 32:
+            environment["PYTHONPATH"] += f":{_block_16_plugin(model)}"
         self._log: IO[bytes] = (model / f"engine-{len(list(model.glob('*.log')))}.log").open("w+b")
         self._process = subprocess.Popen(
             [python, "-m", "tests.vllm.engine_process", json.dumps(config)],
@@ -167,6 +167,22 @@ class Engine:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+def _block_16_plugin(directory: Path) -> Path:
+    """A vLLM plugin, which every process of an engine loads: vLLM 0.32's CPU backend says that it has no blocks of 16
+    tokens, although its kernels do."""
+    plugin = directory / "plugin"
+    (plugin / "block_16-0.dist-info").mkdir(parents=True, exist_ok=True)
+    (plugin / "block_16-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: block-16\nVersion: 0\n")
+    (plugin / "block_16-0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nb16 = block_16:allow\n")
+    (plugin / "block_16.py").write_text(
+        "def allow():\n"
+        "    from vllm.v1.attention.backend import MultipleOf\n"
+        "    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
+        "    backend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])\n"
+    )
+    return plugin
 
 
 def agent_of(cluster: Cluster, number: int = 0) -> str:

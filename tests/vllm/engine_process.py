@@ -1,7 +1,6 @@
 """A vLLM engine in a process of its own: `python -m tests.vllm.engine_process CONFIG`; commands and answers are JSON.
 
-CONFIG: LLM's arguments, with `kvpool` (an extra config; absent for plain vLLM) and `allow_block_16`: vLLM 0.32's CPU
-backend says that it has no such blocks, although its kernels do. One command a line.
+CONFIG: LLM's arguments, and `kvpool`, an extra config (absent for plain vLLM). One command a line.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ def build(config: dict[str, Any]) -> Any:
     from vllm import LLM
 
     extra = config.pop("kvpool", None)
-    if config.pop("allow_block_16", False):
-        _allow_block_16()
     if extra is not None:
         config["kv_transfer_config"] = {
             "kv_connector": "KvPoolConnector",
@@ -40,13 +37,6 @@ def build(config: dict[str, Any]) -> Any:
     return LLM(
         enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **{"max_model_len": 4096, **config}
     )
-
-
-def _allow_block_16() -> None:
-    from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
 
 
 def generate(llm: Any, command: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def test_tokens_are_those_of_plain_vllm(
         # All at once, the pool's chunks in common.
         together = second.generate(*PROMPTS.values())
         assert together.tokens == list(plain.values())
-        assert together.cached[1] == 4 * CHUNK - 1
+        # Whoever comes second finds the first one's blocks, of which vLLM leaves one to be computed.
+        own = arguments.get("enable_prefix_caching", True)
+        assert together.cached[1] == 4 * CHUNK - (arguments["block_size"] if own else 1)
         assert together.cached[2] == 4 * CHUNK
         assert together.cached[3] == 3 * CHUNK
         assert second.counters().get("failed_load_chunks", 0) == 0

@@ -32,6 +32,36 @@ def test_held_tokens_inside_of_a_chunk_are_left_alone() -> None:
     assert world.link.pool.asked[0][1] == 1
 
 
+def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
+    world = World(FakePool(3, estimated_ms=30.0))
+    request = a_request(120)
+    assert world.match(request) == 96
+    assert world.side.matched_tokens(request, 64) == 32
+    world.side.allocated(request, BLOCKS, 32)
+    (order,) = world.build().loads
+    assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (2, 3, 64, 96)
+    assert len(world.link.pool.asked) == 1
+
+
+def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    assert world.match(request, held_tokens=64) == 32
+    assert world.side.matched_tokens(request, 0) == 96
+    assert [held for _, held in world.link.pool.asked] == [2, 0]
+
+
+def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    assert world.match(request, held_tokens=64) is None
+    world.link.go()
+    world.link.held = False
+    assert world.side.matched_tokens(request, 0) is None
+    assert world.side.matched_tokens(request, 0) == 96
+
+
 def test_a_failure_names_only_blocks_after_the_held_ones() -> None:
     (order,) = World(FakePool(3)).load(a_request(120), held_tokens=48).loads
     assert order.failed_blocks(1, CHUNK, BLOCK) == set(BLOCKS[3:6])

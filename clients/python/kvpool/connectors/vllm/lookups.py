@@ -28,6 +28,7 @@ class Lookup:
     running: Future[PrefixMatch] | None = None
     found: PrefixMatch | None = None
     found_at_s: float = 0.0
+    held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     def cancel(self) -> None:
         """Nobody asks for it any more."""
@@ -51,7 +52,8 @@ class Lookups:
     def answer(self, lookup: Lookup, pool: KvPool, chain: Chain, held_chunks: int) -> PrefixMatch | None:
         """What the pool has of a chain; None while that is not known. Waits for a moment at most."""
         now_s = self._now_s()
-        if lookup.found is not None and now_s - lookup.found_at_s < _GOOD_FOR_S:
+        fresh = now_s - lookup.found_at_s < _GOOD_FOR_S and lookup.held_chunks <= held_chunks
+        if lookup.found is not None and lookup.running is None and fresh:
             return lookup.found
         try:
             if lookup.running is None:
@@ -59,6 +61,7 @@ class Lookups:
                 lookup.running = self._link.start(
                     lambda: pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s)
                 )
+                lookup.held_chunks = held_chunks
                 self._tally.lookups += 1
             wait_s = 0.0 if lookup.running.done() else self._settings.lookup_wait_ms / 1e3
             lookup.found = lookup.running.result(wait_s)
@@ -68,6 +71,8 @@ class Lookups:
             _log.info("kvpool: a match failed: %s", error)
             lookup.found = PrefixMatch(held_chunks, 0)
         lookup.running, lookup.found_at_s = None, now_s
+        if lookup.held_chunks > held_chunks:  # the engine lost some while it was asked
+            return None
         if lookup.found.error is not None:
             self._tally.failed_lookups += 1
             self._silent_until_s = now_s + self._backoff.next_s()

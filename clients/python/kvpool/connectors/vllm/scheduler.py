@@ -222,11 +222,14 @@ class SchedulerSide:
 
     def _plan(self, state: _State, chain: Chain, found: PrefixMatch, held_tokens: int) -> int:
         chunk_tokens = self._settings.chunk_tokens
-        runs, at = [], held_tokens // chunk_tokens
+        runs, at, held_chunks = [], state.lookup.held_chunks, held_tokens // chunk_tokens
         for run in found.runs:
-            start, at = max(at * chunk_tokens, held_tokens), at + run.chunk_count
-            tokens = chain.usable_tokens(at) - start
-            runs.append(LoadRun(run.chunk_count, tokens, run.chunk_count * self._chunk_bytes, run.estimated_load_ms))
+            first, at = max(at, held_chunks), at + run.chunk_count
+            count = at - first
+            if count > 0:  # the engine may hold more by now than when it asked
+                tokens = chain.usable_tokens(at) - max(first * chunk_tokens, held_tokens)
+                share_ms = run.estimated_load_ms * count / run.chunk_count
+                runs.append(LoadRun(count, tokens, count * self._chunk_bytes, share_ms))
         queued_bytes = sum(
             (order.end_chunk - order.first_chunk) * self._chunk_bytes for order, _ in self._loads.values()
         )
@@ -235,12 +238,12 @@ class SchedulerSide:
         chunks = self.cost.worthwhile_chunks(runs, queued_bytes) if quicker_only else offered_chunks
         if chunks and queued_bytes + chunks * self._chunk_bytes > self._settings.load_bytes_in_flight_max:
             chunks = 0
-        end_chunk = held_tokens // chunk_tokens + chunks
+        end_chunk = held_chunks + chunks
         tokens = chain.usable_tokens(end_chunk) - held_tokens
         self.tally.decided(offered_chunks, chunks)
         if not chunks or tokens < max(1, self._settings.min_load_tokens):
             return 0
-        estimated_ms = sum(run.estimated_load_ms for run in found.runs)
+        estimated_ms = sum(run.estimated_ms for run in runs)
         state.plan = _Plan(held_tokens, end_chunk, estimated_ms if chunks == offered_chunks else 0.0)
         return tokens
 
