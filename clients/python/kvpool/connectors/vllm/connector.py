@@ -45,7 +45,10 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """raises: InvalidRequest for an extra config that must be changed; nothing else stops the engine."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = VllmSettings.of(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        self._settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
+            loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []

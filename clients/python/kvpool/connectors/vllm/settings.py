@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from kvpool.client.config import ClientConfig
@@ -69,6 +69,11 @@ class VllmSettings:
                 raise InvalidRequest(f"{name} must be of type {kind.__name__}, got {value!r}")
             values[name] = value
         return cls(**values)
+
+    def limited(self, *, loads: bool, stores: bool) -> VllmSettings:
+        """The same for an engine whose role (`kv_role`) leaves something out."""
+        load, store = self.load if loads else LOAD_NEVER, self.store if stores else STORE_NEVER
+        return replace(self, load=load, store=store)
 
     def client_config(self, rank: int, *, on_gpu: bool) -> ClientConfig:
         """For the worker of that number on its host; the scheduler asks the agent of rank 0."""
