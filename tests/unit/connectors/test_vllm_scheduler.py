@@ -85,6 +85,7 @@ def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
     world.match(request)
     assert [world.side.matched_tokens(request, 0) for _ in range(5)] == [96] * 5
     assert len(world.link.pool.asked) == 1
+    assert world.side.tally.take() == {"lookups": 1, "offered_chunks": 3}
     world.clock.advance(2.0)
     assert world.side.matched_tokens(request, 0) == 96
     assert len(world.link.pool.asked) == 2

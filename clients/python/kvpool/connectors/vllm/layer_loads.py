@@ -6,6 +6,7 @@ import concurrent.futures
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from kvpool.client.pool_values import LoadReport, LoadTicket
 from kvpool.connectors.vllm.link import PoolLink
@@ -47,7 +48,7 @@ class LayerLoads:
         loads, self._running = self._running, []
         for running in loads:
             try:
-                report = self._link.start(lambda ticket=running.ticket: _report(ticket)).result()
+                report = self._link.start(partial(_report, running.ticket)).result()
                 self._on_ended(running.order, report, str(report.error) if report.error is not None else "")
             except (KvPoolError, concurrent.futures.CancelledError) as error:
                 self._on_ended(running.order, None, str(error))

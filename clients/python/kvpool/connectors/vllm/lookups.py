@@ -28,6 +28,7 @@ class Lookup:
     running: Future[PrefixMatch] | None = None
     found: PrefixMatch | None = None
     found_at_s: float = 0.0
+    counted: bool = False  # what was made of the answer
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     def cancel(self) -> None:
@@ -70,7 +71,7 @@ class Lookups:
         except (KvPoolError, concurrent.futures.CancelledError) as error:
             _log.info("kvpool: a match failed: %s", error)
             lookup.found = PrefixMatch(held_chunks, 0)
-        lookup.running, lookup.found_at_s = None, now_s
+        lookup.running, lookup.found_at_s, lookup.counted = None, now_s, False
         if lookup.held_chunks > held_chunks:  # the engine lost some while it was asked
             return None
         if lookup.found.error is not None:

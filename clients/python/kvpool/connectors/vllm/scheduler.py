@@ -92,9 +92,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, held_tokens: int) -> int | None:
         """Tokens after the held ones that will be loaded; None while that is not known yet."""
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = _State(request, is_shareable(request, self._adapters))
+        state = self._states[request.request_id]
         state.plan = None
         pool = self._pool_for(state, held_tokens)
         if pool is None:
@@ -240,7 +238,9 @@ class SchedulerSide:
             chunks = 0
         end_chunk = held_chunks + chunks
         tokens = chain.usable_tokens(end_chunk) - held_tokens
-        self.tally.decided(offered_chunks, chunks)
+        if not state.lookup.counted:  # a request that gets no blocks asks again and again
+            self.tally.decided(offered_chunks, chunks)
+            state.lookup.counted = True
         if not chunks or tokens < max(1, self._settings.min_load_tokens):
             return 0
         estimated_ms = sum(run.estimated_ms for run in runs)
