@@ -31,6 +31,7 @@ TAIL_TOKENS = 40
 FRESH_TOKENS = 512  # of prompts in the section `nothing`
 NEW_TOKENS = 16
 ARGUMENTS: dict[str, Any] = {"block_size": 32}
+AS_SHIPPED = {"load": "quicker"}  # tests load always
 
 
 def ttft_s(engine: Engine, tokens: list[int]) -> float:
@@ -49,11 +50,11 @@ def loaded(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """TTFT of a fresh process with and without the prefix in the pool."""
     agent = agent_of(cluster)
     prefixes = [prompt(PREFIX_TOKENS, seed) for seed in range(rounds)]
-    with Engine(model, agent=agent, **ARGUMENTS) as first:
+    with Engine(model, agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as first:
         for prefix in prefixes:
             first.generate(prefix, new_tokens=1)
         stored = first.counters().get("stored_chunks", 0)
-    with Engine(model, agent=agent, **ARGUMENTS) as second:
+    with Engine(model, agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as second:
         warmed(second)
         cold, warm = [], []
         for number, prefix in enumerate(prefixes):
@@ -70,7 +71,7 @@ def loaded(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
 def nothing(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """Paired requests to engines with and without kvpool; no prompt comes twice."""
     with (
-        Engine(model, agent=agent_of(cluster), **ARGUMENTS) as shared,
+        Engine(model, agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as shared,
         Engine(model, **ARGUMENTS) as plain,
     ):
         warmed(shared)
@@ -93,7 +94,7 @@ def killed(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """What a request takes longer when what it loads from dies; seconds from its start."""
     answer: dict[str, Any] = {}
     tokens = prompt(PREFIX_TOKENS + TAIL_TOKENS, 1)
-    with Engine(model, agent=agent_of(cluster), **ARGUMENTS) as engine:
+    with Engine(model, agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as engine:
         warmed(engine)
         for victim in ("pagestore", "agent"):
             plain_s = statistics.median(ttft_s(engine, prompt(len(tokens), 800 + n)) for n in range(rounds))
