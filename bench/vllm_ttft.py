@@ -96,8 +96,8 @@ def killed(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     tokens = prompt(PREFIX_TOKENS + TAIL_TOKENS, 1)
     with Engine(model, agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as engine:
         warmed(engine)
-        for victim in ("pagestore", "agent"):
-            plain_s = statistics.median(ttft_s(engine, prompt(len(tokens), 800 + n)) for n in range(rounds))
+        for first_seed, victim in ((800, "pagestore"), (850, "agent")):
+            plain_s = statistics.median(ttft_s(engine, prompt(len(tokens), first_seed + n)) for n in range(rounds))
             _have_stored(engine, tokens)
             pagestore = pid_of(cluster, "pagestore")
             os.kill(pagestore, signal.SIGSTOP)  # so that the load is under way for certain
