@@ -10,7 +10,6 @@ from kvpool.connectors.vllm.link import PoolLink
 from kvpool.core.errors import GeometryUnsupported, ServiceUnavailable
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
-from kvpool.testing import eventually_sync
 
 SPEC = KeyspaceSpec("m", "r", (KvGroup(1, 1, 16),), Dtype.BF16, chunk_tokens=16)
 NOWHERE = ClientConfig(agent_endpoint="unix:/nonexistent/agent.sock", connect_timeout_s=0.2)
@@ -30,7 +29,8 @@ def a_plan() -> EnginePlan:
 
 def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     link = PoolLink(a_plan, NOWHERE)
-    eventually_sync(lambda: "until the agent can be reached" in caplog.text)
+    assert link.wait_tried(10)
+    assert "until the agent can be reached" in caplog.text
     assert link.pool is None
     assert link.close()
     assert caplog.text.count("until the agent can be reached") == 1
@@ -44,7 +44,8 @@ def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
         raise error
 
     link = PoolLink(plan, NOWHERE)
-    eventually_sync(lambda: str(error) in caplog.text)
+    assert link.wait_tried(10)
+    assert str(error) in caplog.text
     assert link.pool is None
     assert link.close()
 

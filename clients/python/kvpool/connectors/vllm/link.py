@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -32,6 +33,7 @@ class PoolLink:
         self._loop = BackgroundLoop("kvpool-vllm")
         self._pool: KvPool | None = None
         self._closed = False
+        self._tried = threading.Event()
         self._opening = self._loop.start(self._open)
 
     @property
@@ -39,6 +41,10 @@ class PoolLink:
         """The pool if it can be asked now."""
         pool = self._pool
         return pool if pool is not None and pool.connected else None
+
+    def wait_tried(self, timeout_s: float) -> bool:
+        """Wait until the agent was reached, or could not be at first; an engine that starts has time for that."""
+        return self._tried.wait(timeout_s)
 
     def start(self, work: Callable[[], Awaitable[ResultT]]) -> Future[ResultT]:
         """Begin work on the pool's loop. raises: ServiceUnavailable after `close`."""
@@ -59,6 +65,12 @@ class PoolLink:
 
     async def _open(self) -> None:
         try:
+            await self._try_to_open()
+        finally:
+            self._tried.set()
+
+    async def _try_to_open(self) -> None:
+        try:
             plan = await asyncio.to_thread(self._make_plan)
         except KvPoolError as error:
             _log.error("kvpool: not used in this process: %s", error)
@@ -75,6 +87,7 @@ class PoolLink:
                 if not told:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
                 told = True
+                self._tried.set()
                 await asyncio.sleep(backoff.next_s())
             except KvPoolError as error:
                 _log.error("kvpool: not used in this process: %s", error)

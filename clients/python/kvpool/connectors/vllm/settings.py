@@ -31,6 +31,7 @@ class VllmSettings:
     store_generated: bool = True  # also chunks with generated tokens, when their request ends
     layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
     min_load_tokens: int = DEFAULT_CHUNK_TOKENS  # fewer are always computed
+    start_wait_s: float = 10.0  # an engine that starts waits so long for its agent, and then goes on without it
     lookup_wait_ms: float = 3.0  # the scheduler waits so long for a match; then the request waits without the batch
     match_timeout_s: float = 0.3  # a match that takes longer is none
     load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes

@@ -43,6 +43,7 @@ def scheduler_side(
 
     config = settings.client_config(0, on_gpu=not facts.opaque)
     link = PoolLink(plan, config)
+    link.wait_tried(settings.start_wait_s)
     parallel = vllm_config.parallel_config
     layer_count = vllm_config.model_config.get_total_num_hidden_layers()
     heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
@@ -84,6 +85,7 @@ def worker_side(
 
     config = settings.client_config(rank, on_gpu=memory.events is not None)
     link = PoolLink(plan, config)
+    link.wait_tried(settings.start_wait_s)
     side = WorkerSide(
         settings,
         link,
