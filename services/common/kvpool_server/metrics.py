@@ -1,6 +1,7 @@
 """The /metrics endpoint and what is known about the process itself."""
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
+        # Or a service that was scraped and killed could not start again before the kernel forgets those connections.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # HTTPServer's own looks the host name up in DNS here, which can take seconds.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()

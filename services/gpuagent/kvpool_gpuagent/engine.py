@@ -40,6 +40,7 @@ class Registration:
     layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
     scratch: MappedHandle | None = None  # of an engine that launches kernels for the agent
+    match_only: bool = False  # of an engine's scheduler: there is no memory behind the handles
 
 
 class GpuAgentEngine:
@@ -92,7 +93,8 @@ class GpuAgentEngine:
         # Refused before the name is bound: a layout that does not fit must leave no keyspace behind.
         rank = Rank.of(wanted.spec, wanted.layout, load_only=wanted.load_only)
         check_bases(rank, [handle.ipc.allocation_offset if handle.ipc else 0 for handle in wanted.handles])
-        self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
+        if not wanted.match_only:
+            self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
         await self._end_previous(wanted.previous_session_id)
         opened = await self._index.open_keyspace(wanted.keyspace_name, wanted.spec)
         if self._draining:

@@ -80,6 +80,8 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
     if len(register.previous_session_id) not in (0, HASH_BYTES):
         raise InvalidRequest(f"previous_session_id must be empty or {HASH_BYTES} bytes")
     handles = handles_from_proto(register.handles)
+    if register.match_only and (register.events or register.HasField("scratch") or register.hold_file):
+        raise InvalidRequest("match_only: such a session has no memory; leave events, scratch and hold_file empty")
     return Registration(
         engine_name=register.engine_name,
         keyspace_name=register.keyspace_name,
@@ -91,6 +93,7 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
         previous_session_id=register.previous_session_id,
         scratch=_scratch(register, handles),
+        match_only=register.match_only,
     )
 
 

@@ -44,6 +44,11 @@ class Registrar:
         wanted = registration_from_proto(register)
         session = await self.engine.open_session(wanted, end_stream, on_event_waited, on_launch)
         on_session(session)
+        if wanted.match_only:
+            await session.only_match()
+            send(gpuagent_pb2.EngineResponse(registered=self._registered(session, b"")))
+            send(gpuagent_pb2.EngineResponse(ready=self._ready()))
+            return
         shared = [handle for handle in wanted.handles if handle.ipc is None]
         inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * register.hold_file)
         try:
@@ -55,10 +60,12 @@ class Registrar:
             await session.map_cache(handles or wanted.handles, wanted.events, hold_file)
         finally:
             self.desk.drop(inbox)
-        ready = gpuagent_pb2.EngineReady(
+        send(gpuagent_pb2.EngineResponse(ready=self._ready()))
+
+    def _ready(self) -> gpuagent_pb2.EngineReady:
+        return gpuagent_pb2.EngineReady(
             device=self.engine.device.name, max_request_chunks=self.engine.config.max_request_chunks
         )
-        send(gpuagent_pb2.EngineResponse(ready=ready))
 
     def _registered(self, session: EngineSession, token: bytes) -> gpuagent_pb2.EngineRegistered:
         grid = session.rank.grid

@@ -120,6 +120,12 @@ class EngineSession:
         if self._closing is not None:
             raise Stopped("the session was closed while it was registered")
 
+    async def only_match(self) -> None:
+        """The engine has no memory here: reach the pagestore, which tells what is local. Raises Stopped."""
+        await self._pool.connect()
+        if self._closing is not None:
+            raise Stopped("the session was closed while it was registered")
+
     @property
     def active_requests(self) -> int:
         """Loads and stores now running."""
@@ -247,7 +253,7 @@ class EngineSession:
         if self._closing is not None:
             raise Stopped("the session is closing")
         if self._cache is None:
-            raise InvalidRequest("the session is not ready; wait for `ready` before the first request")
+            raise InvalidRequest("the session is not ready: wait for `ready`, and register without match_only")
         return self._cache
 
     @contextmanager

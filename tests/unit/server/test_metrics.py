@@ -42,3 +42,12 @@ def test_port_in_use_names_port_and_cure() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StartupFailed, match=rf"127.0.0.1:{port}: it is in use; stop the process"):
             start_metrics_server("127.0.0.1", port, CollectorRegistry())
+
+
+def test_a_port_that_was_scraped_a_moment_ago_can_be_served_again() -> None:
+    port, stop = start_metrics_server("127.0.0.1", 0, CollectorRegistry())
+    assert get(port, "/metrics")[0] == 200
+    stop()
+    again, stop = start_metrics_server("127.0.0.1", port, CollectorRegistry())  # the scrape's end still waits there
+    stop()
+    assert again == port

@@ -64,11 +64,16 @@ class EnginePlan:
     events: EventSlots | None = None  # of GPU work that stores and loads may have to come after
     launcher: Launcher | None = None  # for an agent's kernels, so that they take no turns with this process's
     load_only: bool = False
+    match_only: bool = False  # an engine's scheduler: there are no regions, and nothing can be stored or loaded
     layers_per_progress: int = 0  # 0: one report per layer group of the grid
     previous_session_id: bytes = b""
 
     def check(self) -> None:
         """raises: InvalidRequest naming what does not fit."""
+        if self.match_only:
+            if self.regions or self.events is not None or self.launcher is not None:
+                raise InvalidRequest("match_only: leave regions, events and launcher out")
+            return
         sizes = tuple(region.size_bytes for region in self.regions)
         if sizes != self.layout.handle_sizes:
             raise InvalidRequest(f"regions have {sizes} bytes, the layout's handles {self.layout.handle_sizes}")
@@ -85,7 +90,7 @@ class EnginePlan:
     def new_hold(self) -> MemoryHold:
         """To know when the agent of one session has let go of the memory."""
         shared = [region for region in self.regions if isinstance(region, SharedMemoryRegion)]
-        return SharedMemoryHold(shared) if shared else GpuMemoryHold()
+        return SharedMemoryHold(shared) if shared or self.match_only else GpuMemoryHold()
 
 
 class Registration:
@@ -119,12 +124,13 @@ def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
         engine_name=plan.engine_name[:128],
         keyspace_name=plan.keyspace_name,
         spec=spec_to_proto(plan.spec),
-        handles=[_handle_to_proto(region) for region in plan.regions],
+        handles=_handles_to_proto(plan),
         layout=layout_to_proto(plan.layout),
         load_only=plan.load_only,
         layers_per_progress=plan.layers_per_progress,
         previous_session_id=plan.previous_session_id,
         events=[ipc_event_to_proto(event) for event in plan.events.handles] if plan.events is not None else [],
+        match_only=plan.match_only,
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
         scratch=_handle_to_proto(plan.launcher.scratch) if plan.launcher is not None else None,
     )
@@ -150,6 +156,13 @@ def lend(
         )
     finally:
         os.close(fd)
+
+
+def _handles_to_proto(plan: EnginePlan) -> list[gpuagent_pb2.MemoryHandle]:
+    if not plan.match_only:
+        return [_handle_to_proto(region) for region in plan.regions]
+    nothing = gpuagent_pb2.SharedMemoryHandle()
+    return [gpuagent_pb2.MemoryHandle(size_bytes=size, shared_memory=nothing) for size in plan.layout.handle_sizes]
 
 
 def _handle_to_proto(region: SharedMemoryRegion | GpuRegion) -> gpuagent_pb2.MemoryHandle:

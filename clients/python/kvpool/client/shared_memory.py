@@ -38,6 +38,23 @@ class SharedMemoryRegion:
             os.close(self._fd)
             raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error
 
+    @classmethod
+    def adopt(cls, fd: int, size_bytes: int) -> Self:
+        """Of a file in memory that is there already, that of another library, say. The descriptor stays the caller's.
+
+        raises: StartupFailed when there is not so much memory. Nobody may shrink the file.
+        """
+        region = cls.__new__(cls)
+        region.size_bytes = size_bytes
+        region._fd = os.dup(fd)
+        try:
+            os.posix_fallocate(region._fd, 0, size_bytes)
+            region._memory = mmap.mmap(region._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(region._fd)
+            raise StartupFailed(f"cannot have {size_bytes} bytes of shared memory ({error}); ask for less") from error
+        return region
+
     @property
     def buffer(self) -> memoryview:
         """All bytes, writable."""

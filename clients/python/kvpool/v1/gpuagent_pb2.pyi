@@ -323,6 +323,7 @@ class EngineRegister(_message.Message):
     PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
     HOLD_FILE_FIELD_NUMBER: _builtins.int
     SCRATCH_FIELD_NUMBER: _builtins.int
+    MATCH_ONLY_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -337,6 +338,10 @@ class EngineRegister(_message.Message):
     """True: the engine offers one more descriptor, numbered after those of shared memory (0 with CUDA handles): a file of 4096 bytes, open for writing. The agent keeps it open for as
     long as it maps the engine's memory; once it has let go of all of it, it writes one byte 0x01 at offset 0 and closes it. A lock on that open file description thus tells
     the engine when its memory is free; if the byte is missing then, the agent has died and its GPU work ends with its process.
+    """
+    match_only: _builtins.bool
+    """True: an engine's scheduler, which has no cache and only asks what exists. `handles` have sizes that fit `layout` but no memory behind them: nothing is offered or mapped, on
+    whatever device, and stores and loads are refused with INVALID_ARGUMENT. `events` and `scratch` must be empty.
     """
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
@@ -372,10 +377,11 @@ class EngineRegister(_message.Message):
         previous_session_id: _builtins.bytes = ...,
         hold_file: _builtins.bool = ...,
         scratch: Global___MemoryHandle | None = ...,
+        match_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "scratch", b"scratch", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "previous_session_id", b"previous_session_id", "scratch", b"scratch", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "scratch", b"scratch", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,215 @@
+"""The engine's KV tensors as an agent maps them: their memory, and where rows lie in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvpool.client.engine_events import EventSlots
+from kvpool.client.engine_registration import GpuRegion
+from kvpool.client.shared_memory import SharedMemoryRegion
+from kvpool.core.errors import DeadlineExceeded, GeometryUnsupported, StartupFailed
+from kvpool.core.ipc import EngineEvent
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+from kvpool.core.partition import RankPart
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+_SHARED_MEMORY = "/dev/shm"  # where torch makes shared memory
+_SPARE_BYTES = 16 << 20
+# An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for.
+_EVENT_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMemory:
+    """For EnginePlan, and what records the engine's GPU work. split: blocks of the tensors in one of vLLM's."""
+
+    split: int
+    layout: EngineLayout
+    regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
+    events: _Events | None
+
+    @property
+    def slots(self) -> EventSlots | None:
+        """For EnginePlan."""
+        return self.events.slots if self.events is not None else None
+
+    def record(self) -> EngineEvent | None:
+        """What the next store or load has to come after: the engine's work up to now. None: it is done."""
+        return self.events.record() if self.events is not None else None
+
+    def close(self) -> None:
+        """The engine's tensors stay; only what was made for the agent is let go."""
+        for region in self.regions:
+            if isinstance(region, SharedMemoryRegion):
+                region.close()
+
+
+class _Events:
+    """Of a CUDA engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        from kvpool.client.gpu import GpuEvents
+
+        self._device = device
+        self._events = GpuEvents(device.index or 0)
+        self.slots = self._events.slots
+
+    def record(self) -> EngineEvent | None:
+        try:
+            return self._events.record(timeout_s=_EVENT_WAIT_S)
+        except DeadlineExceeded:
+            import torch
+
+            torch.cuda.current_stream(self._device).synchronize()
+            return None
+
+
+def layers_in_order(kv_caches: Mapping[str, torch.Tensor], layer_count: int) -> list[torch.Tensor]:
+    """The tensors by their layers' numbers. raises: GeometryUnsupported if they are not one for each layer."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    by_number = {extract_layer_index(name): tensor for name, tensor in kv_caches.items()}
+    if len(by_number) != len(kv_caches) or len(by_number) != layer_count:
+        raise GeometryUnsupported(
+            f"the engine has {len(kv_caches)} KV tensors in {len(by_number)} layers, {layer_count} were expected"
+        )
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def cache_memory(
+    tensors: Sequence[torch.Tensor], spec: KeyspaceSpec, part: RankPart, block_tokens: int, block_count: int
+) -> CacheMemory:
+    """Have tensors [blocks, heads, tokens, row] of a rank's layers mapped by an agent, wherever they are.
+
+    CPU tensors move into shared memory, in place. block_tokens: of vLLM's blocks, of which block_count are there; the
+    tensors may have each of them as several.
+    raises: GeometryUnsupported for other tensors; StartupFailed if there is not so much shared memory.
+    """
+    heads, split = len(part.heads), tensors[0].shape[0] // block_count
+    if split > 1 and not spec.opaque:
+        block_tokens, block_count = block_tokens // split, block_count * split
+    shape = (block_count, heads, block_tokens)
+    for number, tensor in enumerate(tensors):
+        if tensor.dim() != 4 or tuple(tensor.shape[:3]) != shape:
+            raise GeometryUnsupported(f"KV tensor {number} is {tuple(tensor.shape)}, expected {(*shape, '...')}")
+    make = _on_gpu if tensors[0].device.type == "cuda" else _on_cpu
+    return replace(make(tensors, spec, part, block_tokens, block_count), split=split)
+
+
+def _on_cpu(
+    tensors: Sequence[torch.Tensor], spec: KeyspaceSpec, part: RankPart, block_tokens: int, block_count: int
+) -> CacheMemory:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    numbers = {address: number for number, address in enumerate(storages)}
+    handles = [numbers[tensor.untyped_storage().data_ptr()] for tensor in tensors]
+    _check_room(sum(storage.nbytes() for storage in storages.values()))
+    layers = tuple(
+        LayerLayout((_cell_plane(tensor, handle),)) if spec.opaque else LayerLayout(_row_planes(tensor, handle, spec))
+        for tensor, handle in zip(tensors, handles, strict=True)
+    )
+    regions = tuple(_shared(storage) for storage in storages.values())
+    layout = EngineLayout(
+        block_tokens=block_tokens,
+        block_count=block_count,
+        layers=layers,
+        first_layer=part.layers.start,
+        first_head=part.heads.start,
+        head_count=len(part.heads),
+        handle_sizes=tuple(region.size_bytes for region in regions),
+    )
+    return CacheMemory(split=1, layout=layout, regions=regions, events=None)
+
+
+def _on_gpu(
+    tensors: Sequence[torch.Tensor], spec: KeyspaceSpec, part: RankPart, block_tokens: int, block_count: int
+) -> CacheMemory:
+    import torch
+
+    from kvpool.client.gpu import export_tensors
+
+    # All layers may be slices of one allocation with gaps between a layer's blocks: what is exported is all of it.
+    bases: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        bases.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+    exported = export_tensors(list(bases.values()))
+    places = dict(zip(bases, exported.places, strict=True))
+    layers = []
+    for tensor in tensors:
+        place = places[tensor.untyped_storage().data_ptr()]
+        layers.append(LayerLayout(_row_planes(tensor, place.region, spec, place.offset_bytes)))
+    layout = EngineLayout(
+        block_tokens=block_tokens,
+        block_count=block_count,
+        layers=tuple(layers),
+        first_layer=part.layers.start,
+        first_head=part.heads.start,
+        head_count=len(part.heads),
+        handle_sizes=tuple(region.size_bytes for region in exported.regions),
+    )
+    return CacheMemory(split=1, layout=layout, regions=exported.regions, events=_Events(tensors[0].device))
+
+
+def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:
+    """A row is all of a block and head: K and V of its tokens, arranged as the kernels like it."""
+    element_bytes, (block_stride, head_stride, token_stride, _) = tensor.element_size(), tensor.stride()
+    row_elements = tensor.shape[2] * tensor.shape[3]
+    if tensor.stride(3) != 1 or token_stride != tensor.shape[3]:
+        raise GeometryUnsupported(f"the KV of a block and head is not in one piece (strides {tensor.stride()})")
+    return RowPlane(
+        handle=handle,
+        offset_bytes=int(tensor.storage_offset()) * element_bytes,
+        block_stride_bytes=block_stride * element_bytes,
+        token_stride_bytes=0,
+        head_stride_bytes=head_stride * element_bytes,
+        row_bytes=row_elements * element_bytes,
+    )
+
+
+def _row_planes(
+    tensor: torch.Tensor, handle: int, spec: KeyspaceSpec, base_offset_bytes: int = 0
+) -> tuple[RowPlane, ...]:
+    """Rows of a token and head: K's, and V's right behind it; one for MLA."""
+    element_bytes, strides = tensor.element_size(), tensor.stride()
+    row_bytes = spec.engine_row_bytes
+    if strides[3] != 1 or tensor.shape[3] * element_bytes != spec.planes * row_bytes:
+        raise GeometryUnsupported(
+            f"the KV of a token and head has {tensor.shape[3]} elements of {element_bytes} bytes (stride "
+            f"{strides[3]}), expected {spec.planes} rows of {row_bytes} bytes"
+        )
+    return tuple(
+        RowPlane(
+            handle=handle,
+            offset_bytes=base_offset_bytes + int(tensor.storage_offset()) * element_bytes + plane * row_bytes,
+            block_stride_bytes=strides[0] * element_bytes,
+            token_stride_bytes=strides[2] * element_bytes,
+            head_stride_bytes=strides[1] * element_bytes,
+            row_bytes=row_bytes,
+        )
+        for plane in range(spec.planes)
+    )
+
+
+def _check_room(size_bytes: int) -> None:
+    """torch's shared memory has no pages before they are written, and then the process dies for want of them."""
+    filesystem = os.statvfs(_SHARED_MEMORY)
+    free_bytes = filesystem.f_bavail * filesystem.f_frsize
+    if free_bytes < size_bytes + _SPARE_BYTES:
+        raise StartupFailed(
+            f"the KV cache has {size_bytes} bytes, {_SHARED_MEMORY} has {free_bytes} free; make it larger "
+            f"(docker: --shm-size) or the KV cache smaller (VLLM_CPU_KVCACHE_SPACE)"
+        )
+
+
+def _shared(storage: Any) -> SharedMemoryRegion:
+    """Move a storage into shared memory; all tensors on it follow."""
+    fd, size_bytes = storage._share_fd_cpu_()  # the descriptor stays torch's
+    return SharedMemoryRegion.adopt(fd, size_bytes)

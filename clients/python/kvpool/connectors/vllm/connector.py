@@ -1,0 +1,246 @@
+"""The connector as vLLM sees it: translates, and lets no trouble of the cache through. Imported only inside vLLM."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvpool.connectors.vllm import wiring
+from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
+from kvpool.connectors.vllm.orders import StepOrders
+from kvpool.connectors.vllm.settings import VllmSettings
+
+if TYPE_CHECKING:
+    from kvpool.connectors.vllm.scheduler import SchedulerSide
+    from kvpool.connectors.vllm.worker import WorkerSide
+
+_log = logging.getLogger(__name__)
+AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
+
+
+def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
+    """An exception that reaches vLLM ends the engine: it is logged, and `otherwise` is the answer."""
+
+    def guard(method: AnyCall) -> AnyCall:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                _log.exception("kvpool: %s failed; the engine goes on without it", method.__name__)
+                return otherwise() if callable(otherwise) else otherwise
+
+        return call  # type: ignore[return-value]
+
+    return guard
+
+
+class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        """raises: InvalidRequest for an extra config that must be changed; nothing else stops the engine."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
+            loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+        )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._close: list[Callable[[], object]] = []
+        self._layer_numbers: dict[str, int] = {}  # among this rank's layers
+        if role is KVConnectorRole.SCHEDULER:
+            # With vLLM's own default a request fails when a load does; vLLM reads it after this.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._start_scheduler()
+
+    @_guarded()
+    def _start_scheduler(self) -> None:
+        self._scheduler, close = wiring.scheduler_side(self._settings, self._vllm_config, self._kv_cache_config)
+        self._close.append(close)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not stored is computed again."""
+        return False
+
+    # Worker.
+
+    @_guarded()
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See the base class."""
+        self._layer_numbers = wiring.layer_numbers(kv_caches)
+        self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+        self._close.append(close)
+
+    @_guarded()
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.before_step(kv_connector_metadata.orders)
+
+    @_guarded()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        orders = self._orders()
+        if self._worker is not None and orders is not None:
+            self._worker.start_loads(orders)
+
+    @_guarded()
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See the base class. Unless they are layerwise, requests wait for their loads before they are scheduled."""
+        if self._worker is not None and self._settings.layerwise:
+            self._worker.wait_layers(self._layer_numbers[layer_name] + 1)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """See the base class. Chunks are stored when all their layers have been computed."""
+
+    @_guarded()
+    def wait_for_save(self) -> None:
+        """See the base class. Does not wait: the blocks stay the requests' until their stores have let go of them."""
+        orders = self._orders()
+        if self._worker is not None and orders is not None:
+            self._worker.start_stores(orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See the base class."""
+        if self._worker is None:
+            return self._finished_without()
+        return self._finished()
+
+    @_guarded(otherwise=lambda: (None, None))
+    def _finished(self) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return self._worker.take_released() or None, self._worker.take_received() or None
+
+    def _finished_without(self) -> tuple[set[str] | None, set[str] | None]:
+        """This worker never came to be, but the scheduler's side may: what it orders ends at once, undone."""
+        orders = self._orders()
+        if orders is None:
+            return None, None
+        return set(orders.release) or None, {order.request_id for order in orders.loads} or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the base class."""
+        if self._worker is not None:
+            return self._worker.take_failed_blocks()
+        orders = self._orders()
+        block_tokens = self._vllm_config.cache_config.block_size
+        chunk_tokens = self._settings.chunk_tokens
+        loads = orders.loads if orders is not None else []
+        return {block for one in loads for block in one.failed_blocks(one.first_chunk, chunk_tokens, block_tokens)}
+
+    @_guarded()
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """See the base class."""
+        orders = self._orders()
+        if orders is None:
+            return None
+        return WorkerReport(orders.step, self._worker.take_ends() if self._worker is not None else ())
+
+    def _orders(self) -> StepOrders | None:
+        metadata = self._connector_metadata
+        return metadata.orders if isinstance(metadata, StepMetadata) else None
+
+    # Scheduler.
+
+    @_guarded()
+    def on_new_request(self, request: Any) -> None:
+        """See the base class."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @_guarded(otherwise=(0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the base class."""
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens) and not self._settings.layerwise
+
+    @_guarded()
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the base class."""
+        if self._scheduler is not None and num_external_tokens:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See the base class."""
+        return self._build(scheduler_output) or StepMetadata(StepOrders(step=0))
+
+    @_guarded()
+    def _build(self, output: Any) -> StepMetadata | None:
+        if self._scheduler is None:
+            return None
+
+        def block_ids_of(request_id: str) -> Sequence[int] | None:
+            groups = output.kv_connector_block_state.get_block_ids(request_id)
+            return groups[0] if groups is not None else None
+
+        preempted = output.preempted_req_ids or ()
+        return StepMetadata(self._scheduler.build(output.num_scheduled_tokens, preempted, block_ids_of))
+
+    @_guarded(otherwise=(False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finished(request, block_ids, request.status.name), None
+
+    @_guarded()
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the base class."""
+        if self._scheduler is None:
+            return
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.heard(report.step, report.ends)
+        self._scheduler.received(connector_output.finished_recving or ())
+
+    @_guarded(otherwise=())
+    def take_events(self) -> Iterable[Any]:
+        """See the base class."""
+        if self._scheduler is None:
+            return ()
+        events_config = self._vllm_config.kv_events_config
+        changes = self._scheduler.take_changes()  # taken in any case, so that they do not pile up
+        if events_config is None or not events_config.enable_kv_cache_events:
+            return ()
+        return [pool_event(change, self._settings.chunk_tokens) for change in changes]
+
+    @_guarded()
+    def get_kv_connector_stats(self) -> PoolStats | None:
+        """See the base class."""
+        data = self._scheduler.tally.take() if self._scheduler is not None else {}
+        return PoolStats(data=data) if data else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See the base class: a captured graph would not wait for layers."""
+        return bool(extra_config.get("layerwise", False))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
+        """See the base class."""
+        return PoolStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PoolPromMetrics:
+        """See the base class."""
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @_guarded()
+    def shutdown(self) -> None:
+        """See the base class."""
+        while self._close:
+            self._close.pop()()

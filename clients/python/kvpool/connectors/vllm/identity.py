@@ -1,0 +1,163 @@
+"""Which keyspace a vLLM engine's KV belongs to, and which part of it one of its ranks has.
+
+Everything is read off vLLM's configuration, so that the scheduler, which has no tensors, comes to the same keyspace as
+the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpool.connectors.vllm.request_chain import directory_digest
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.keyspace import Dtype, KeyspaceSpec
+from kvpool.core.partition import RankPart, rank_part
+
+_NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
+# Of a config: where it came from, not what it computes.
+_PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
+_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16, "float32": Dtype.FP32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFacts:
+    """Of the engine's one KV cache group. head_count: of one rank. opaque: blocks cannot be taken apart."""
+
+    block_tokens: int
+    head_count: int
+    row_bytes: int  # of one token and head, K and V together; MLA: of the latent
+    opaque: bool
+    dtype: str
+    isa: str = ""
+
+
+def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
+    """raises: GeometryUnsupported naming what the engine's cache has that cannot be shared."""
+    import torch
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups (a hybrid model); only one is served")
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise GeometryUnsupported(f"the engine's KV cache is of {kind}; only full attention and MLA are served")
+    if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
+        raise GeometryUnsupported("the engine has sliding-window or chunked attention; only full attention is served")
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        raise GeometryUnsupported("decode context parallelism spreads a block's tokens over ranks; it is not served")
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise GeometryUnsupported(f"the engine's KV cache is of {dtype}; bfloat16, float16 and float32 are served")
+    on_cpu = torch.device(vllm_config.device_config.device_type).type == "cpu"
+    block_bytes = spec.page_size_bytes
+    heads = spec.num_kv_heads
+    if block_bytes % (heads * spec.block_size):
+        raise GeometryUnsupported(f"blocks of {block_bytes} bytes are no rows of {heads} heads x {spec.block_size}")
+    isa = ""
+    if on_cpu:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+    return CacheFacts(
+        block_tokens=spec.block_size,
+        head_count=heads,
+        row_bytes=block_bytes // (heads * spec.block_size),
+        opaque=on_cpu,
+        dtype=dtype,
+        isa=isa,
+    )
+
+
+def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> KeyspaceSpec:
+    """The keyspace of the engine's KV. May read all weights, once. raises: InvalidRequest, GeometryUnsupported."""
+    import vllm
+
+    model = vllm_config.model_config
+    if settings.chunk_tokens % facts.block_tokens:
+        raise InvalidRequest(
+            f"chunk_tokens {settings.chunk_tokens} is no multiple of the engine's block size {facts.block_tokens}; "
+            f"set chunk_tokens in kv_connector_extra_config"
+        )
+    layers = model.get_total_num_hidden_layers()
+    if model.use_mla:
+        element_bytes = _DTYPES[facts.dtype].bits // 8
+        group = KvGroup.mla(layers, facts.row_bytes // element_bytes)
+    else:
+        group = KvGroup(layers, model.get_total_num_kv_heads(), model.get_head_size())
+    opaque = None
+    if facts.opaque:
+        opaque = OpaqueLayout(
+            engine="vllm",
+            layout_id=f"cpu_attn {vllm.__version__}",  # the kernels decide it, release by release
+            isa=facts.isa,
+            block_tokens=facts.block_tokens,
+            cell_bytes=facts.row_bytes * facts.block_tokens,
+        )
+    return KeyspaceSpec(
+        model_id=settings.model_id or str(model.model),
+        model_revision=settings.model_revision or model_revision(model),
+        groups=(group,),
+        dtype=_DTYPES[facts.dtype],
+        chunk_tokens=settings.chunk_tokens,
+        payload=PayloadKind.OPAQUE if opaque is not None else PayloadKind.CANONICAL,
+        opaque=opaque,
+        salt=_salt(settings, vllm_config),
+    )
+
+
+def model_revision(model: Any) -> str:
+    """The hub's commit, or for a directory a digest over its weights. raises: InvalidRequest if there is neither."""
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    digest = directory_digest(Path(str(model.model)), _WEIGHT_FILES)
+    if digest is None:
+        raise InvalidRequest(
+            f"it cannot be told which weights {model.model!r} has; "
+            f"name them with model_revision in kv_connector_extra_config"
+        )
+    return digest.hex()[:32]
+
+
+def _salt(settings: VllmSettings, vllm_config: Any) -> bytes:
+    """Whatever else the KV depends on: what was overridden of the model's config, and how weights are quantized."""
+    model = vllm_config.model_config
+    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _PROVENANCE}
+    parts = [settings.salt, config, str(model.dtype), model.quantization, str(vllm_config.cache_config.cache_dtype)]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
+    """Layers and heads of the worker with that number among all of the engine's."""
+    parallel = vllm_config.parallel_config
+    tp_size = parallel.tensor_parallel_size
+    pp_rank, tp_rank = divmod(rank, tp_size)
+    stages = None
+    if parallel.pipeline_parallel_size > 1:
+        from vllm.distributed.utils import get_pp_indices
+
+        borders = [
+            get_pp_indices(spec.group.layers, stage, parallel.pipeline_parallel_size)
+            for stage in range(parallel.pipeline_parallel_size)
+        ]
+        stages = [end - start for start, end in borders]
+    return rank_part(spec.group, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_layers=stages)
+
+
+def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:
+    """A name that differs whenever the keyspace does, as far as a reader can tell."""
+    if settings.keyspace_name:
+        return settings.keyspace_name
+    blocks = f"-vllm-cpu-{spec.opaque.isa}-{spec.opaque.block_tokens}" if spec.opaque else ""
+    model, revision = spec.model_id[-_NAME_MODEL_CHARACTERS:], spec.model_revision[:16]
+    name = f"{model}:{revision}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{blocks}-{spec.salt.hex()[:16]}"
+    return re.sub(r"[^A-Za-z0-9._:/-]", "-", name)

@@ -1,0 +1,106 @@
+"""The way to an agent: opened in the background, tried again for as long as it takes, never in the engine's way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_registration import EnginePlan, OfferFd
+from kvpool.client.fds import offer_fd
+from kvpool.client.pool import KvPool
+from kvpool.client.retry import TRANSIENT, Backoff
+from kvpool.client.sync import BackgroundLoop
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
+
+_log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+# The cluster is not there now, but it may come: everything else needs another configuration.
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable)
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class PoolLink:
+    """One engine rank's, or a scheduler's. Thread-safe."""
+
+    def __init__(self, make_plan: Callable[[], EnginePlan], config: ClientConfig, *, offer: OfferFd = offer_fd) -> None:
+        """make_plan: runs once, on a thread of its own; it may take its time. What it raises ends the use of kvpool."""
+        self._make_plan, self._config, self._offer = make_plan, config, offer
+        self._loop = BackgroundLoop("kvpool-vllm")
+        self._pool: KvPool | None = None
+        self._closed = False
+        self._tried = threading.Event()
+        self._opening = self._loop.start(self._open)
+
+    @property
+    def pool(self) -> KvPool | None:
+        """The pool if it can be asked now."""
+        pool = self._pool
+        return pool if pool is not None and pool.connected else None
+
+    def wait_tried(self, timeout_s: float) -> bool:
+        """Wait until the agent was reached, or could not be at first; an engine that starts has time for that."""
+        return self._tried.wait(timeout_s)
+
+    def start(self, work: Callable[[], Awaitable[ResultT]]) -> Future[ResultT]:
+        """Begin work on the pool's loop. raises: ServiceUnavailable after `close`."""
+        return self._loop.start(work)
+
+    def close(self) -> bool:
+        """Let go of the pool. False: an agent may still touch the engine's memory. Idempotent."""
+        if self._closed:
+            return True
+        self._closed = True
+        self._opening.cancel()
+        try:
+            return self._loop.run(self._close, _CLOSE_TIMEOUT_S)
+        except KvPoolError:
+            return False
+        finally:
+            self._loop.stop()
+
+    async def _open(self) -> None:
+        try:
+            await self._try_to_open()
+        finally:
+            self._tried.set()
+
+    async def _try_to_open(self) -> None:
+        try:
+            plan = await asyncio.to_thread(self._make_plan)
+        except KvPoolError as error:
+            _log.error("kvpool: not used in this process: %s", error)
+            return
+        except Exception:
+            _log.exception("kvpool: not used in this process")
+            return
+        backoff, told = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
+        while self._pool is None:
+            try:
+                self._pool = await KvPool.open(plan, self._config, offer=self._offer)
+                _log.info("kvpool: %s uses agent %s", plan.engine_name, plan.endpoint)
+            except _LATER as error:
+                if not told:
+                    _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)
+                told = True
+                self._tried.set()
+                await asyncio.sleep(backoff.next_s())
+            except KvPoolError as error:
+                _log.error("kvpool: not used in this process: %s", error)
+                return
+
+    async def _close(self) -> bool:
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return True
+        await pool.close()
+        return pool.session.released.is_set()
+
+
+def unreachable() -> ServiceUnavailable:
+    """What stands for the answer of an agent that cannot be asked."""
+    return ServiceUnavailable("the agent cannot be reached now")

@@ -1,0 +1,88 @@
+"""What `kv_connector_extra_config` may hold. A default is written once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
+
+from kvpool.client.config import ClientConfig
+from kvpool.core.errors import InvalidRequest
+
+DEFAULT_CHUNK_TOKENS = 128
+STORE_PREFILL, STORE_FINISH, STORE_NEVER = "prefill", "finish", "never"
+LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER = "quicker", "always", "never"
+_LOAD_CHOICES = (LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER)
+_STORE_CHOICES = (STORE_PREFILL, STORE_FINISH, STORE_NEVER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Of one engine; all its ranks have the same."""
+
+    agent: str = ""  # "unix:/path" or "host:port"; "{rank}" in it stands for the number of the worker on its host
+    model_id: str = ""  # empty: what vLLM was told to serve
+    model_revision: str = ""  # empty: the hub's commit, or for a directory a digest over all its files
+    keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
+    salt: str = ""  # engines with unequal salts share nothing
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size
+    load: str = LOAD_QUICKER  # "quicker": what is likely to be loaded before it would be computed; "always"; "never"
+    store: str = STORE_FINISH  # "prefill": each chunk when it is computed; "finish": when its request ends; "never"
+    store_generated: bool = True  # also chunks with generated tokens, when their request ends
+    layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
+    min_load_tokens: int = DEFAULT_CHUNK_TOKENS  # fewer are always computed
+    start_wait_s: float = 10.0  # an engine that starts waits so long for its agent, and then goes on without it
+    lookup_wait_ms: float = 3.0  # the scheduler waits so long for a match; then the request waits without the batch
+    match_timeout_s: float = 0.3  # a match that takes longer is none
+    load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes
+    load_timeout_min_s: float = 0.8  # later ones may take as long as computing would, but so long at least
+    load_bytes_in_flight_max: int = 8 << 30  # requests beyond it are computed
+    store_bytes_in_flight_max: int = 4 << 30  # what is beyond it is not stored
+    store_hold_max_s: float = 20.0  # blocks of a finished request are not kept from the engine for longer
+    bearer_token: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.agent:
+            raise InvalidRequest('kv_connector_extra_config must name the agent: {"agent": "unix:/path/of/agent.sock"}')
+        if self.load not in _LOAD_CHOICES:
+            raise InvalidRequest(f"load must be one of {', '.join(_LOAD_CHOICES)}, got {self.load!r}")
+        if self.store not in _STORE_CHOICES:
+            raise InvalidRequest(f"store must be one of {', '.join(_STORE_CHOICES)}, got {self.store!r}")
+        if self.chunk_tokens < 16 or self.chunk_tokens & (self.chunk_tokens - 1):
+            raise InvalidRequest(f"chunk_tokens must be a power of two of at least 16, got {self.chunk_tokens}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and value < 0:
+                raise InvalidRequest(f"{field.name} must be >= 0, got {value}")
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
+        """Of a config's dict. raises: InvalidRequest naming a key that is unknown or of the wrong type."""
+        wanted = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for name, value in extra.items():
+            if name not in wanted:
+                raise InvalidRequest(f"kv_connector_extra_config has no {name!r}; it has {', '.join(sorted(wanted))}")
+            kind = wanted[name]
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+                raise InvalidRequest(f"{name} must be of type {kind.__name__}, got {value!r}")
+            values[name] = value
+        return cls(**values)
+
+    def limited(self, *, loads: bool, stores: bool) -> VllmSettings:
+        """The same for an engine whose role (`kv_role`) leaves something out."""
+        load, store = self.load if loads else LOAD_NEVER, self.store if stores else STORE_NEVER
+        return replace(self, load=load, store=store)
+
+    def client_config(self, rank: int, *, on_gpu: bool) -> ClientConfig:
+        """For the worker of that number on its host; the scheduler asks the agent of rank 0."""
+        return ClientConfig(
+            agent_endpoint=self.agent.replace("{rank}", str(rank)),
+            bearer_token=self.bearer_token,
+            match_timeout_s=max(self.match_timeout_s, 0.001),
+            load_timeout_s=max(self.load_timeout_s, 0.001),
+            # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
+            connect_timeout_s=60.0 if on_gpu else 5.0,
+        )

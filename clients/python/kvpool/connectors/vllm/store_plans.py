@@ -1,0 +1,80 @@
+"""Which chunks of a request are worth offering to the pool, and which stores have not ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.client.hashing import Chain
+from kvpool.connectors.vllm.known_chunks import KnownChunks
+from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.request_chain import Request
+
+
+@dataclass(slots=True)
+class _Open:
+    chunks: ChunksChanged
+    workers: int
+    failed: bool = False
+
+
+class StorePlans:
+    """Of all requests, finished ones too."""
+
+    def __init__(self, known: KnownChunks, *, worker_count: int, chunk_tokens: int, block_tokens: int) -> None:
+        self._known, self._worker_count = known, worker_count
+        self._chunk_tokens, self._block_tokens = chunk_tokens, block_tokens
+        self._open: dict[tuple[str, int, int], _Open] = {}
+        self._requests: Counter[str] = Counter()
+
+    def order(
+        self, request: Request, chain: Chain, first_chunk: int, end_chunk: int, block_ids: Sequence[int]
+    ) -> StoreOrder | None:
+        """A store of what the pool is not known to have of chunks [first_chunk, end_chunk), for all workers."""
+        request_id = request.request_id
+        first = self._known.leading(chain.hashes[:end_chunk], first_chunk)
+        if first >= end_chunk:
+            return None
+        order = StoreOrder(
+            request_id=request_id,
+            hashes=chain.hashes[:end_chunk],
+            token_count=chain.token_count,
+            block_ids=tuple(block_ids[: end_chunk * self._chunk_tokens // self._block_tokens]),
+            first_chunk=first,
+            end_chunk=end_chunk,
+        )
+        key = (request_id, first, end_chunk)
+        if key not in self._open:
+            self._requests[request_id] += 1
+        changed = ChunksChanged(
+            hashes=order.hashes[first:],
+            parent_hash=chain.parent_hash(first) if first else b"",
+            token_ids=tuple(request.all_token_ids[first * self._chunk_tokens : end_chunk * self._chunk_tokens]),
+            lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
+        )
+        self._open[key] = _Open(changed, self._worker_count)
+        return order
+
+    def ended(self, end: StoreEnd) -> ChunksChanged | None:
+        """One worker's part has ended. The chunks, if it was the last part and all of them are in the pool now."""
+        key = (end.request_id, end.first_chunk, end.end_chunk)
+        store = self._open.get(key)
+        if store is None:
+            return None
+        store.workers -= 1
+        store.failed |= end.failed_chunks > 0
+        if store.workers:
+            return None
+        del self._open[key]
+        self._requests[end.request_id] -= 1
+        if not self._requests[end.request_id]:
+            del self._requests[end.request_id]
+        if store.failed:
+            return None
+        self._known.add(store.chunks.hashes)
+        return store.chunks
+
+    def any_open(self, request_id: str) -> bool:
+        """Whether a store of the request has not ended."""
+        return request_id in self._requests

@@ -1,0 +1,150 @@
+"""Makes a scheduler's or a worker's side of what vLLM configures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvpool.client.engine_registration import EnginePlan
+from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
+from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
+from kvpool.connectors.vllm.link import PoolLink
+from kvpool.connectors.vllm.scheduler import SchedulerSide
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+def scheduler_side(
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any
+) -> tuple[SchedulerSide, Callable[[], object]]:
+    """And what closes it. raises: GeometryUnsupported, InvalidRequest."""
+    facts = cache_facts(vllm_config, kv_cache_config)
+    engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
+
+    def plan() -> EnginePlan:
+        spec = model_spec(settings, vllm_config, facts)
+        return EnginePlan(
+            endpoint=config.agent_endpoint,
+            engine_name=engine_name,
+            keyspace_name=keyspace_name(settings, spec),
+            spec=spec,
+            layout=_one_block(spec, facts),
+            regions=(),
+            match_only=True,
+        )
+
+    config = settings.client_config(0, on_gpu=not facts.opaque)
+    link = PoolLink(plan, config)
+    link.wait_tried(settings.start_wait_s)
+    parallel = vllm_config.parallel_config
+    layer_count = vllm_config.model_config.get_total_num_hidden_layers()
+    heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
+    side = SchedulerSide(
+        settings,
+        link,
+        block_tokens=facts.block_tokens,
+        chunk_bytes=settings.chunk_tokens * facts.row_bytes * heads * layer_count,
+        worker_count=parallel.world_size,
+        shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+    )
+    return side, link.close
+
+
+def worker_side(
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[WorkerSide, Callable[[], object]]:
+    """And what closes it. raises: GeometryUnsupported, InvalidRequest, StartupFailed."""
+    facts = cache_facts(vllm_config, kv_cache_config)
+    rank = vllm_config.parallel_config.rank
+    # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
+    geometry = model_spec(_named(settings), vllm_config, facts)
+    part = part_of_rank(geometry, vllm_config, rank)
+    tensors = layers_in_order(kv_caches, len(part.layers))
+    memory = cache_memory(tensors, geometry, part, facts.block_tokens, kv_cache_config.num_blocks)
+
+    def plan() -> EnginePlan:
+        spec = model_spec(settings, vllm_config, facts)
+        return EnginePlan(
+            endpoint=config.agent_endpoint,
+            engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
+            keyspace_name=keyspace_name(settings, spec),
+            spec=spec,
+            layout=memory.layout,
+            regions=memory.regions,
+            events=memory.slots,
+            load_only=part.load_only,
+        )
+
+    config = settings.client_config(rank, on_gpu=memory.events is not None)
+    link = PoolLink(plan, config)
+    link.wait_tried(settings.start_wait_s)
+    side = WorkerSide(
+        settings,
+        link,
+        block_tokens=facts.block_tokens,
+        chunk_bytes=geometry.head_bytes * len(part.heads) * len(part.layers),
+        load_only=part.load_only,
+        split=memory.split,
+        record=memory.record,
+    )
+
+    def close() -> None:
+        link.close()
+        memory.close()
+
+    return side, close
+
+
+def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
+    """Of each layer's name, counted from this rank's first layer."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    numbers = {name: extract_layer_index(name) for name in kv_caches}
+    first = min(numbers.values())
+    return {name: number - first for name, number in numbers.items()}
+
+
+def _named(settings: VllmSettings) -> VllmSettings:
+    from dataclasses import replace
+
+    return settings if settings.model_revision else replace(settings, model_revision="not known yet")
+
+
+def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:
+    """A cache of one block with all layers and heads of the model: a scheduler has no cache, it only asks."""
+    row_bytes, rows = spec.engine_row_bytes, 1 if spec.opaque else facts.block_tokens
+    heads, planes = spec.group.kv_heads, spec.planes
+    plane_bytes = rows * heads * row_bytes
+    layers = tuple(
+        LayerLayout(
+            tuple(
+                RowPlane(
+                    handle=0,
+                    offset_bytes=(layer * planes + plane) * plane_bytes,
+                    block_stride_bytes=plane_bytes,
+                    token_stride_bytes=0 if spec.opaque else heads * row_bytes,
+                    head_stride_bytes=row_bytes,
+                    row_bytes=row_bytes,
+                )
+                for plane in range(planes)
+            )
+        )
+        for layer in range(spec.group.layers)
+    )
+    return EngineLayout(
+        block_tokens=facts.block_tokens,
+        block_count=1,
+        layers=layers,
+        first_layer=0,
+        first_head=0,
+        head_count=heads,
+        handle_sizes=(plane_bytes * planes * spec.group.layers,),
+    )

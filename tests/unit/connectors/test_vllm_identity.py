@@ -1,0 +1,152 @@
+"""Which keyspace a vLLM engine's KV belongs to, read off its configuration."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.connectors.vllm.identity import (
+    CacheFacts,
+    cache_facts,
+    keyspace_name,
+    model_revision,
+    model_spec,
+    part_of_rank,
+)
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.geometry import PayloadKind
+
+SETTINGS = VllmSettings(agent="unix:/a", model_revision="r1")
+ROWS = CacheFacts(block_tokens=16, head_count=4, row_bytes=2 * 64 * 2, opaque=False, dtype="bfloat16")
+
+
+class FullAttentionSpec:
+    """Named as vLLM's."""
+
+    def __init__(self, **values: Any) -> None:
+        self.block_size, self.num_kv_heads, self.head_size, self.dtype = 16, 4, 64, torch.bfloat16
+        self.page_size_bytes = 16 * 4 * 2 * 64 * 2
+        self.sliding_window = None
+        vars(self).update(values)
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """Another kind."""
+
+
+def configured(*, tp: int = 1, device: str = "cuda", quantization: str | None = None, mla: bool = False) -> Any:
+    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="org/model",
+            dtype=torch.bfloat16,
+            quantization=quantization,
+            use_mla=mla,
+            hf_config=SimpleNamespace(_commit_hash=None),
+            hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "somewhere"}),
+            get_total_num_hidden_layers=lambda: 8,
+            get_total_num_kv_heads=lambda: 8,
+            get_head_size=lambda: 64,
+        ),
+    )
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a version."""
+    module = ModuleType("vllm")
+    module.__version__ = "9.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+def test_a_gpus_blocks_are_rows_that_any_split_can_read() -> None:
+    facts = cache_facts(configured(tp=2), groups(FullAttentionSpec()))
+    assert facts == ROWS
+    spec = model_spec(SETTINGS, configured(tp=2), facts)
+    assert spec == model_spec(SETTINGS, configured(tp=1), replace(facts, head_count=8, block_tokens=32))
+    assert (spec.payload, spec.group.kv_heads, spec.group.head_dim) == (PayloadKind.CANONICAL, 8, 64)
+
+
+def test_a_cpus_blocks_are_shared_by_like_engines_only() -> None:
+    facts = replace(ROWS, opaque=True, isa="vec")
+    spec = model_spec(SETTINGS, configured(), facts)
+    assert spec.opaque is not None
+    assert (spec.opaque.isa, spec.opaque.block_tokens, spec.opaque.cell_bytes) == ("vec", 16, 16 * 256)
+    assert "9.9" in spec.opaque.layout_id
+    for other in (replace(facts, isa="amx"), replace(facts, block_tokens=32)):
+        assert model_spec(SETTINGS, configured(), other) != spec
+
+
+def test_mla_is_one_latent() -> None:
+    facts = replace(ROWS, head_count=1, row_bytes=576 * 2)
+    assert model_spec(SETTINGS, configured(mla=True), facts).group.latent_dim == 576
+
+
+def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
+    one = model_spec(SETTINGS, configured(), ROWS)
+    assert model_spec(SETTINGS, configured(quantization="fp8"), ROWS) != one
+    assert model_spec(replace(SETTINGS, salt="other"), configured(), ROWS) != one
+    assert model_spec(replace(SETTINGS, model_revision="r2"), configured(), ROWS) != one
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        ([FullAttentionSpec(), FullAttentionSpec()], "2 KV cache groups"),
+        ([SlidingWindowSpec()], "SlidingWindowSpec"),
+        ([FullAttentionSpec(sliding_window=128)], "sliding-window"),
+        ([FullAttentionSpec(dtype=torch.uint8)], "uint8"),
+        ([FullAttentionSpec(page_size_bytes=1001)], "1001 bytes"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
+    with pytest.raises(GeometryUnsupported, match=names):
+        cache_facts(configured(), groups(*specs))
+
+
+def test_chunks_are_whole_blocks() -> None:
+    with pytest.raises(InvalidRequest, match="block size 256"):
+        model_spec(SETTINGS, configured(), replace(ROWS, block_tokens=256))
+
+
+def test_weights_are_known_by_commit_or_by_content(tmp_path: Path) -> None:
+    hub = SimpleNamespace(model="org/model", hf_config=SimpleNamespace(_commit_hash="c0ffee"))
+    assert model_revision(hub) == "c0ffee"
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    local = SimpleNamespace(model=str(tmp_path), hf_config=SimpleNamespace(_commit_hash=None))
+    first = model_revision(local)
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert model_revision(local) != first
+    with pytest.raises(InvalidRequest, match="model_revision"):
+        model_revision(SimpleNamespace(model="org/unknown", hf_config=SimpleNamespace()))
+
+
+def test_ranks_share_out_heads_and_doubled_ones_only_load() -> None:
+    spec = model_spec(SETTINGS, configured(), ROWS)
+    assert [part_of_rank(spec, configured(tp=2), rank).heads for rank in range(2)] == [range(4), range(4, 8)]
+    doubled = [part_of_rank(spec, configured(tp=16), rank) for rank in range(2)]
+    assert [(part.heads, part.load_only) for part in doubled] == [(range(1), False), (range(1), True)]
+
+
+def test_a_name_is_one_that_the_index_takes() -> None:
+    spec = model_spec(replace(SETTINGS, model_id="Org/" + "long model@name " * 9), configured(), ROWS)
+    name = keyspace_name(SETTINGS, spec)
+    assert re.fullmatch(r"[A-Za-z0-9._:/-]{1,128}", name)
+    assert keyspace_name(replace(SETTINGS, keyspace_name="chat"), spec) == "chat"

@@ -1,0 +1,96 @@
+"""Loads that a forward pass waits for layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.client.engine_items import TierTokens
+from kvpool.client.pool_values import BlockHold, LoadReport
+from kvpool.connectors.vllm.layer_loads import LayerLoads
+from kvpool.connectors.vllm.orders import LoadOrder
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
+from tests.unit.connectors.vllm_fakes import FakeLink
+
+ORDER = LoadOrder(
+    request_id="r",
+    hashes=(b"h" * 16,),
+    token_count=40,
+    block_ids=(1, 2),
+    first_chunk=0,
+    end_chunk=1,
+    first_token=0,
+    end_token=32,
+    timeout_s=1.0,
+)
+
+
+class Ticket:
+    """A load whose layers come when they are waited for."""
+
+    def __init__(self, error: KvPoolError | None = None) -> None:
+        self.layers_loaded, self.done, self.waited_for = 0, False, list[int]()
+        self._error = error
+
+    async def wait_layers(self, layers: int) -> bool:
+        self.waited_for.append(layers)
+        if self._error is not None:
+            self.done = True
+            return False
+        self.layers_loaded = layers
+        return True
+
+    async def report(self) -> LoadReport:
+        if self._error is not None:
+            raise self._error
+        return LoadReport(0, 1, (), TierTokens(staging=32), None, BlockHold())
+
+
+def loads(ticket: Ticket) -> tuple[LayerLoads, list[Any]]:
+    """One load, and what was said at its end."""
+    ended: list[Any] = []
+    running = LayerLoads(FakeLink(None), lambda *end: ended.append(end))  # type: ignore[arg-type]
+    running.begin(ORDER, lambda: ticket)  # type: ignore[arg-type, return-value]
+    return running, ended
+
+
+def test_each_layer_is_waited_for_once() -> None:
+    ticket = Ticket()
+    running, ended = loads(ticket)
+    for layer in (1, 2, 2, 3):
+        running.wait_layers(layer)
+    assert ticket.waited_for == [1, 2, 3]
+    assert ended == []
+    running.finish()
+    ((order, report, failure),) = ended
+    assert (order, report.loaded_chunks, failure) == (ORDER, 1, "")
+
+
+def test_a_load_that_fails_is_waited_for_no_more_and_said_at_the_end() -> None:
+    ticket = Ticket(ServiceUnavailable("gone"))
+    running, ended = loads(ticket)
+    for layer in (1, 2, 3):
+        running.wait_layers(layer)
+    assert ticket.waited_for == [1]
+    running.finish()
+    assert [(order, report) for order, report, _ in ended] == [(ORDER, None)]
+    assert "gone" in ended[0][2]
+
+
+def test_a_step_is_over_with_its_end() -> None:
+    running, ended = loads(Ticket())
+    running.finish()
+    running.finish()
+    running.wait_layers(1)
+    assert len(ended) == 1
+
+
+def test_an_agent_that_cannot_be_asked_is_the_callers_to_know() -> None:
+    class Closed(FakeLink):
+        def start(self, work: Any) -> Any:
+            raise ServiceUnavailable("closed")
+
+    running = LayerLoads(Closed(None), lambda *end: None)  # type: ignore[arg-type]
+    with pytest.raises(ServiceUnavailable):
+        running.begin(ORDER, Ticket)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""The vLLM connector's way to its agent when there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.engine_registration import EnginePlan
+from kvpool.connectors.vllm.link import PoolLink
+from kvpool.core.errors import GeometryUnsupported, ServiceUnavailable
+from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.layout_presets import contiguous_layout
+
+SPEC = KeyspaceSpec("m", "r", (KvGroup(1, 1, 16),), Dtype.BF16, chunk_tokens=16)
+NOWHERE = ClientConfig(agent_endpoint="unix:/nonexistent/agent.sock", connect_timeout_s=0.2)
+
+
+def a_plan() -> EnginePlan:
+    return EnginePlan(
+        endpoint=NOWHERE.agent_endpoint,
+        engine_name="e",
+        keyspace_name="k",
+        spec=SPEC,
+        layout=contiguous_layout(SPEC, range(1), range(1), 16, 1),
+        regions=(),
+        match_only=True,
+    )
+
+
+def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    link = PoolLink(a_plan, NOWHERE)
+    assert link.wait_tried(10)
+    assert "until the agent can be reached" in caplog.text
+    assert link.pool is None
+    assert link.close()
+    assert caplog.text.count("until the agent can be reached") == 1
+
+
+@pytest.mark.parametrize("error", [GeometryUnsupported("a hybrid model"), RuntimeError("planted")])
+def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plan() -> EnginePlan:
+        raise error
+
+    link = PoolLink(plan, NOWHERE)
+    assert link.wait_tried(10)
+    assert str(error) in caplog.text
+    assert link.pool is None
+    assert link.close()
+
+
+def test_nothing_can_be_begun_after_the_end() -> None:
+    link = PoolLink(a_plan, NOWHERE)
+    link.close()
+    assert link.close()
+
+    async def work() -> None: ...
+
+    with pytest.raises(ServiceUnavailable):
+        link.start(work)

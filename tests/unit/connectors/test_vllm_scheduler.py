@@ -1,0 +1,186 @@
+"""What the scheduler's side of the vLLM connector lets the engine load."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.core.errors import ServiceUnavailable
+from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
+from tests.unit.connectors.vllm_worlds import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, World
+
+
+def test_what_the_pool_has_is_loaded_into_the_requests_blocks() -> None:
+    world = World(FakePool(3))
+    (order,) = world.load(a_request(120)).loads
+    assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (0, 3, 0, 96)
+    assert order.block_ids == tuple(BLOCKS[:6])
+    assert len(order.hashes) == 3
+
+
+def test_a_prompts_last_token_is_always_computed() -> None:
+    world = World(FakePool(9))
+    (order,) = world.load(a_request(4 * CHUNK)).loads
+    assert order.end_token == 4 * CHUNK - 1
+    assert order.end_chunk == 4
+    assert order.failed_blocks(4, CHUNK, BLOCK) == set()
+
+
+def test_held_tokens_inside_of_a_chunk_are_left_alone() -> None:
+    world = World(FakePool(3))
+    (order,) = world.load(a_request(120), held_tokens=48).loads
+    assert (order.first_chunk, order.first_token) == (1, 48)
+    assert world.link.pool.asked[0][1] == 1
+
+
+def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
+    world = World(FakePool(3, estimated_ms=30.0))
+    request = a_request(120)
+    assert world.match(request) == 96
+    assert world.side.matched_tokens(request, 64) == 32
+    world.side.allocated(request, BLOCKS, 32)
+    (order,) = world.build().loads
+    assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (2, 3, 64, 96)
+    assert len(world.link.pool.asked) == 1
+
+
+def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    assert world.match(request, held_tokens=64) == 32
+    assert world.side.matched_tokens(request, 0) == 96
+    assert [held for _, held in world.link.pool.asked] == [2, 0]
+
+
+def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    assert world.match(request, held_tokens=64) is None
+    world.link.go()
+    world.link.held = False
+    assert world.side.matched_tokens(request, 0) is None
+    assert world.side.matched_tokens(request, 0) == 96
+
+
+def test_a_failure_names_only_blocks_after_the_held_ones() -> None:
+    (order,) = World(FakePool(3)).load(a_request(120), held_tokens=48).loads
+    assert order.failed_blocks(1, CHUNK, BLOCK) == set(BLOCKS[3:6])
+    assert order.failed_blocks(2, CHUNK, BLOCK) == set(BLOCKS[4:6])
+
+
+def test_nothing_is_said_while_the_lookup_runs() -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    assert world.match(request) is None
+    assert world.side.matched_tokens(request, 0) is None
+    world.link.go()
+    assert world.side.matched_tokens(request, 0) == 96
+    assert len(world.link.pool.asked) == 1
+
+
+def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    world.match(request)
+    assert [world.side.matched_tokens(request, 0) for _ in range(5)] == [96] * 5
+    assert len(world.link.pool.asked) == 1
+    assert world.side.tally.take() == {"lookups": 1, "offered_chunks": 3}
+    world.clock.advance(2.0)
+    assert world.side.matched_tokens(request, 0) == 96
+    assert len(world.link.pool.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        a_request(120, skip_reading_prefix_cache=True),
+        a_request(120, prompt_embeds=object()),
+        a_request(120, resumable=True),
+        a_request(20),
+    ],
+)
+def test_what_cannot_be_shared_is_not_looked_up(request_: FakeRequest) -> None:
+    world = World(FakePool(3))
+    assert world.match(request_) == 0
+    assert world.link.pool.asked == []
+
+
+def test_without_an_agent_everything_is_computed() -> None:
+    world = World(None)
+    request = a_request(120)
+    assert world.match(request) == 0
+    request.num_computed_tokens = 119
+    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+
+
+def test_after_a_failed_lookup_the_pool_is_left_alone_for_a_moment() -> None:
+    world = World(FakePool(error=ServiceUnavailable("gone")))
+    assert world.match(a_request(120)) == 0
+    world.link.pool.error, world.link.pool.chunk_count = None, 3
+    assert world.match(a_request(120, "b")) == 0
+    world.clock.advance(6.0)
+    assert world.match(a_request(120, "c")) == 96
+
+
+def test_a_load_is_not_tried_twice_for_one_request() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    world.ended(world.load(request), loaded_chunks=0)
+    assert world.side.matched_tokens(request, 0) == 0
+    request.num_preemptions = 1
+    assert world.side.matched_tokens(request, 0) == 96
+
+
+def test_a_request_waits_for_another_that_loads_the_same_chunk() -> None:
+    world = World(FakePool(3))
+    orders = world.load(a_request(120, "a"))
+    other = a_request(120, "b")
+    assert world.match(other) is None
+    world.ended(orders, loaded_chunks=3)
+    assert world.side.matched_tokens(other, 0) == 96
+
+
+def test_nobody_waits_for_anothers_load_for_ever() -> None:
+    world = World(FakePool(3))
+    world.load(a_request(120, "a"))
+    other = a_request(120, "b")
+    assert world.match(other) is None
+    world.clock.advance(60.0)
+    assert world.side.matched_tokens(other, 0) == 96
+
+
+def test_an_engine_that_shares_no_blocks_loads_for_each_request() -> None:
+    world = World(FakePool(3), shares_blocks=False)
+    world.load(a_request(120, "a"))
+    assert world.match(a_request(120, "b")) == 96
+
+
+def test_computing_is_chosen_where_it_is_quicker() -> None:
+    world = World(FakePool(3, estimated_ms=50.0))
+    world.side.cost.note_prefill(1000, 0.01)
+    assert world.match(a_request(120)) == 0
+    assert world.side.tally.take()["declined_chunks"] == 3
+
+
+@pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
+def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
+    world = World(FakePool(3, estimated_ms=50.0), load=load)
+    world.side.cost.note_prefill(1000, 0.01)
+    assert world.match(a_request(120)) == tokens
+
+
+def test_bytes_in_flight_are_bounded() -> None:
+    world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
+    world.load(a_request(120, "a"))
+    assert world.match(a_request(120, "b", first_token=500)) == 0
+
+
+def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
+    world = World(FakePool(0))
+    request = a_request(1000)
+    world.match(request)
+    orders = world.build({"r": 1000})
+    world.clock.advance(2.0)
+    world.side.heard(orders.step, [])
+    assert world.side.cost.compute_ms(1000) == pytest.approx(2000)

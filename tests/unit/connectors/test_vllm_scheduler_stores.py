@@ -1,0 +1,149 @@
+"""What the scheduler's side of the vLLM connector stores, and for how long blocks are kept for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.connectors.vllm_fakes import FakePool, a_request
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
+
+
+def test_a_finished_requests_chunks_are_stored_and_its_blocks_kept() -> None:
+    world = World(FakePool(1))
+    request = a_request(100)
+    world.match(request)
+    request.all_token_ids += list(range(40))
+    request.num_computed_tokens = 139
+    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    orders = world.build()
+    (order,) = orders.stores
+    assert (order.first_chunk, order.end_chunk) == (1, 4)  # the pool was seen to have chunk 0
+    assert order.block_ids == tuple(BLOCKS[:8])
+    assert orders.release == ["r"]
+
+
+def test_generated_tokens_stay_out_if_so_asked() -> None:
+    world = World(FakePool(0), store_generated=False)
+    request = a_request(70)
+    world.match(request)
+    request.all_token_ids += list(range(40))
+    request.num_computed_tokens = 109
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.build().stores[0].end_chunk == 2
+
+
+def test_the_last_sampled_token_has_no_kv() -> None:
+    world = World(FakePool(0))
+    request = a_request(64)
+    world.match(request)
+    request.num_computed_tokens = 64  # a step that was under way when the request ended
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.build().stores[0].end_chunk == 1
+
+
+@pytest.mark.parametrize("in_flight", [0, 40])
+def test_an_aborted_request_is_stored_as_far_as_it_was_computed(in_flight: int) -> None:
+    world = World(FakePool(0))
+    request = a_request(200)
+    world.match(request)
+    request.num_computed_tokens, request.num_in_flight_tokens = 100, in_flight
+    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    assert world.build().stores[0].end_chunk == (3 if not in_flight else 1)
+
+
+def test_a_failed_request_is_not_stored() -> None:
+    world = World(FakePool(0))
+    request = a_request(200)
+    world.match(request)
+    request.num_computed_tokens = 199
+    assert not world.side.finished(request, BLOCKS, "FINISHED_ERROR")
+
+
+def test_a_request_aborted_during_its_load_leaves_its_blocks_to_the_engine() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    orders = world.load(request)
+    request.num_computed_tokens = 96
+    assert not world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.ended(orders, loaded_chunks=3)
+    assert world.build().release == []
+
+
+def test_chunks_are_stored_as_they_are_computed_if_so_asked() -> None:
+    world = World(FakePool(0), store="prefill")
+    request = a_request(100)
+    world.match(request)
+    first = world.build({"r": 70})
+    assert [(order.first_chunk, order.end_chunk) for order in first.stores] == [(0, 2)]
+    request.num_computed_tokens = 70
+    second = world.build({"r": 30})
+    assert [(order.first_chunk, order.end_chunk) for order in second.stores] == [(2, 3)]
+    world.stored(first)
+    world.stored(second)
+    request.num_computed_tokens = 100
+    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")  # nothing is left to do
+
+
+def test_blocks_are_kept_for_stores_that_have_not_ended_on_all_workers() -> None:
+    world = World(FakePool(0), store="prefill", workers=2)
+    request = a_request(64)
+    world.match(request)
+    orders = world.build({"r": 64})
+    world.worker_count = 1
+    world.stored(orders)
+    request.num_computed_tokens = 64
+    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.build().release == ["r"]
+
+
+def test_a_preempted_request_is_stored_anew() -> None:
+    world = World(FakePool(0), store="prefill")
+    request = a_request(64)
+    world.match(request)
+    world.stored(world.build({"r": 64}), failed_chunks=2)
+    assert world.build({}, preempted=["r"]).preempted == ["r"]
+    assert len(world.build({"r": 64}).stores) == 1
+
+
+def test_what_was_stored_is_not_offered_again() -> None:
+    world = World(FakePool(0))
+    for name, expected in (("a", 1), ("b", 0)):
+        request = a_request(64, name)
+        world.match(request)
+        request.num_computed_tokens, request.all_token_ids = 64, [*request.all_token_ids, 7]
+        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        orders = world.build()
+        assert len(orders.stores) == expected
+        world.stored(orders)
+
+
+def test_never_means_never() -> None:
+    world = World(FakePool(0), store="never")
+    request = a_request(100)
+    world.match(request)
+    request.num_computed_tokens = 99
+    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+
+
+def test_what_came_into_the_pool_is_told_once() -> None:
+    world = World(FakePool(1))
+    request = a_request(100)
+    world.match(request)
+    request.num_computed_tokens = 99
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    orders = world.build()
+    assert world.side.take_changes() == []
+    world.stored(orders)
+    (change,) = world.side.take_changes()
+    assert change.hashes == orders.stores[0].hashes[1:]
+    assert change.parent_hash == orders.stores[0].hashes[0]
+    assert change.token_ids == tuple(range(32, 96))
+    assert world.side.take_changes() == []
+
+
+def test_what_could_not_be_loaded_is_told_to_be_gone() -> None:
+    world = World(FakePool(3))
+    orders = world.load(a_request(120))
+    world.ended(orders, loaded_chunks=1)
+    (change,) = world.side.take_changes()
+    assert (change.hashes, change.token_ids) == (orders.loads[0].hashes[1:], ())

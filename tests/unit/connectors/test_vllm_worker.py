@@ -1,0 +1,238 @@
+"""What a worker's side of the vLLM connector does with its orders, whatever the pool does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.client.engine_items import TierTokens
+from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.core.errors import ServiceUnavailable
+from kvpool.testing import ManualClock
+from tests.unit.connectors.vllm_fakes import FakeLink
+
+CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
+HASHES = tuple(bytes([number]) * 16 for number in range(4))
+BLOCKS = tuple(range(100, 108))
+
+
+class Pool:
+    """Loads `loaded` chunks of what it is asked for, and stores everything."""
+
+    def __init__(self, loaded: int = 4) -> None:
+        self.loaded = loaded
+        self.fails = False
+        self.asked: list[dict[str, Any]] = []
+        self.kept: list[bool] = []
+        self.before_kept: Callable[[], None] = lambda: None
+        self.hold_ends = True
+
+    async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+        self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
+        if self.fails:
+            raise RuntimeError("planted")
+        first, end = values["first_chunk"], values["end_chunk"]
+        loaded = min(self.loaded, end - first)
+        failed = tuple(range(first + loaded, end))
+        error = ServiceUnavailable("gone") if failed else None
+        return LoadReport(first, loaded, failed, TierTokens(staging=loaded * CHUNK), error, BlockHold())
+
+    async def store(self, chain: Any, blocks: Any, *, kept: Any, **values: Any) -> Any:
+        self.asked.append({"chain": chain, "blocks": blocks.tolist(), **values})
+        self.before_kept()
+        self.kept.append(kept())
+        return Ticket(values["end_chunk"] - values["first_chunk"], self.hold_ends)
+
+
+class Ticket:
+    """Of a store."""
+
+    def __init__(self, chunks: int, hold_ends: bool) -> None:
+        self._chunks, self._hold_ends = chunks, hold_ends
+
+    async def wait_reusable(self) -> None:
+        if not self._hold_ends:
+            raise asyncio.CancelledError  # stands for a wait that has no end here
+
+    async def report(self, timeout_s: float) -> StoreReport:
+        return StoreReport(self._chunks, 0, {})
+
+
+class World:
+    """A worker's side over such a pool."""
+
+    def __init__(self, pool: Pool | None, *, load_only: bool = False, **settings: Any) -> None:
+        self.clock, self.link = ManualClock(), FakeLink(pool)
+        self.side = WorkerSide(
+            VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
+            self.link,  # type: ignore[arg-type]
+            block_tokens=BLOCK,
+            chunk_bytes=CHUNK_BYTES,
+            load_only=load_only,
+            record=lambda: None,
+            now_s=self.clock.monotonic_s,
+        )
+
+    def load(self, *, first_token: int = 0, end_token: int = 128) -> None:
+        order = LoadOrder(
+            request_id="r",
+            hashes=HASHES,
+            token_count=130,
+            block_ids=BLOCKS,
+            first_chunk=first_token // CHUNK,
+            end_chunk=4,
+            first_token=first_token,
+            end_token=end_token,
+            timeout_s=1.0,
+        )
+        self.side.start_loads(StepOrders(step=1, loads=[order]))
+
+    def store(self, *, release: bool = False) -> None:
+        order = StoreOrder(request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4)
+        self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
+
+
+def end_of(world: World) -> LoadEnd | StoreEnd:
+    (end,) = world.side.take_ends()
+    return end
+
+
+def test_a_load_that_comes_in_whole() -> None:
+    pool = Pool()
+    world = World(pool)
+    world.load(first_token=48)
+    assert world.side.take_received() == {"r"}
+    assert world.side.take_failed_blocks() == set()
+    assert (pool.asked[0]["first_chunk"], pool.asked[0]["skip_tokens"]) == (1, 16)
+    end = end_of(world)
+    assert isinstance(end, LoadEnd)
+    assert (end.chunk_count, end.failed_chunks, end.size_bytes, end.staging_tokens) == (3, 0, 3000, 96)
+    assert world.side.take_received() == set()
+
+
+def test_blocks_that_did_not_come_are_named_with_the_request() -> None:
+    world = World(Pool(loaded=1))
+    world.load(end_token=127)
+    assert world.side.take_received() == {"r"}
+    assert world.side.take_failed_blocks() == set(BLOCKS[2:])
+    assert end_of(world).failure
+
+
+def test_a_load_without_an_agent_fails_at_once() -> None:
+    world = World(None)
+    world.load()
+    assert world.side.take_received() == {"r"}
+    assert world.side.take_failed_blocks() == set(BLOCKS)
+
+
+def test_an_unexpected_error_costs_the_load_only() -> None:
+    pool = Pool()
+    pool.fails = True
+    world = World(pool)
+    world.load()
+    assert world.side.take_received() == {"r"}
+    assert world.side.take_failed_blocks() == set(BLOCKS)
+
+
+def test_a_load_under_way_is_not_received() -> None:
+    world = World(Pool())
+    world.link.held = True
+    world.load()
+    assert world.side.take_received() == set()
+    world.link.go()
+    assert world.side.take_received() == {"r"}
+
+
+def test_blocks_are_released_when_their_stores_have_ended() -> None:
+    world = World(Pool())
+    world.link.held = True
+    world.store(release=True)
+    assert world.side.take_released() == set()
+    world.link.go()
+    assert world.side.take_released() == {"r"}
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert (end.stored_chunks, end.size_bytes) == (3, 3000)
+
+
+def test_blocks_of_a_running_request_are_never_reported() -> None:
+    world = World(Pool())
+    world.store()
+    assert world.side.take_released() == set()
+    world.side.start_stores(StepOrders(step=2, release=["r"]))
+    assert world.side.take_released() == {"r"}
+
+
+def test_blocks_are_kept_for_a_bounded_time() -> None:
+    pool = Pool()
+    world = World(pool, store_hold_max_s=20.0)
+    world.link.held = True
+    world.store(release=True)
+    world.clock.advance(21.0)
+    assert world.side.take_released() == {"r"}
+    world.link.go()
+    assert pool.kept == [False]  # what the agent read meanwhile is thrown away
+    assert world.side.take_released() == set()
+
+
+def test_what_was_read_of_a_preempted_requests_blocks_is_thrown_away() -> None:
+    pool = Pool()
+    world = World(pool)
+    world.link.held = True
+    world.store()
+    world.side.before_step(StepOrders(step=2, preempted=["r", "another"]))
+    world.link.go()
+    assert pool.kept == [False]
+
+
+def test_stores_beyond_the_bound_are_dropped() -> None:
+    world = World(Pool(), store_bytes_in_flight_max=4000)
+    world.link.held = True
+    world.store()
+    world.store()
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert end.failed_chunks == 3
+    world.link.go()
+    world.side.take_released()
+    world.link.held = False
+    world.store()
+    assert [end.failed_chunks for end in world.side.take_ends() if isinstance(end, StoreEnd)] == [0, 0]
+
+
+def test_a_rank_with_anothers_heads_stores_nothing() -> None:
+    pool = Pool()
+    world = World(pool, load_only=True)
+    world.store(release=True)
+    assert pool.asked == []
+    assert world.side.take_released() == {"r"}
+
+
+def test_a_store_without_an_agent_holds_nothing() -> None:
+    world = World(None)
+    world.store(release=True)
+    assert world.side.take_released() == {"r"}
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert end.failed_chunks == 3
+
+
+def test_chunks_that_were_not_stored_are_counted() -> None:
+    class Partial(Ticket):
+        async def report(self, timeout_s: float) -> StoreReport:
+            return StoreReport(2, 0, {1: ServiceUnavailable("gone")})
+
+    class PartialPool(Pool):
+        async def store(self, chain: Any, blocks: Any, *, kept: Any, **values: Any) -> Any:
+            return Partial(3, True)
+
+    world = World(PartialPool())
+    world.store()
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert (end.stored_chunks, end.failed_chunks) == (2, 1)
+    assert "gone" in end.failure

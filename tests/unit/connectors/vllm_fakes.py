@@ -1,0 +1,97 @@
+"""Stand-ins for vLLM's requests and for the way to the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvpool.client.engine_items import EngineMatchRun, EngineSource
+from kvpool.client.hashing import Chain
+from kvpool.client.pool_values import PrefixMatch
+from kvpool.core.errors import KvPoolError
+
+HASH_KEY = b"k" * 32
+
+
+@dataclass
+class FakeRequest:
+    """What is read of vllm.v1.request.Request."""
+
+    request_id: str = "r"
+    all_token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def a_request(token_count: int, request_id: str = "r", first_token: int = 0, **values: Any) -> FakeRequest:
+    """Of so many prompt tokens."""
+    tokens = list(range(first_token, first_token + token_count))
+    return FakeRequest(request_id=request_id, all_token_ids=tokens, num_prompt_tokens=token_count, **values)
+
+
+def image(identifier: str, offset: int, length: int) -> Any:
+    """A multimodal feature."""
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+class FakePool:
+    """A pool that has the first `chunk_count` chunks of everything."""
+
+    def __init__(self, chunk_count: int = 0, *, estimated_ms: float = 0.0, error: KvPoolError | None = None) -> None:
+        self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
+        self.session = SimpleNamespace(hash_key=HASH_KEY)
+        self.asked: list[tuple[Chain, int]] = []
+
+    async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+        self.asked.append((chain, held_chunks))
+        if self.error is not None:
+            return PrefixMatch(held_chunks, 0, error=self.error)
+        matched = max(held_chunks, min(self.chunk_count, chain.chunk_count))
+        runs = (EngineMatchRun(matched - held_chunks, EngineSource.STAGING, self.estimated_ms),)
+        return PrefixMatch(matched, chain.usable_tokens(matched), runs if matched > held_chunks else ())
+
+
+class FakeLink:
+    """Runs what is started at once, unless `held`: then when `go` is called."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.held = False
+        self._waiting: list[tuple[Callable[[], Awaitable[Any]], Future[Any]]] = []
+
+    def start(self, work: Callable[[], Awaitable[Any]]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((work, future))
+        if not self.held:
+            self.go()
+        return future
+
+    def go(self) -> None:
+        """Run what waits."""
+        waiting, self._waiting = self._waiting, []
+        for work, future in waiting:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(asyncio.run(_await(work)))
+                except Exception as error:
+                    future.set_exception(error)
+
+
+async def _await(work: Callable[[], Awaitable[Any]]) -> Any:
+    return await work()

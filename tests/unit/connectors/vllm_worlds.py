@@ -1,0 +1,77 @@
+"""A scheduler's side of the vLLM connector over a scripted pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.connectors.vllm.orders import LoadEnd, StepOrders, StoreEnd
+from kvpool.connectors.vllm.scheduler import SchedulerSide
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.testing import ManualClock
+from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, FakeRequest
+
+CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
+BLOCKS = list(range(100, 200))
+
+
+class World:
+    """A scheduler's side over a scripted pool."""
+
+    def __init__(self, pool: FakePool | None, **settings: Any) -> None:
+        self.clock = ManualClock()
+        self.link = FakeLink(pool)
+        wanted = {"agent": "unix:/x", "chunk_tokens": CHUNK, "min_load_tokens": 1, "lookup_wait_ms": 0.0, **settings}
+        self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
+        self.side = SchedulerSide(
+            VllmSettings(**wanted),
+            self.link,  # type: ignore[arg-type]
+            block_tokens=BLOCK,
+            chunk_bytes=CHUNK_BYTES,
+            worker_count=self.worker_count,
+            shares_blocks=self.shares_blocks,
+            now_s=self.clock.monotonic_s,
+        )
+
+    def match(self, request: FakeRequest, held_tokens: int = 0) -> int | None:
+        self.side.on_new_request(request)
+        return self.side.matched_tokens(request, held_tokens)
+
+    def load(self, request: FakeRequest, held_tokens: int = 0) -> StepOrders:
+        tokens = self.match(request, held_tokens)
+        assert tokens
+        self.side.allocated(request, BLOCKS, tokens)
+        return self.build()
+
+    def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
+        return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
+
+    def ended(self, orders: StepOrders, loaded_chunks: int) -> None:
+        """The loads of a step bring so many chunks."""
+        ends = [
+            LoadEnd(
+                request_id=order.request_id,
+                chunk_count=loaded_chunks,
+                failed_chunks=order.end_chunk - order.first_chunk - loaded_chunks,
+                duration_s=0.01,
+                size_bytes=loaded_chunks * CHUNK_BYTES,
+            )
+            for order in orders.loads
+        ]
+        self.side.heard(orders.step, ends)
+        self.side.received([order.request_id for order in orders.loads])
+
+    def stored(self, orders: StepOrders, failed_chunks: int = 0) -> None:
+        """The stores of a step end on all workers."""
+        for order in orders.stores * self.worker_count:
+            end = StoreEnd(
+                request_id=order.request_id,
+                first_chunk=order.first_chunk,
+                end_chunk=order.end_chunk,
+                stored_chunks=order.end_chunk - order.first_chunk - failed_chunks,
+                deduplicated_chunks=0,
+                failed_chunks=failed_chunks,
+                duration_s=0.01,
+                size_bytes=1,
+            )
+            self.side.heard(orders.step, [end])

@@ -1,0 +1,105 @@
+"""Load, load a part, or compute."""
+
+import pytest
+
+from kvpool.core.errors import InvalidRequest
+from kvpool.core.load_cost import DEFAULT_BYTES_PER_S, LoadCost, LoadRun
+
+
+def warm(**values: float) -> LoadCost:
+    """After its first load."""
+    return LoadCost(warmed_up=True, **values)
+
+
+def run(chunks: int = 1, tokens: int = 128, size_bytes: int = 1_000_000, estimated_ms: float = 0.0) -> LoadRun:
+    return LoadRun(chunks, tokens, size_bytes, estimated_ms)
+
+
+def test_what_can_be_loaded_is_loaded_as_long_as_nothing_was_measured() -> None:
+    assert LoadCost().worthwhile_chunks([run(3, estimated_ms=1e6), run(2)]) == 5
+
+
+def test_nothing_is_loaded_that_is_computed_quicker() -> None:
+    cost = LoadCost(compute_ms_per_token=0.01)  # 1.28 ms a chunk
+    assert cost.worthwhile_chunks([run(estimated_ms=5.0)]) == 0
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 1
+
+
+def test_a_margin_keeps_ties_from_being_loaded() -> None:
+    assert LoadCost(compute_ms_per_token=0.01).worthwhile_chunks([run(estimated_ms=1.27)]) == 0
+
+
+def test_a_quick_run_is_loaded_without_the_slow_one_behind_it() -> None:
+    cost = LoadCost(compute_ms_per_token=0.01)
+    assert cost.worthwhile_chunks([run(4, 512, estimated_ms=1.0), run(4, 512, estimated_ms=50.0)]) == 4
+
+
+def test_a_slow_run_is_loaded_for_a_quick_one_behind_it() -> None:
+    cost = LoadCost(compute_ms_per_token=0.1)
+    assert cost.worthwhile_chunks([run(1, 128, estimated_ms=20.0), run(9, 1152, estimated_ms=1.0)]) == 10
+
+
+def test_queued_bytes_come_first() -> None:
+    cost = LoadCost(compute_ms_per_token=0.01, load_bytes_per_s=1e9)
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)], queued_bytes=0) == 1
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)], queued_bytes=10_000_000) == 0
+
+
+def test_queued_bytes_are_no_debt() -> None:
+    with pytest.raises(InvalidRequest, match="queued_bytes"):
+        LoadCost().worthwhile_chunks([run()], queued_bytes=-1)
+
+
+def test_a_run_without_an_estimate_takes_what_loads_took_so_far() -> None:
+    cost = warm()
+    assert cost.load_ms(run(size_bytes=int(DEFAULT_BYTES_PER_S))) == pytest.approx(1000)
+    cost.note_load(4_000_000_000, 1.0, 0.0)
+    assert cost.load_ms(run(size_bytes=1_000_000_000)) == pytest.approx(250)
+
+
+def test_the_overhead_is_what_the_estimate_did_not_say() -> None:
+    cost = warm(compute_ms_per_token=0.01)
+    cost.note_load(1_000_000, 0.050, 10.0)
+    assert cost.overhead_ms == pytest.approx(40)
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 0
+    assert cost.worthwhile_chunks([run(60, 60 * 128, estimated_ms=1.0)]) == 60
+
+
+def test_measurements_fade() -> None:
+    cost = LoadCost()
+    for _ in range(30):
+        cost.note_prefill(1000, 1.0)
+    for _ in range(30):
+        cost.note_prefill(1000, 0.1)
+    assert cost.compute_ms(1000) == pytest.approx(100, rel=0.01)
+
+
+def test_a_load_once_measured_slow_is_tried_again() -> None:
+    cost = warm(compute_ms_per_token=0.1)
+    cost.note_load(1_000_000, 2.0, 1.0)
+    decisions = [cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]) for _ in range(40)]
+    assert decisions[0] == 0
+    assert decisions[-1] == 10
+
+
+@pytest.mark.parametrize("sample", [(0, 1.0), (10, 0.0), (-1, 1.0)])
+def test_samples_of_nothing_are_ignored(sample: tuple[int, float]) -> None:
+    cost = LoadCost()
+    cost.note_prefill(*sample)
+    cost.note_load(*sample, 0.0)
+    assert cost == LoadCost()
+
+
+def test_a_load_may_take_as_long_as_computing_would() -> None:
+    cost = LoadCost()
+    assert cost.deadline_s(1000, 0.5, 10.0) == 10.0
+    cost.note_prefill(1000, 2.0)
+    assert cost.deadline_s(1000, 0.5, 10.0) == pytest.approx(2.0)
+    assert cost.deadline_s(10, 0.5, 10.0) == 0.5
+
+
+def test_the_first_load_of_a_process_says_nothing_of_the_next() -> None:
+    cost = LoadCost(compute_ms_per_token=0.01)
+    cost.note_load(1_000_000, 5.0, 1.0)
+    assert cost.overhead_ms == 0
+    assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 1

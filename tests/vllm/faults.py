@@ -1,0 +1,47 @@
+"""Killing what a load needs, at a moment when it needs it."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.cli_cluster import Cluster
+
+_PAGE_STEP_BYTES = 1 << 16
+
+
+def pid_of(cluster: Cluster, role: str) -> int:
+    """Of the first process of a role."""
+    pid: int = cluster.state.of_role(role)[0].pid
+    return pid
+
+
+def load_is_running(cluster: Cluster) -> Callable[[], bool]:
+    """Says whether the agent is at a load."""
+    metrics = cluster.state.of_role("agent")[0].endpoints["metrics_url"]
+
+    def running() -> bool:
+        with urllib.request.urlopen(metrics, timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        active = [line for line in lines if line.startswith('kvpool_gpuagent_active_requests{operation="load"}')]
+        return any(float(line.split()[-1]) > 0 for line in active)
+
+    return running
+
+
+def damage_staging(cluster: Cluster) -> None:
+    """Change a byte in every 64 KiB of the pagestore's staging memory, through its own mapping's files."""
+    pid = pid_of(cluster, "pagestore")
+    mapped = {
+        line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "rw-s" in line
+    }
+    for path in (Path(name) for name in mapped):
+        if path.is_file():
+            with path.open("r+b") as memory:
+                for offset in range(_PAGE_STEP_BYTES // 2, os.fstat(memory.fileno()).st_size, _PAGE_STEP_BYTES):
+                    memory.seek(offset)
+                    byte = memory.read(1)
+                    memory.seek(offset)
+                    memory.write(bytes([byte[0] ^ 0xFF]))
