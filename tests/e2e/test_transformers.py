@@ -14,7 +14,7 @@ from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerat
 from kvpool.core.errors import KeyspaceMismatch, KvPoolError
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import SMALL, Cluster
-from tests.unit.connectors.tiny_models import prompt, tiny_llama
+from tests.unit.connectors.tiny_models import padded, prompt, tiny_llama
 
 pytestmark = pytest.mark.e2e
 
@@ -83,6 +83,22 @@ def test_engines_on_one_host_and_on_two_share_a_prefix(cluster: Cluster, model: 
     assert cold.stats.prompt_tokens.recomputed == 6 * CHUNK + 3
     assert local.stats.prompt_tokens.staging == 6 * CHUNK
     assert remote.stats.prompt_tokens.remote == 6 * CHUNK
+
+
+def test_a_padded_batch_is_shared_over_two_hosts(cluster: Cluster, model: Any) -> None:
+    prefix = prompt(5 * CHUNK, seed=9)
+    rows = [torch.cat([prefix, prompt(length, seed=length)], dim=1) for length in (12, 3, 7)]
+    batch = padded(*rows, prompt(2 * CHUNK + 1, seed=10))
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
+    with connect(cluster, model) as first:
+        cold = first.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert first.flush_stores(30)
+    with connect(cluster, model, agent=1) as elsewhere:
+        warm = elsewhere.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert cold.sequences.tolist() == warm.sequences.tolist() == expected
+    assert (cold.stats.failure, warm.stats.failure) == ("", "")
+    assert warm.stats.rows[0].remote == 5 * CHUNK
+    assert sum(row.remote for row in warm.stats.rows) <= 7 * CHUNK  # the prefix was loaded for its first row
 
 
 def test_a_name_that_means_another_geometry_is_refused(cluster: Cluster, model: Any) -> None:
