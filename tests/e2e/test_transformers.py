@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from demo.tokenizer import TOKENIZER_PATH
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
 from kvpool.core.errors import KeyspaceMismatch, KvPoolError
 from kvpool.testing import eventually_sync
@@ -21,6 +27,7 @@ pytestmark = pytest.mark.e2e
 CHUNK = 16
 NEW_TOKENS = 8
 RECOVERY_S = 40.0
+QUICK_START = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,27 @@ def test_a_padded_batch_is_shared_over_two_hosts(cluster: Cluster, model: Any) -
     assert (cold.stats.failure, warm.stats.failure) == ("", "")
     assert warm.stats.rows[0].remote == 5 * CHUNK
     assert sum(row.remote for row in warm.stats.rows) <= 7 * CHUNK  # the prefix was loaded for its first row
+
+
+def test_the_quick_start_does_what_it_says(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/transformers.md, with a model of random weights in the place of the one it names."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(TOKENIZER_PATH))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    script = tmp_path / "ask.py"
+    script.write_text(QUICK_START.read_text().split("```python\n")[1].split("```")[0])
+    socket = cluster.state.of_role("agent")[0].endpoints["socket"]
+    monkeypatch.setattr(sys, "argv", ["ask.py", str(tmp_path), f"unix:{socket}"])
+    shown = []
+    for _ in range(2):
+        runpy.run_path(str(script))
+        shown.append(capsys.readouterr().out)
+    assert all("kvpool: fine" in text for text in shown)
+    assert "staging=0, disk=0, remote=0" in shown[0].splitlines()[0]
+    assert re.search(r"staging=[1-9]", shown[1])
 
 
 def test_a_name_that_means_another_geometry_is_refused(cluster: Cluster, model: Any) -> None:

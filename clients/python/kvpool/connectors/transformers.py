@@ -10,6 +10,7 @@ The tokens are those that `model.generate` gives without it. Whatever fails in k
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
 
 DEFAULT_CACHE_BYTES = 1 << 30
+_KEYSPACE_NAME_MAX = 128  # characters, of the index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +283,8 @@ def _client_config(agent: str, device_type: str) -> ClientConfig:
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:
-    """A name that differs whenever the keyspace does, as far as a reader can tell."""
+    """A name that the index takes, and that differs whenever the keyspace does, as far as a reader can tell."""
     salted = f"-salt-{spec.salt.hex()[:16]}" if spec.salt else ""
-    return f"{spec.model_id}@{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"
+    what = f":{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"
+    whole = re.sub(r"[^A-Za-z0-9._:/-]", "-", f"{spec.model_id}{what}")
+    return whole[-_KEYSPACE_NAME_MAX:]  # the end is what differs
