@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvpool.connectors.transformers import FirstTokenTimer
+from kvpool.connectors.first_token import FirstTokenTimer
 
 VOCABULARY = 4096
 SEED = 11

@@ -23,7 +23,8 @@ from demo.model import DemoModel, build_model
 from demo.report import TurnResult, phase_to_document
 from demo.workload import Conversation, Workload, load_workload, render_prompt
 from kvpool.client.request_stats import RequestStats
-from kvpool.connectors.transformers import FirstTokenTimer, SharedPrefixGenerator
+from kvpool.connectors.first_token import FirstTokenTimer
+from kvpool.connectors.transformers import SharedPrefixGenerator
 from kvpool.connectors.transformers_model import keyspace_spec
 from kvpool.core.errors import InvalidRequest, KvPoolError
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from demo.tokenizer import TOKENIZER_PATH
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
 from kvpool.core.errors import KeyspaceMismatch, KvPoolError
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import SMALL, Cluster
-from tests.unit.connectors.tiny_models import prompt, tiny_llama
+from tests.unit.connectors.tiny_models import padded, prompt, tiny_llama
 
 pytestmark = pytest.mark.e2e
 
 CHUNK = 16
 NEW_TOKENS = 8
 RECOVERY_S = 40.0
+QUICK_START = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,43 @@ def test_engines_on_one_host_and_on_two_share_a_prefix(cluster: Cluster, model: 
     assert cold.stats.prompt_tokens.recomputed == 6 * CHUNK + 3
     assert local.stats.prompt_tokens.staging == 6 * CHUNK
     assert remote.stats.prompt_tokens.remote == 6 * CHUNK
+
+
+def test_a_padded_batch_is_shared_over_two_hosts(cluster: Cluster, model: Any) -> None:
+    prefix = prompt(5 * CHUNK, seed=9)
+    rows = [torch.cat([prefix, prompt(length, seed=length)], dim=1) for length in (12, 3, 7)]
+    batch = padded(*rows, prompt(2 * CHUNK + 1, seed=10))
+    expected = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False).tolist()
+    with connect(cluster, model) as first:
+        cold = first.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert first.flush_stores(30)
+    with connect(cluster, model, agent=1) as elsewhere:
+        warm = elsewhere.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert cold.sequences.tolist() == warm.sequences.tolist() == expected
+    assert (cold.stats.failure, warm.stats.failure) == ("", "")
+    assert warm.stats.rows[0].remote == 5 * CHUNK
+    assert sum(row.remote for row in warm.stats.rows) <= 7 * CHUNK  # the prefix was loaded for its first row
+
+
+def test_the_quick_start_does_what_it_says(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/transformers.md, with a model of random weights in the place of the one it names."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(TOKENIZER_PATH))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    script = tmp_path / "ask.py"
+    script.write_text(QUICK_START.read_text().split("```python\n")[1].split("```")[0])
+    socket = cluster.state.of_role("agent")[0].endpoints["socket"]
+    monkeypatch.setattr(sys, "argv", ["ask.py", str(tmp_path), f"unix:{socket}"])
+    shown = []
+    for _ in range(2):
+        runpy.run_path(str(script))
+        shown.append(capsys.readouterr().out)
+    assert all("kvpool: fine" in text for text in shown)
+    assert "staging=0, disk=0, remote=0" in shown[0].splitlines()[0]
+    assert re.search(r"staging=[1-9]", shown[1])
 
 
 def test_a_name_that_means_another_geometry_is_refused(cluster: Cluster, model: Any) -> None:

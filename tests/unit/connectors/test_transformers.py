@@ -6,25 +6,13 @@ import pytest
 import torch
 
 from kvpool.client.request_stats import RequestStats
-from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerator
-from kvpool.connectors.transformers_blocks import KvBlocks, block_bytes
-from kvpool.connectors.transformers_model import keyspace_spec
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, ServiceUnavailable
+from tests.unit.connectors.scripted_engine import CHUNK, generator_over
 from tests.unit.connectors.scripted_pool import ScriptedPool
 from tests.unit.connectors.tiny_models import prompt, tiny, tiny_llama
 
-CHUNK = 16
 NEW_TOKENS = 12
-
-
-def generator_over(model: Any, pool: ScriptedPool, *, block_count: int = 32) -> SharedPrefixGenerator:
-    """An engine of its own, with its own blocks, on a scripted pool."""
-    spec = keyspace_spec(model, model_id="tiny", model_revision="1", chunk_tokens=CHUNK)
-    pool.memory = memoryview(bytearray(block_count * block_bytes(spec)))
-    pool.block_bytes, pool.chunk_tokens = block_bytes(spec), CHUNK
-    blocks = KvBlocks(spec, block_count, pool.memory)
-    return SharedPrefixGenerator(model, blocks, PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK), pool)
 
 
 def alone(model: Any, input_ids: torch.Tensor) -> list[int]:
@@ -201,39 +189,6 @@ def test_a_streamer_sees_a_prompt_once_though_its_load_fails_in_the_second_layer
     result = generator_over(model, late).generate(input_ids, max_new_tokens=3, do_sample=False, streamer=collector)
     assert collector.tokens == result.sequences[0].tolist()
     assert result.stats.prompt_tokens == RequestStats(remote=CHUNK, recomputed=3 * CHUNK + 5)
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "arguments", "named"),
-    [
-        (torch.zeros((2, 4), dtype=torch.long), {}, "batches are not served yet"),
-        (torch.zeros(4, dtype=torch.long), {}, "input_ids must have shape"),
-        (torch.zeros((1, 0), dtype=torch.long), {}, "at least one token"),
-        (prompt(4), {"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding is not served yet"),
-        (prompt(4), {"num_beams": 2}, "num_beams=2"),
-        (prompt(4), {"num_return_sequences": 2}, "num_return_sequences=2"),
-        (prompt(4), {"use_cache": False}, "use_cache=False"),
-        (prompt(4), {"cache_implementation": "static"}, "cache_implementation='static'"),
-        (prompt(4), {"past_key_values": object()}, "past_key_values is not served"),
-        (prompt(4), {"inputs_embeds": object()}, "inputs_embeds is not served"),
-        (prompt(4), {"assistant_model": object()}, "assistant_model is not served"),
-    ],
-)
-def test_what_is_not_served_is_refused(input_ids: torch.Tensor, arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named.replace("(", r"\(")):
-        generator_over(tiny_llama(), ScriptedPool()).generate(input_ids, **arguments)
-
-
-def test_a_model_in_training_and_beams_in_its_config_are_refused() -> None:
-    model = tiny_llama()
-    generator = generator_over(model, ScriptedPool())
-    model.train()
-    with pytest.raises(InvalidRequest, match=r"call model.eval\(\)"):
-        generator.generate(prompt(4))
-    model.eval()
-    model.generation_config.num_beams = 4
-    with pytest.raises(InvalidRequest, match="num_beams=4"):
-        generator.generate(prompt(4))
 
 
 def test_closing_waits_for_stores_and_closes_the_pool() -> None:

@@ -1,10 +1,12 @@
 """Which models are served, and by what name others are refused."""
 
+import re
 from typing import Any
 
 import pytest
 
-from kvpool.connectors.transformers_model import keyspace_spec, unsupported, weights_digest
+from kvpool.connectors.transformers import default_keyspace_name
+from kvpool.connectors.transformers_model import keyspace_spec, model_name, unsupported, weights_digest
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from tests.unit.connectors.tiny_models import tiny, tiny_llama
@@ -94,6 +96,7 @@ def test_other_models_are_refused_by_name(
     message = str(refused.value)
     assert f"({model_class}) has " in message
     assert what in message
+    assert message.endswith("run this model without kvpool")
     assert message.startswith(f"model {model.config.model_type} ")
 
 
@@ -135,3 +138,24 @@ def test_the_digest_tells_models_apart() -> None:
     changed.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1e-3
     others = [changed, tiny_llama(rms_norm_eps=1e-3), tiny_llama().bfloat16()]
     assert len({digest, *(weights_digest(other) for other in others)}) == 4
+
+
+@pytest.mark.parametrize("model_id", ["tiny", "org/Model-7B", "C:\\models@home/a b", "x" * 300])
+def test_the_default_name_is_one_that_the_index_takes(model_id: str) -> None:
+    model = tiny_llama()
+    specs = [
+        keyspace_spec(model, model_id=model_id, model_revision="1" * 32, chunk_tokens=chunk_tokens, salt=salt)
+        for chunk_tokens, salt in ((64, b""), (256, b""), (256, b"s" * 16))
+    ]
+    names = [default_keyspace_name(spec) for spec in specs]
+    assert all(re.fullmatch(r"[A-Za-z0-9._:/-]{1,128}", name) for name in names)
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("org/Model-7B", "org/Model-7B"), ("/data/models/Model-7B/", "Model-7B"), ("", "llama")]
+)
+def test_a_model_of_a_directory_has_the_directorys_name(source: str, name: str) -> None:
+    model = tiny_llama()
+    model.config.name_or_path = source
+    assert model_name(model) == name

@@ -43,3 +43,11 @@ def tiny_llama(**settings: Any) -> Any:
 def prompt(token_count: int, seed: int = 0) -> torch.Tensor:
     """[1, token_count] token ids."""
     return torch.randint(0, VOCABULARY, (1, token_count), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*rows: torch.Tensor, pad: int = 0) -> dict[str, torch.Tensor]:
+    """Rows [1, tokens] of different lengths as a tokenizer hands them out that pads on the left."""
+    width = max(row.shape[1] for row in rows)
+    ids = [torch.cat([torch.full((1, width - row.shape[1]), pad), row], dim=1) for row in rows]
+    masks = [torch.cat([torch.zeros((1, width - row.shape[1])), torch.ones_like(row)], dim=1).long() for row in rows]
+    return {"input_ids": torch.cat(ids), "attention_mask": torch.cat(masks)}

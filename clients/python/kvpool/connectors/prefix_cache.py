@@ -46,8 +46,11 @@ class PrefixCache:
         """The longest prefix of whole chunks that can be had, own or loaded, that leaves at least one token."""
         return self.begin(tokens).finish()
 
-    def begin(self, tokens: Tokens) -> RunningPrefix:
-        """The same, without waiting for what has to be loaded. The caller sees to it that it is finished."""
+    def begin(self, tokens: Tokens, *, ask_pool: bool = True) -> RunningPrefix:
+        """The same, without waiting for what has to be loaded. The caller sees to it that it is finished.
+
+        ask_pool: False leaves it at the engine's own chunks.
+        """
         usable = tokens[: max(0, len(tokens) - 1)]
         own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
         with self._lock:
@@ -55,7 +58,7 @@ class PrefixCache:
             blocks = [chunk.block for chunk in held]
             self._ledger.pin(blocks)
         own = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
-        if len(held) == len(own_hashes) or self._pool is None:
+        if len(held) == len(own_hashes) or self._pool is None or not ask_pool:
             return RunningPrefix(own)
         hash_key = self._pool.hash_key()
         if hash_key is None:

@@ -1,7 +1,8 @@
 """Shared prefixes for a Hugging Face causal LM:
 
     with SharedPrefixGenerator.connect(model, "unix:/path/of/agent.sock") as generator:
-        result = generator.generate(input_ids, max_new_tokens=32)
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        result = generator.generate(**inputs, max_new_tokens=32)
         print(result.sequences, result.stats)
 
 The tokens are those that `model.generate` gives without it. Whatever fails in kvpool only means that more is computed.
@@ -9,9 +10,11 @@ The tokens are those that `model.generate` gives without it. Whatever fails in k
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,27 +22,32 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.request_stats import RequestStats
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
+from kvpool.connectors.first_token import FirstTokenTimer
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.prefix_pool import PrefixPool
-from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
-from kvpool.connectors.transformers_arguments import check_arguments
+from kvpool.connectors.running_prefix import RunningPrefix
+from kvpool.connectors.transformers_arguments import CheckedCall, check_arguments
+from kvpool.connectors.transformers_batch import FilledBatch, fill_batch, len_to_end, own_tokens, pads_cleanly
 from kvpool.connectors.transformers_blocks import KvBlocks, PrefixLost, block_bytes, block_layout
+from kvpool.connectors.transformers_caches import new_cache
 from kvpool.connectors.transformers_model import keyspace_spec, model_name, weights_digest
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, KeyspaceSpec
 
 if TYPE_CHECKING:
     import torch
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import Cache, DynamicCache, PreTrainedModel
 
 DEFAULT_CACHE_BYTES = 1 << 30
+_KEYSPACE_NAME_MAX = 128  # characters, of the index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStats:
-    """Where a prompt's KV came from, and how long it took."""
+    """Where the prompts' KV came from, and how long it took."""
 
-    prompt_tokens: RequestStats  # by source
+    prompt_tokens: RequestStats  # by source, all rows together
+    rows: tuple[RequestStats, ...]  # the same of each row; what it has from a row before it counts as own
     ttft_ms: float  # from the call to the first generated token
     match_ms: float
     load_ms: float
@@ -48,7 +56,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """sequences: [1, prompt + generated] token ids. output: what `model.generate` returned."""
+    """sequences: [rows, prompt + generated] token ids. output: what `model.generate` returned."""
 
     sequences: torch.Tensor
     output: Any
@@ -60,6 +68,8 @@ class SharedPrefixGenerator:
 
     def __init__(self, model: PreTrainedModel, blocks: KvBlocks, cache: PrefixCache, pool: PrefixPool | None) -> None:
         self._model, self._blocks, self._cache, self._pool = model, blocks, cache, pool
+        self._connected_as = (model.dtype, model.device)
+        self._clean_padding: bool | None = None  # not known before a row with padding comes
         self._turn = threading.Lock()
 
     @classmethod
@@ -113,15 +123,18 @@ class SharedPrefixGenerator:
         return cls(model, blocks, cache, pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
-        """`model.generate(input_ids, **arguments)`, computing only the part of the prompt that cannot be had.
+        """`model.generate(input_ids, **arguments)`, computing only the part of the prompts that cannot be had.
 
-        raises: InvalidRequest for what is not served: more than one sequence, padding, beam search, assisted
-        generation, caches of the caller's, inputs beside token ids.
+        input_ids: [rows, tokens]; shorter rows are padded on the left, with an attention_mask that says so. Without a
+        mask every token counts. past_key_values: an empty DynamicCache or StaticCache, if the caller wants to have it.
+        raises: InvalidRequest naming what is not served and the way out: beam search, assisted generation, other
+        caches, inputs beside token ids.
         """
-        streamer = arguments.pop("streamer", None)
-        check_arguments(self._model, input_ids, arguments)
+        first_token = FirstTokenTimer(arguments.pop("streamer", None))
         with self._turn:
-            return self._generate(input_ids, FirstTokenTimer(streamer), arguments)
+            self._check_model()
+            call = check_arguments(self._model, input_ids, arguments)
+            return self._generate_one(call, first_token) if call.streamed else self._generate_batch(call, first_token)
 
     def available_tokens(self, input_ids: torch.Tensor) -> int:
         """Leading tokens of a prompt [1, tokens] whose KV the engine or the pool has now. Raises KvPoolError."""
@@ -153,104 +166,113 @@ class SharedPrefixGenerator:
     ) -> None:
         self.close()
 
-    def _generate(
-        self, input_ids: torch.Tensor, first_token: FirstTokenTimer, arguments: dict[str, Any]
-    ) -> GenerationResult:
-        import torch
+    def _check_model(self) -> None:
+        now = (self._model.dtype, self._model.device)
+        if now != self._connected_as:
+            was = " on ".join(map(str, self._connected_as))
+            raise InvalidRequest(
+                f"the model was {was} when it was connected and is {' on '.join(map(str, now))} now; connect it again"
+            )
 
+    def _generate_one(self, call: CheckedCall, first_token: FirstTokenTimer) -> GenerationResult:
+        """The model begins while the prefix comes in."""
         started_s = time.perf_counter()
-        prompt = input_ids[0].cpu().numpy()
+        prompt = call.input_ids[0].cpu().numpy()
         self._blocks.take_turn()
         running = self._cache.begin(prompt)
         try:
             prefill_started_s = time.perf_counter()
-            output, kv_cache = self._compute(input_ids, running, first_token, arguments)
+            output, kv_cache = self._compute(call, running, first_token)
         finally:
             found = running.finish()
             self._blocks.end_turn()
             self._cache.release(found)
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        first_token_s = first_token.at_s or time.perf_counter()
-        stats = self._stats(len(prompt), found, (first_token_s - started_s) * 1e3)
-        prefill_ms = (first_token_s - prefill_started_s) * 1e3 - running.waited_ms
-        self._cache.note_prefill(stats.prompt_tokens.recomputed, prefill_ms)
-        computed = sequences[0, : kv_cache.get_seq_length()].cpu().numpy()
-        self._cache.keep(computed, lambda first, blocks: self._blocks.from_cache(kv_cache, first, blocks))
+        times = _Times(started_s, prefill_started_s + running.waited_ms / 1e3, first_token.at_s or time.perf_counter())
+        filled = FilledBatch.of_one(len(prompt), found, self._cache.chunk_tokens)
+        return self._finish(call, output, kv_cache, filled, times)
+
+    def _generate_batch(self, call: CheckedCall, first_token: FirstTokenTimer) -> GenerationResult:
+        """All that is known is put into the cache first, then the model computes the rest of all rows together."""
+        if call.padded and not self._pads_cleanly():
+            raise InvalidRequest(
+                f"{type(self._model).__name__} gives a padded row other KV than the row alone has; call generate once "
+                "for each prompt, without padding"
+            )
+        started_s = time.perf_counter()
+        kv_cache = call.cache
+        if kv_cache is None:
+            kv_cache = new_cache(self._model, call.cache_implementation, call.needed_tokens)
+        rows = own_tokens(call.input_ids, call.attention_mask)
+        self._blocks.take_turn()
+        filled = fill_batch(self._model, self._blocks, self._cache, rows, call.input_ids.shape[1], kv_cache)
         self._blocks.end_turn()
+        output = self._model_generate(call, kv_cache, first_token)
+        times = _Times(started_s, started_s + filled.waited_ms / 1e3, first_token.at_s or time.perf_counter())
+        return self._finish(call, output, kv_cache, filled, times)
+
+    def _finish(
+        self, call: CheckedCall, output: Any, kv_cache: Cache, filled: FilledBatch, times: _Times
+    ) -> GenerationResult:
+        """Tell how it was, and keep what is new."""
+        import torch
+
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        total = sum(filled.rows, RequestStats())
+        self._cache.note_prefill(total.recomputed, (times.first_token_s - times.prefill_started_s) * 1e3)
+        self._blocks.take_turn()
+        computed = sequences[:, : int(kv_cache.get_seq_length())].cpu().numpy()
+        for row, padding in enumerate((call.attention_mask == 0).sum(dim=1).tolist()):
+            tokens = computed[row, padding:]
+            tokens = tokens[: len_to_end(tokens, call.input_ids.shape[1] - padding, call.eos_tokens)]
+            self._cache.keep(tokens, partial(self._blocks.from_cache, kv_cache, row=row, padding=padding))
+        self._blocks.end_turn()
+        stats = GenerationStats(
+            prompt_tokens=total,
+            rows=filled.rows,
+            ttft_ms=(times.first_token_s - times.started_s) * 1e3,
+            match_ms=filled.match_ms,
+            load_ms=filled.load_ms,
+            failure=filled.failure,
+        )
         return GenerationResult(sequences=sequences, output=output, stats=stats)
 
     def _compute(
-        self, input_ids: torch.Tensor, running: RunningPrefix, first_token: FirstTokenTimer, arguments: dict[str, Any]
+        self, call: CheckedCall, running: RunningPrefix, first_token: FirstTokenTimer
     ) -> tuple[Any, DynamicCache]:
         """Generate while the prefix comes in; if it does not come as a whole, once more with what has come."""
         kv_cache = self._blocks.to_cache(running.blocks, self._model, running.wait_layers)
         try:
-            return self._model_generate(input_ids, kv_cache, first_token, arguments), kv_cache
+            return self._model_generate(call, kv_cache, first_token), kv_cache
         except PrefixLost:
             first_token.restart()
         kv_cache = self._blocks.to_cache(running.finish().blocks, self._model)
-        return self._model_generate(input_ids, kv_cache, first_token, arguments), kv_cache
+        return self._model_generate(call, kv_cache, first_token), kv_cache
 
-    def _model_generate(
-        self, input_ids: torch.Tensor, kv_cache: DynamicCache, first_token: FirstTokenTimer, arguments: dict[str, Any]
-    ) -> Any:
-        import torch
-
+    def _model_generate(self, call: CheckedCall, kv_cache: Cache, first_token: FirstTokenTimer) -> Any:
         return self._model.generate(
-            input_ids,
+            call.input_ids,
             **{
-                **arguments,
-                # Every token counts: transformers would else take the padding token, where it occurs, for padding.
-                "attention_mask": torch.ones_like(input_ids),
+                **call.arguments,
+                # Always: transformers would else take the padding token, where it occurs, for padding.
+                "attention_mask": call.attention_mask,
                 "past_key_values": kv_cache,
                 "streamer": first_token,
             },
         )
 
-    def _stats(self, prompt_count: int, found: FoundPrefix, ttft_ms: float) -> GenerationStats:
-        own, loaded = found.own_chunks * self._cache.chunk_tokens, found.loaded.tokens
-        return GenerationStats(
-            prompt_tokens=RequestStats(
-                own=own,
-                staging=loaded.staging,
-                disk=loaded.disk,
-                remote=loaded.remote,
-                recomputed=prompt_count - own - loaded.total,
-            ),
-            ttft_ms=ttft_ms,
-            match_ms=found.match_ms,
-            load_ms=found.load_ms,
-            failure=found.failure,
-        )
+    def _pads_cleanly(self) -> bool:
+        if self._clean_padding is None:
+            self._clean_padding = pads_cleanly(self._model)
+        return self._clean_padding
 
 
-class FirstTokenTimer:
-    """A streamer for `generate` that takes the time of the first token and hands everything on."""
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of time.perf_counter; waiting for the pool is not part of the prefill."""
 
-    def __init__(self, streamer: Any = None) -> None:
-        self._streamer = streamer
-        self._prompt_seen = self._prompt_comes_again = False
-        self.at_s: float | None = None  # of time.perf_counter
-
-    def put(self, value: torch.Tensor) -> None:
-        """transformers hands over the prompt first, then token by token."""
-        if self._prompt_comes_again:
-            self._prompt_comes_again = False
-            return
-        if self._prompt_seen and self.at_s is None:
-            self.at_s = time.perf_counter()
-        self._prompt_seen = True
-        if self._streamer is not None:
-            self._streamer.put(value)
-
-    def restart(self) -> None:
-        """The generation begins anew after it failed before its first token."""
-        self._prompt_comes_again = self._prompt_seen
-
-    def end(self) -> None:
-        """Generation has ended."""
-        if self._streamer is not None:
-            self._streamer.end()
+    started_s: float
+    prefill_started_s: float
+    first_token_s: float
 
 
 def _client_config(agent: str, device_type: str) -> ClientConfig:
@@ -261,6 +283,8 @@ def _client_config(agent: str, device_type: str) -> ClientConfig:
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:
-    """A name that differs whenever the keyspace does, as far as a reader can tell."""
+    """A name that the index takes, and that differs whenever the keyspace does, as far as a reader can tell."""
     salted = f"-salt-{spec.salt.hex()[:16]}" if spec.salt else ""
-    return f"{spec.model_id}@{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"
+    what = f":{spec.model_revision[:16]}-{spec.dtype.name.lower()}-{spec.chunk_tokens}{salted}"
+    whole = re.sub(r"[^A-Za-z0-9._:/-]", "-", f"{spec.model_id}{what}")
+    return whole[-_KEYSPACE_NAME_MAX:]  # the end is what differs

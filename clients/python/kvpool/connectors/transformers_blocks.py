@@ -16,7 +16,7 @@ from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 
 if TYPE_CHECKING:
     import torch
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import Cache, DynamicCache, PreTrainedModel
 
 
 def block_bytes(spec: KeyspaceSpec) -> int:
@@ -71,6 +71,7 @@ class KvBlocks:
         elements = given[: block_count * block_bytes(spec)].view(dtype)
         shape = (block_count, group.layers, spec.planes, group.kv_heads, spec.chunk_tokens, group.head_dim)
         self._dtype = dtype
+        self._shape = (group.layers, spec.planes, group.kv_heads, group.head_dim)
         self._blocks = _words(elements.view(shape))  # [blocks, layers, planes, heads, chunk tokens, words of a row]
         self._chunk_tokens = spec.chunk_tokens
         self._last_turn: torch.cuda.Event | None = None
@@ -128,14 +129,36 @@ class KvBlocks:
         whole[:, :, token_count:] = new
         return whole
 
-    def from_cache(self, cache: DynamicCache, first_chunk: int, blocks: Sequence[int]) -> None:
-        """Copy chunks of the cache's first sequence, from first_chunk on, into blocks."""
+    def empty_layers(self, row_count: int, token_count: int, device: torch.device) -> list[torch.Tensor]:
+        """Of each layer [k and v, rows, heads, tokens, head dim], all zeros: also what is masked must be numbers."""
+        import torch
+
+        layer_count, planes, heads, head_dim = self._shape
+        shape = (planes, row_count, heads, token_count, head_dim)
+        return [torch.zeros(shape, dtype=self._dtype, device=device) for _ in range(layer_count)]
+
+    def copy_out(self, blocks: Sequence[int], token_count: int, layers: Sequence[torch.Tensor]) -> None:
+        """Copy the first tokens of the chunks in `blocks` to where layers [k and v, heads, tokens, head dim] begin."""
+        blocks = blocks[: -(-token_count // self._chunk_tokens)]
         chosen = self._chosen(blocks)
-        tokens = slice(first_chunk * self._chunk_tokens, (first_chunk + len(blocks)) * self._chunk_tokens)
+        for number, layer in enumerate(layers):
+            for plane, target in enumerate(layer):
+                rows = self._blocks[:, number, plane]  # [blocks, heads, chunk tokens, words]
+                rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
+                whole = rows.transpose(0, 1).flatten(1, 2)[:, :token_count]
+                target[:, :token_count].copy_(whole.view(self._dtype))
+
+    def from_cache(
+        self, cache: Cache, first_chunk: int, blocks: Sequence[int], *, row: int = 0, padding: int = 0
+    ) -> None:
+        """Copy chunks of one row of the cache, from first_chunk on, into blocks. padding: columns before its tokens."""
+        chosen = self._chosen(blocks)
+        first = padding + first_chunk * self._chunk_tokens
+        tokens = slice(first, first + len(blocks) * self._chunk_tokens)
         for number, layer in enumerate(cache.layers):
             for plane, rows in enumerate((layer.keys, layer.values)):
                 # Bytes are copied from here on, so they have to be of the blocks' type and close together.
-                words = _words(rows.to(self._dtype).contiguous())[0, :, tokens]
+                words = _words(rows.to(self._dtype).contiguous())[row, :, tokens]
                 chunks = words.view(-1, len(blocks), self._chunk_tokens, words.shape[-1]).transpose(0, 1)
                 if isinstance(chosen, slice):
                     self._blocks[chosen, number, plane] = chunks

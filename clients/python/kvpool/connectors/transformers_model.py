@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.core.errors import GeometryUnsupported
@@ -155,9 +156,12 @@ def weights_digest(model: PreTrainedModel) -> str:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """What the model was loaded from, else its type."""
+    """What the model was loaded from, of a directory its name (it lies elsewhere on other hosts), else its type."""
     config = model.config
-    return str(getattr(config, "name_or_path", "") or getattr(config, "model_type", "") or type(model).__name__)
+    source = str(getattr(config, "name_or_path", ""))
+    if Path(source).is_absolute():
+        source = Path(source).name
+    return source or str(getattr(config, "model_type", "")) or type(model).__name__
 
 
 def _refused(model: PreTrainedModel, what: str) -> GeometryUnsupported:
