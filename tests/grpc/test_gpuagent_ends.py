@@ -173,7 +173,7 @@ async def test_an_engine_that_leaves_while_it_registers_leaves_no_descriptor(len
 
 
 async def test_descriptors_that_do_not_come_end_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registering, "OFFER_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(registering, "OFFER_TIMEOUT_S", 1.0)
     world = World()
     async with running_agent(world) as agent:
         engine = EngineProcess(agent.endpoint)
