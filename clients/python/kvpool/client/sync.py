@@ -103,6 +103,15 @@ class BackgroundLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
+    def end(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Await `work()`, then `stop`, whatever came of it. Idempotent: a stopped or forked loop does not run it."""
+        try:
+            self.run(work)
+        except ServiceUnavailable:
+            return  # closed before, or forked: nothing of it is ours
+        finally:
+            self.stop()
+
 
 @atexit.register
 def _stop_all() -> None:
@@ -242,12 +251,7 @@ class SyncKvPool:
 
     def close(self) -> None:
         """End the session and the thread. Idempotent."""
-        try:
-            self._loop.run(self._pool.close)
-        except ServiceUnavailable:
-            return  # closed before, or forked: nothing of it is ours
-        finally:
-            self._loop.stop()
+        self._loop.end(self._pool.close)
 
     def __enter__(self) -> Self:
         return self

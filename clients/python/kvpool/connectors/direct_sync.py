@@ -76,12 +76,7 @@ class DirectSyncPool:
 
     def close(self) -> None:
         """End the session and the thread. Idempotent."""
-        try:
-            self._loop.run(self._pool.close)
-        except ServiceUnavailable:
-            return  # closed before, or forked: nothing of it is ours
-        finally:
-            self._loop.stop()
+        self._loop.end(self._pool.close)
 
     def _run(self, work: Callable[[], Awaitable[list[bool]]], count: int) -> list[bool]:
         try:
