@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -178,28 +179,18 @@ def _by_turn(results: Sequence[Result]) -> Plot | None:
 
 
 def _by_prompt(results: Sequence[Result], *, wide: bool) -> Plot | None:
-    def draw(axes: Axes) -> None:
-        _scatter(axes, results, column=3)
-        axes.set_xlim(left=0)
-        axes.set_xlabel("prompt tokens")
-        axes.legend(markerscale=2.5)
-
     note = "A point is a request. Without a cache, time grows with the prompt; what lies below the slope was loaded."
+    draw = partial(_scatter, results=results, column=3, label="prompt tokens")
     return _of_sample(results, "Time to first token by prompt", note, "prompts", draw, wide=wide)
 
 
 def _over_time(results: Sequence[Result]) -> Plot | None:
-    def draw(axes: Axes) -> None:
-        _scatter(axes, results, column=0)
-        axes.set_xlim(left=0)
-        axes.set_xlabel("when the request was meant to start, s")
-        axes.legend(markerscale=2.5)
-
     note = "A point is a request. A slope upwards means that more comes in than the server can do."
+    draw = partial(_scatter, results=results, column=0, label="when the request was meant to start, s")
     return _of_sample(results, "Time to first token over the run", note, "over-time", draw, wide=True)
 
 
-def _scatter(axes: Axes, results: Sequence[Result], *, column: int) -> None:
+def _scatter(axes: Axes, *, results: Sequence[Result], column: int, label: str) -> None:
     """Time to first token of the sampled requests over another column of the sample."""
     for at, result in enumerate(results):
         rows = result.document["sample"]
@@ -207,6 +198,9 @@ def _scatter(axes: Axes, results: Sequence[Result], *, column: int) -> None:
         look: dict[str, Any] = {"s": 7, "alpha": 0.45, "linewidths": 0, "clip_on": False}
         axes.scatter(*points, color=_colour(at), label=_plain(result.name), **look)
     _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(label)
+    axes.legend(markerscale=2.5)
 
 
 def _of_sample(
