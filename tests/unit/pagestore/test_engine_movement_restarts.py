@@ -118,22 +118,27 @@ async def test_a_drain_that_goes_on_is_watched_joined_and_cancelled_like_any() -
         assert one.is_in(DrainState.SERVING)
 
 
+def keep_the_beginning_late(one: Restarting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word that a drain began is written when the word that it was cancelled has been, if nothing forbids that."""
+    memory, cancelled = one.member.world.memory, threading.Event()
+    true = memory.save_value
+
+    def slow(name: str, value: bytes) -> None:
+        if name == "draining" and value:
+            cancelled.wait(0.2)
+        true(name, value)
+        if name == "draining" and not value:
+            cancelled.set()
+
+    monkeypatch.setattr(memory, "save_value", slow)
+
+
 async def test_a_drain_that_is_cancelled_at_once_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The word that it began must not reach the disk after the word that it was cancelled."""
     async with restarting() as one:
         await one.fill()
         one.cluster.members[0].refuse = lambda item: ArenaFull("full")
-        memory, cancelled = one.member.world.memory, threading.Event()
-        true = memory.save_value
-
-        def slow(name: str, value: bytes) -> None:
-            if name == "draining" and value:
-                cancelled.wait(0.2)
-            true(name, value)
-            if name == "draining" and not value:
-                cancelled.set()
-
-        monkeypatch.setattr(memory, "save_value", slow)
+        keep_the_beginning_late(one, monkeypatch)
         watching = one.drain.watch()
         first = asyncio.ensure_future(anext(watching))
         await eventually(lambda: one.is_in(DrainState.DRAINING))
@@ -152,17 +157,7 @@ async def test_a_drain_whose_watcher_hangs_up_as_it_begins_can_be_cancelled_for_
     async with restarting() as one:
         await one.fill()
         one.cluster.members[0].refuse = lambda item: ArenaFull("full")
-        memory, cancelled = one.member.world.memory, threading.Event()
-        true = memory.save_value
-
-        def slow(name: str, value: bytes) -> None:
-            if name == "draining" and value:
-                cancelled.wait(0.2)
-            true(name, value)
-            if name == "draining" and not value:
-                cancelled.set()
-
-        monkeypatch.setattr(memory, "save_value", slow)
+        keep_the_beginning_late(one, monkeypatch)
         watching = one.drain.watch()
         first = asyncio.ensure_future(anext(watching))
         await eventually(lambda: one.is_in(DrainState.DRAINING))
