@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvpool.client.index import IndexClient
@@ -94,19 +94,15 @@ class DirectPool:
 
         When it returns nothing is copied any more. Of a chunk that is False some shards may have been taken.
         """
-        loop = asyncio.get_running_loop()
-        ends_at_s = loop.time() + self._config.load_timeout_s
+        ends_at_s = asyncio.get_running_loop().time() + self._config.load_timeout_s
         good: set[WantedPage] = set()
         pages = wanted_pages(space.space, chunks)
         if any(chunk.chunk_hash not in self._sources for chunk in chunks):
             await self.find(space, chunks)  # what only another host has is found nowhere else
         try:
             async with self._reads, self._session.use(space.keyspace, space.space.spec) as session:
-                for window in self._windows(pages, session.max_leases):
+                for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
                     sources = [self._sources.get(page.chunk.chunk_hash, ()) for page in window]
-                    wait_s = ends_at_s - loop.time()
-                    if wait_s <= 0:
-                        break
                     read = await read_window(session, space, window, sources, wait_s, self._threads, take)
                     good |= read.good
                     self.counts.corrupt_pages += read.corrupt_count
@@ -128,16 +124,12 @@ class DirectPool:
 
         When it returns nothing is copied any more. After a page was refused the chunks behind it are not tried.
         """
-        loop = asyncio.get_running_loop()
-        ends_at_s = loop.time() + self._config.store_timeout_s
+        ends_at_s = asyncio.get_running_loop().time() + self._config.store_timeout_s
         good: set[WantedPage] = set()
         pages = wanted_pages(space.space, chunks)
         try:
             async with self._writes, self._session.use(space.keyspace, space.space.spec) as session:
-                for window in self._windows(pages, session.max_leases):
-                    wait_s = ends_at_s - loop.time()
-                    if wait_s <= 0:
-                        break
+                for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
                     written = await write_window(session, space, window, wait_s, self._threads, fill)
                     good |= written.good
                     self.counts.stored_bytes += written.written_bytes
@@ -179,9 +171,17 @@ class DirectPool:
         await self._index.endpoints.close()
         self._threads.shutdown(wait=False)
 
-    def _windows(self, pages: Sequence[WantedPage], max_leases: int) -> list[Sequence[WantedPage]]:
+    def _windows(
+        self, pages: Sequence[WantedPage], max_leases: int, ends_at_s: float
+    ) -> Iterator[tuple[Sequence[WantedPage], float]]:
+        """Pages for one call each, with the seconds left when its turn comes; no more once there are none."""
+        loop = asyncio.get_running_loop()
         size = max(1, min(self._config.pages_in_flight, max_leases // self._config.calls_in_flight))
-        return [pages[start : start + size] for start in range(0, len(pages), size)]
+        for start in range(0, len(pages), size):
+            wait_s = ends_at_s - loop.time()
+            if wait_s <= 0:
+                return
+            yield pages[start : start + size], wait_s
 
     async def _look_up(self, space: OpenSpace, chunks: Sequence[ChunkPlace], found: list[bool]) -> None:
         runs = list(consecutive(chunks, _MATCH_CHUNKS_MAX))
