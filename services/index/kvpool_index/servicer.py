@@ -15,6 +15,8 @@ from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import MatchMessages, WatchMessages
+from kvpool_index.servicer_tracing import traced_match
+from kvpool_server.logs import note_request
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -165,11 +167,17 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
         context: Context[pb.MatchStreamRequest, bytes],
     ) -> None:
-        tenant = self._tenant()
+        tenant, tracer = self._tenant(), self._engine.tracer
 
         async def answer(request: pb.MatchStreamRequest) -> bytes:
+            note_request(request.request_id)
             query = _query_or_error(request.match, self._max_chunks)
-            found = query if isinstance(query, KvPoolError) else await self._engine.try_match(tenant, query)
+            if isinstance(query, KvPoolError):
+                found: cluster.ChainMatch | KvPoolError = query
+            elif tracer.recording:
+                found = await traced_match(tracer, request, query, self._engine.try_match(tenant, query))
+            else:
+                found = await self._engine.try_match(tenant, query)
             if isinstance(found, KvPoolError):
                 error = convert.item_error_to_proto(found)
                 return pb.MatchStreamResponse(request_id=request.request_id, error=error).SerializeToString()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -32,8 +33,12 @@ class EngineTasks:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work`, for which nobody waits: its failure is logged."""
-        self._add(work, name).add_done_callback(_log_failure)
+        """Run `work`, for which nobody waits: its failure is logged.
+
+        It does not run in the caller's context: it may serve several requests, and its logs and spans are no part of
+        the one that happened to come first.
+        """
+        self._add(work, name, Context()).add_done_callback(_log_failure)
 
     async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """The result of `work`, which goes on to its end even if the caller is cancelled meanwhile."""
@@ -45,8 +50,8 @@ class EngineTasks:
             await asyncio.wait(set(self._running))
             await asyncio.sleep(0)  # lets the done callbacks run
 
-    def _add(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+    def _add(self, work: Coroutine[Any, Any, T], name: str, context: Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

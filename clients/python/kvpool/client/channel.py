@@ -134,7 +134,8 @@ class Endpoints(Generic[StubT]):
         timeout_s: float,
     ) -> ResponseT:
         try:
-            return await method(self.stub())(request, timeout=timeout_s, metadata=self._config.metadata)
+            metadata = (*self._config.metadata, *self._config.tracer.metadata())
+            return await method(self.stub())(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
         except grpc.aio.UsageError as error:

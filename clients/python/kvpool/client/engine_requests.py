@@ -29,6 +29,7 @@ class _Transfer(Generic[OutcomeT]):
         self._changed = asyncio.Event()
         self._touchable = asyncio.Event()
         self.request_id = 0
+        self.on_ended: Callable[[OutcomeT | KvPoolError], None] = lambda outcome: None  # once; must not raise
 
     @property
     def hold_ended(self) -> bool:
@@ -64,6 +65,7 @@ class _Transfer(Generic[OutcomeT]):
                 self._outcome.set_exception(outcome)
             else:
                 self._outcome.set_result(outcome)
+            self.on_ended(outcome)
         self._changed.set()
         return True
 
