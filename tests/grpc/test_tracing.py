@@ -168,5 +168,7 @@ async def test_no_span_tells_what_a_prompt_says() -> None:
         await pool.close()
     told = " ".join(str(dict(span.attributes or {})) for _, span in collector.spans())
     assert chain.hashes[0].hex() not in told
-    assert all(not isinstance(value, tuple) for _, span in collector.spans() for value in (span.attributes or {}).values())
+    assert all(
+        not isinstance(value, tuple) for _, span in collector.spans() for value in (span.attributes or {}).values()
+    )
     assert not any(str(token) in told for token in TOKENS[:8])

@@ -69,6 +69,8 @@ def configure_logs(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.value.upper())
+    # grpc.aio tells of every event that it polls; at level debug nothing else could be found.
+    logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))
     logging.captureWarnings(True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextvars import copy_context
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.tracing import BYTES, NO_SPAN, PAGES, REQUEST_ID, SERVED_PAGES, Span, Tracer, rpc_attributes
@@ -54,6 +55,7 @@ class AcquireSpan:
 
     def __init__(self, span: Span) -> None:
         self.span = span
+        self._context = copy_context()  # of the request: the last item may settle in that of a disk read or a pull
         self._pages: dict[str, int] = {}  # by where they came from, misses as "miss"
         self._size_bytes = 0
 
@@ -75,9 +77,12 @@ class AcquireSpan:
         hit_count = sum(count for source, count in self._pages.items() if source != "miss")
         told = {f"kvpool.pages.{source}": count for source, count in self._pages.items()}
         self.span.set({**told, SERVED_PAGES: hit_count, BYTES: self._size_bytes})
+        self._context.run(self._log_end, hit_count)
+        self.span.end()
+
+    def _log_end(self, hit_count: int) -> None:
         with self.span.current():
             _log.debug("acquire ended", extra=fields(pages=sum(self._pages.values()), served_pages=hit_count))
-        self.span.end()
 
     def refused(self, error: KvPoolError) -> None:
         """Nothing was begun."""
