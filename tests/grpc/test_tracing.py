@@ -129,7 +129,7 @@ async def test_a_store_is_one_trace_and_its_write_back_is_linked_to_it() -> None
         "gpuagent-a/kvpool.pagestore.commit",
         "pagestore-a/pagestore.commit",
     }
-    assert root.attributes["kvpool.chunks.served"] == CHUNKS
+    assert collector.attributes("kvpool.store")["kvpool.chunks.served"] == CHUNKS
     commit = collector.named("pagestore.commit")[0]
     write_backs = collector.named("pagestore.write_back")
     assert write_backs
@@ -155,7 +155,7 @@ async def test_a_page_on_disk_is_promoted_as_a_part_of_the_request() -> None:
         "gpuagent-a/kvpool.pagestore.acquire",
         "gpuagent-a/gpuagent.load",
     ]
-    assert collector.named("pagestore.acquire", trace_id)[0].attributes["kvpool.pages.disk"] == CHUNKS * 2
+    assert collector.attributes("pagestore.acquire", trace_id)["kvpool.pages.disk"] == CHUNKS * 2
 
 
 async def test_no_span_tells_what_a_prompt_says() -> None:

@@ -45,7 +45,8 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 @contextmanager
 def receiver() -> Iterator[tuple[Receiver, str]]:
     server, collector = grpc.server(ThreadPoolExecutor(2)), Receiver()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server  # generated without types
+    register(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

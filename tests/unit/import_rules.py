@@ -31,6 +31,7 @@ RULES: dict[str, Rule] = {
     "kvpool.v1.*": Rule(may_import=GRPC),
     "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
+    "kvpool.wire.versions": Rule(may_import=(*CORE, "kvpool", "kvpool.v1")),
     "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC, "numpy")),
     # Imported by `process` only where traces are asked for, so that everybody else pays nothing.
     "kvpool.tracing": Rule(),

@@ -10,7 +10,7 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
-from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route
+from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route, versions
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -37,6 +37,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def OpenKeyspace(
         self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
     ) -> pb.OpenKeyspaceResponse:
+        versions.check_peer_version(request.version, "the caller")
         spec = convert_keyspace.spec_from_proto(request.spec)
         opened = await self._engine.open_keyspace(self._tenant(), request.name, spec)
         return pb.OpenKeyspaceResponse(
@@ -44,6 +45,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             hash_key=opened.hash_key,
             grid=convert_keyspace.grid_to_proto(opened.keyspace.grid),
             created=opened.created,
+            version=versions.own_version_to_proto(),
         )
 
     async def ListKeyspaces(
@@ -90,6 +92,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def RegisterNode(
         self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
     ) -> pb.RegisterNodeResponse:
+        versions.check_peer_version(request.version, "the node")
         info = convert_cluster.node_info_from_proto(request.node)
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
         lease = await self._engine.register_node(info, request.last_incarnation, attempt)
@@ -98,6 +101,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             lease_ttl_ms=lease.lease_ttl_ms,
             renew_interval_ms=lease.renew_interval_ms,
             announce_epoch=lease.announce_epoch,
+            version=versions.own_version_to_proto(),
         )
 
     async def RenewLease(

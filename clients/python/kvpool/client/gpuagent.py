@@ -33,6 +33,7 @@ from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.convert_keyspace import grid_from_proto
+from kvpool.wire.versions import check_peer_version
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
@@ -98,6 +99,7 @@ class EngineSession:
         registration = Registration()
         await self._stream.submit(_Request(register=register_to_proto(self._plan)), registration)
         registered = self._registered = await registration.registered
+        check_peer_version(registered.version, "the agent")
         check_id(registered.session_id, "session_id")
         check_length(registered.hash_key, 32, "hash_key")
         self._grid = grid_from_proto(registered.grid, self._plan.spec)

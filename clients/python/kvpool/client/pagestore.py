@@ -31,6 +31,7 @@ from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
 from kvpool.wire.convert import check_id
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.versions import check_peer_version, own_version_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
@@ -108,11 +109,13 @@ class PageStoreSession:
                     previous_drained=plan.previous_drained,
                     expected_incarnation=plan.expected_incarnation,
                     wants_arena=plan.wants_arena,
+                    version=own_version_to_proto(),
                 )
             ),
             self._config.connect_timeout_s,
         )
         self._opened = response.opened
+        check_peer_version(self._opened.version, "the pagestore")
         check_id(self._opened.session_id, "session_id")
         heartbeat = _Request(heartbeat=pagestore_pb2.SessionHeartbeat())
         self._stream.start_heartbeats(heartbeat, self._opened.heartbeat_interval_ms)

@@ -30,6 +30,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
 from kvpool.wire.status import error_from_rpc
+from kvpool.wire.versions import own_version_to_proto
 
 __all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
 
@@ -104,6 +105,7 @@ class PageTransferClient:
             expected_incarnation=expected_incarnation,
             frame_bytes=self._frame_bytes,
             keyspaces=session_keyspaces_to_proto(keyspaces),
+            version=own_version_to_proto(),
         )
         for start in range(0, len(items), _READ_KEYS_MAX):
             batch = ReadBatch(items[start : start + _READ_KEYS_MAX], start, on_page)
@@ -129,6 +131,7 @@ class PageTransferClient:
             expected_incarnation=expected_incarnation,
             keyspaces=session_keyspaces_to_proto(keyspaces),
             require_durable=require_durable,
+            version=own_version_to_proto(),
         )
         batch = WriteBatch(items, opening, on_page, self._frame_bytes)
         error = self._attempts(batch, _WriteAttempt(batch, self._call_metadata()), time.monotonic() + timeout_s)

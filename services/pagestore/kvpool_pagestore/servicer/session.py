@@ -14,6 +14,7 @@ from kvpool.v1 import common_pb2
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.versions import own_version_to_proto
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_sessions import PeerSession
@@ -87,6 +88,7 @@ class SessionStream:
                 heartbeat_interval_ms=limits.heartbeat_interval_ms,
                 max_leases=limits.max_leases,
                 node_id=limits.node_id,
+                version=own_version_to_proto(),
             ),
         )
 
