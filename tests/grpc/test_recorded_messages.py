@@ -15,7 +15,6 @@ from google.protobuf.json_format import MessageToDict
 
 from kvpool.client.fds import offer_fd
 from kvpool.core.cluster import ChainMatch
-from kvpool.core.outcome import Admission
 from kvpool.v1 import gpuagent_pb2, index_pb2, pagestore_pb2
 from kvpool_index.config import IndexConfig
 from tests.fixtures.agent import EngineProcess, World, running_agent
@@ -136,7 +135,7 @@ async def test_a_pagestore_serves_them(release: str, change: Change) -> None:
             session = RawStream(channel, "/kvpool.v1.PageStoreService/Session", pagestore_pb2.SessionResponse, messages)
             opened = await session.ask("session_open")
             assert opened.opened.version.wire >= 1
-            assert (await session.ask("session_reserve")).reserve.results[0].admission == Admission.EXISTS
+            assert (await session.ask("session_reserve")).reserve.results[0].admission == pagestore_pb2.ADMISSION_EXISTS
             assert (await session.ask("session_commit")).commit.results[0].error.reason == "LEASE_LOST"
             (hit,) = (await session.ask("session_acquire")).acquire.results
             assert (hit.outcome, hit.slot.page_bytes) == (pagestore_pb2.OUTCOME_HIT, recorder().PAGE_BYTES)
@@ -153,8 +152,9 @@ async def _write_and_read(bulk: grpc.aio.Channel, messages: dict[str, bytes]) ->
     await write.write(messages["write_pages_frame"])
     await write.done_writing()
     written = pagestore_pb2.WritePagesResponse.FromString(await write.read())
-    assert written.admission == Admission.RESERVED, written
-    read: Any = bulk.unary_stream(f"{service}/ReadPages")(messages["read_pages"])
+    assert written.admission == pagestore_pb2.ADMISSION_RESERVED, written
+    read_pages: Any = bulk.unary_stream(f"{service}/ReadPages")
+    read = read_pages(messages["read_pages"])
     frame = pagestore_pb2.PageFrame.FromString(await read.read())
     assert frame.outcome == pagestore_pb2.OUTCOME_HIT
     assert frame.data == recorded("0.1")["write_pages_frame"].parse().frame.data  # type: ignore[attr-defined]

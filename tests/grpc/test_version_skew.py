@@ -105,7 +105,7 @@ async def answering(service: str, **answers: Sequence[bytes]) -> AsyncIterator[s
 
         return unary, stream
 
-    handlers = {}
+    handlers: dict[str, Any] = {}
     for method, parts in answers.items():
         unary, stream = handler(parts)
         handlers[method] = (
