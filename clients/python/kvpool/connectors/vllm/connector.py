@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpool.connectors.vllm.scheduler import SchedulerSide
     from kvpool.connectors.vllm.worker import WorkerSide
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
 
 

@@ -17,7 +17,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.errors import KvPoolError
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _GOOD_FOR_S = 1.0  # a request that gets no blocks at once need not be matched in every step
 
 

@@ -22,7 +22,7 @@ from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 _CHANGES_MAX = 4096  # kept for vLLM, which does not ask for them unless it publishes events
 _LATE_S = 1.0  # after its deadline a load is not waited for by others

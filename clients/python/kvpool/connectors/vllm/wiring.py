@@ -19,7 +19,7 @@ from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 
 
 def scheduler_side(

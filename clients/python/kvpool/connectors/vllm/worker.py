@@ -27,7 +27,7 @@ from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import KvPoolError, Overloaded
 from kvpool.core.ipc import EngineEvent
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 
 
 @dataclass(slots=True, kw_only=True)
