@@ -118,7 +118,7 @@ class SchedulerSide:
         return state.plan.token_count if state.plan is not None else 0
 
     def allocated(self, request: Request, block_ids: Sequence[int], loaded_tokens: int) -> None:
-        """The engine has blocks for a plan, of the whole request, from token 0 on. From now on it waits for the load."""
+        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now."""
         state = self._states.get(request.request_id)
         if state is None or state.plan is None:
             _log.error("kvpool: a load was begun that was not planned; request %s computes", request.request_id)
