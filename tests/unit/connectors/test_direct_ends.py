@@ -140,7 +140,9 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
                 results = await reserve(*arguments, **named)
-                object.__setattr__(results[0].slot, "page_bytes", results[0].slot.page_bytes - 8)
+                slot = results[0].slot
+                assert slot is not None
+                object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
                 return results
 
             session.reserve = smaller  # type: ignore[method-assign]

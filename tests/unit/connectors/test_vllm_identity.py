@@ -34,7 +34,8 @@ class FullAttentionSpec:
     def __init__(self, **values: Any) -> None:
         self.block_size, self.num_kv_heads, self.head_size, self.dtype = 16, 4, 64, torch.bfloat16
         self.page_size_bytes = 16 * 4 * 2 * 64 * 2
-        self.sliding_window = None
+        self.head_size_v, self.num_head_slots, self.tokens_per_state = 64, None, 1
+        self.sliding_window, self.non_causal = None, False
         vars(self).update(values)
 
 
@@ -114,6 +115,11 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
         ([FullAttentionSpec(sliding_window=128)], "sliding-window"),
         ([FullAttentionSpec(dtype=torch.uint8)], "uint8"),
         ([FullAttentionSpec(page_size_bytes=1001)], "1001 bytes"),
+        ([FullAttentionSpec(non_causal=True)], "later ones"),
+        ([FullAttentionSpec(num_kv_heads=2, num_head_slots=2)], "2 slots for 2 KV heads"),
+        ([FullAttentionSpec(num_head_slots=2)], "2 slots for 4 KV heads"),
+        ([FullAttentionSpec(tokens_per_state=4)], "4 tokens"),
+        ([FullAttentionSpec(head_size_v=128)], "V 128"),
     ],
 )
 def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
