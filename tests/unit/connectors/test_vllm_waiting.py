@@ -204,3 +204,25 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
         world.side.finished(request, [], "FINISHED_ABORTED")
     finally:
         background.stop()
+
+
+def test_a_step_hashes_so_many_tokens_also_of_requests_that_wait_for_anothers_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.connectors.vllm.lookups._TOKENS_MAX", 500)
+    world = World(FakePool(3))
+    world.load(a_request(120, "first"))
+    hashed: list[str] = []
+    hash_prompt = scheduler_module.request_chain
+
+    def count(request: Any, *others: Any) -> Chain:
+        hashed.append(request.request_id)
+        return hash_prompt(request, *others)
+
+    monkeypatch.setattr(scheduler_module, "request_chain", count)
+    requests = [a_request(120, f"r{number}") for number in range(12)]
+    assert {world.match(request) for request in requests} == {None}
+    assert len(hashed) == 5
+    world.build()
+    assert {world.side.matched_tokens(request, 0) for request in requests} == {None}
+    assert len(hashed) == 10

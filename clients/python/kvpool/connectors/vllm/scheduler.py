@@ -102,8 +102,10 @@ class SchedulerSide:
         state.plan, pool = None, self._pool_for(state, held_tokens)
         if pool is None:
             return 0
-        if state.chain is None and not self._lookups.may_begin:
-            return None
+        if state.chain is None:
+            if not self._lookups.may_begin:
+                return None
+            self._lookups.hashed(request.num_tokens)
         chain = self._chain_of(state, pool)
         held_chunks = held_tokens // self._settings.chunk_tokens
         if chain.chunk_count <= held_chunks:
