@@ -43,7 +43,15 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Another kind."""
 
 
-def configured(*, tp: int = 1, device: str = "cuda", quantization: str | None = None, mla: bool = False) -> Any:
+def configured(
+    *,
+    tp: int = 1,
+    device: str = "cuda",
+    quantization: str | None = None,
+    mla: bool = False,
+    load_format: str = "auto",
+    overrides: Any = None,
+) -> Any:
     """What is read of a VllmConfig: 8 layers, 8 KV heads x 64."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -51,12 +59,14 @@ def configured(*, tp: int = 1, device: str = "cuda", quantization: str | None = 
         ),
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format=load_format),
         model_config=SimpleNamespace(
             model="org/model",
             dtype=torch.bfloat16,
             quantization=quantization,
             use_mla=mla,
             hf_config=SimpleNamespace(_commit_hash=None),
+            hf_overrides=overrides or {},
             hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "somewhere"}),
             get_total_num_hidden_layers=lambda: 8,
             get_total_num_kv_heads=lambda: 8,
@@ -105,6 +115,10 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert model_spec(SETTINGS, configured(quantization="fp8"), ROWS) != one
     assert model_spec(replace(SETTINGS, salt="other"), configured(), ROWS) != one
     assert model_spec(replace(SETTINGS, model_revision="r2"), configured(), ROWS) != one
+    assert model_spec(SETTINGS, configured(load_format="dummy"), ROWS) != one  # a benchmark's weights under a real name
+    assert model_spec(SETTINGS, configured(overrides={"vision_config": {"patch_size": 16}}), ROWS) != one
+    by_function = model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS)
+    assert by_function == model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS) != one
 
 
 @pytest.mark.parametrize(

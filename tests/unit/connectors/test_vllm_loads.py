@@ -27,21 +27,30 @@ def test_a_load_takes_until_the_engine_knows_of_its_end() -> None:
     assert world.side.cost.load_bytes_per_s == pytest.approx(3 * CHUNK_BYTES / 0.130)
 
 
-def test_a_load_that_was_late_is_learned_from_and_one_that_was_damaged_is_not() -> None:
+def test_after_a_load_that_was_late_others_are_computed_for_a_moment() -> None:
     world = World(FakePool(3, estimated_ms=30.0))
     world.side.cost.warmed_up = True
     learned(world, "damaged", seconds=0.9, loaded_chunks=1)
-    assert world.side.cost.overhead_ms == 0
     learned(world, "late", seconds=0.9, loaded_chunks=1, late=True)
-    assert world.side.cost.overhead_ms == pytest.approx(870)
+    assert world.side.cost.overhead_ms == 0  # it says nothing of loads that come in
+    assert world.match(a_request(120, "now", first_token=5000)) == 0
+    world.clock.advance(1.0)
+    assert world.match(a_request(120, "soon", first_token=6000)) == 96
+
+
+def test_loads_that_are_late_together_count_as_one() -> None:
+    world = World(FakePool(3))
+    together = [world.load(a_request(120, f"r{number}", first_token=1000 * number)) for number in range(20)]
+    for orders in together:
+        world.ended(orders, 0, late=True)
+    world.clock.advance(1.0)
+    assert world.match(a_request(120, "soon", first_token=90_000)) == 96
 
 
 def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
     world = World(FakePool(3, estimated_ms=1.0), shares_blocks=False)
-    world.side.cost.warmed_up = True
-    world.side.cost.note_prefill(1000, 0.5)  # 60 ms for what is to be loaded
     loads = 0
-    for number in range(200):
+    for number in range(600):
         request = a_request(120, f"r{number}")
         tokens = world.match(request)
         if tokens:
@@ -52,7 +61,13 @@ def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
             world.ended(orders, 0, late=True)
         world.side.finished(request, [], "FINISHED_ABORTED")
         world.clock.advance(0.2)  # five requests a second
-    assert 1 <= loads <= 6
+    assert 5 <= loads <= 12
+
+
+def test_an_operator_who_wants_loads_always_gets_them() -> None:
+    world = World(FakePool(3), load="always")
+    world.ended(world.load(a_request(120, "late")), 0, late=True)
+    assert world.match(a_request(120, "next", first_token=5000)) == 96
 
 
 def test_a_part_that_is_loaded_is_measured_against_its_own_estimate() -> None:

@@ -147,10 +147,15 @@ def model_revision(model: Any) -> str:
 
 
 def _salt(settings: VllmSettings, vllm_config: Any) -> bytes:
-    """Whatever else the KV depends on: what was overridden of the model's config, and how weights are quantized."""
+    """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
+    whether they are real ones."""
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _PROVENANCE}
-    parts = [settings.salt, config, str(model.dtype), model.quantization, str(vllm_config.cache_config.cache_dtype)]
+    overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
+    quantization = [model.quantization, str(vllm_config.cache_config.cache_dtype)]
+    parts = [settings.salt, config, overrides, str(model.dtype), quantization]
+    if str(vllm_config.load_config.load_format) == "dummy":
+        parts.append("made-up weights")
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
