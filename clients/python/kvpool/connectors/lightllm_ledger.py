@@ -161,6 +161,6 @@ class PageLedger:
     def _known(self, pages: Iterable[int]) -> list[int]:
         known = [page for page in pages if page != NO_PAGE]
         for page in known:
-            if not isinstance(page, int) or not 0 <= page < len(self._pages):
+            if not 0 <= page < len(self._pages):
                 raise InvalidRequest(f"page {page} is not one of {len(self._pages)}")
         return known
