@@ -61,7 +61,7 @@ def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
             world.ended(orders, 0, late=True)
         world.side.finished(request, [], "FINISHED_ABORTED")
         world.clock.advance(0.2)  # five requests a second
-    assert 5 <= loads <= 12
+    assert 4 <= loads <= 16  # pauses are jittered
 
 
 def test_an_operator_who_wants_loads_always_gets_them() -> None:
