@@ -112,7 +112,7 @@ def backed_up(controller: HybridCacheController, slots: torch.Tensor, tokens: li
 
 
 def prefetched(controller: HybridCacheController, tokens: list[int]) -> tuple[Any, int]:
-    """What the tree does with a request: query, host buffers of the hit's size, transfer. (operation, tokens loaded)."""
+    """What the tree does with a request: query, host buffers, transfer. (operation, tokens loaded)."""
     operation = controller.prefetch(CacheRequestHandle("request", 0), tokens, None, [])
     hit = controller.prefetch_hit_queue.get(timeout=WAIT_S)
     assert hit is operation

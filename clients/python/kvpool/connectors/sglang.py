@@ -77,8 +77,8 @@ class HiCacheCalls:
         """
         if host_pool is not getattr(self, "mem_pool_host", None):
             raise GeometryUnsupported(
-                f"the side pool {host_pool_name} is not served (hybrid, sliding-window and sparse-attention models, draft "
-                "models): use another HiCache storage backend"
+                f"the side pool {host_pool_name} is not served (models with hybrid, sliding-window or sparse attention, "
+                "draft models): use another HiCache storage backend"
             )
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
