@@ -77,7 +77,7 @@ class HiCacheCalls:
         """
         if host_pool is not getattr(self, "mem_pool_host", None):
             raise GeometryUnsupported(
-                f"the side pool {host_pool_name} is not served (models with hybrid, sliding-window or sparse attention, "
+                f"the side pool {host_pool_name} is not served (models with hybrid, sliding-window, sparse attention, "
                 "draft models): use another HiCache storage backend"
             )
 
