@@ -116,6 +116,8 @@ class SchedulerSide:
         if found is None:
             return None
         self._known.add(chain.hashes[held_chunks : found.matched_chunks])
+        if found.error is None and not state.lookup.counted:  # what was evicted is to be stored again
+            self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
         state.plan = self._loads.plan(chain, state.lookup, found, held_tokens)
         return state.plan.token_count if state.plan is not None else 0
 
