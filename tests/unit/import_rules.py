@@ -31,12 +31,13 @@ RULES: dict[str, Rule] = {
     "kvpool.v1.*": Rule(may_import=GRPC),
     "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
-    "kvpool.wire.versions": Rule(may_import=(*CORE, "kvpool", "kvpool.v1")),
-    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC, "numpy")),
+    "kvpool.wire.versions": Rule(may_import=("kvpool", *CORE, "kvpool.v1")),  # its version
+    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", "kvpool.wire.versions", *GRPC, "numpy")),
     # Imported by `process` only where traces are asked for, so that everybody else pays nothing.
     "kvpool.tracing": Rule(),
     "kvpool.tracing.process": Rule(may_import=CORE, inside_functions=("kvpool.tracing",)),
-    "kvpool.tracing.*": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),
+    "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
+    "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
     "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy")),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,

@@ -97,10 +97,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tracer)
-    metrics_listen = parse_address("metrics_listen", config.metrics_listen)
-    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    stack.callback(stop_metrics)
-    node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
+    node = servers.listen(_start_metrics(config, registry, stack))
     node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
@@ -131,6 +128,13 @@ class _Arena:
 
     def close(self) -> None:
         self.segments.close(remove=self.unused)
+
+
+def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
+    listen = parse_address("metrics_listen", config.metrics_listen)
+    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
+    stack.callback(stop_metrics)
+    return f"http://{TcpAddress(listen.host, port)}/metrics"
 
 
 def _tracer(registry: CollectorRegistry, stack: AsyncExitStack) -> Tracer:

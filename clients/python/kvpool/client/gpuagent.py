@@ -64,10 +64,9 @@ class EngineSession:
         self._grid = ShardGrid.of(plan.spec)
         channel = open_channel(plan.endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
-        call = stub.EngineSession(metadata=config.metadata)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
             channel,
-            call,
+            stub.EngineSession(metadata=config.metadata),
             config,
             name="engine session",
             numbers_all=True,
@@ -199,8 +198,7 @@ class EngineSession:
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
         after: EngineEvent | None = None,
     ) -> LoadHandle:
-        """Begin a load; its blocks are held until the handle says otherwise. after: GPU work that may still read what
-        they held before; as for `store`."""
+        """Begin a load, as `store` does. after: GPU work that may still read what the blocks held before."""
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
         await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)), after)), handle, after)
         return handle
