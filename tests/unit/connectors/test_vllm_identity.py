@@ -141,6 +141,19 @@ def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
         cache_facts(configured(), groups(*specs))
 
 
+def test_other_devices_are_named() -> None:
+    with pytest.raises(GeometryUnsupported, match="xpu"):
+        cache_facts(configured(device="xpu"), groups(FullAttentionSpec()))
+
+
+def test_context_parallelism_is_named() -> None:
+    for ways in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config = configured()
+        setattr(config.parallel_config, ways, 2)
+        with pytest.raises(GeometryUnsupported, match="context parallelism"):
+            cache_facts(config, groups(FullAttentionSpec()))
+
+
 def test_chunks_are_whole_blocks() -> None:
     with pytest.raises(InvalidRequest, match="block size 256"):
         model_spec(SETTINGS, configured(), replace(ROWS, block_tokens=256))

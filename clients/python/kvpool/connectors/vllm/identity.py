@@ -61,7 +61,10 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise GeometryUnsupported(f"the engine's KV cache is of {dtype}; bfloat16, float16 and float32 are served")
-    on_cpu = torch.device(vllm_config.device_config.device_type).type == "cpu"
+    device = torch.device(vllm_config.device_config.device_type).type
+    if device not in ("cpu", "cuda"):
+        raise GeometryUnsupported(f"the engine runs on {device}; CPUs and NVIDIA GPUs are served")
+    on_cpu = device == "cpu"
     block_bytes = spec.page_size_bytes
     heads = spec.num_kv_heads
     if block_bytes % (heads * spec.block_size):

@@ -25,7 +25,7 @@ from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-_STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
+_STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_REPETITION")
 _CHANGES_MAX = 4096
 _UNREADY_S = 1.0  # what a worker said of its agent holds for so long; it is heard of with steps only
 
