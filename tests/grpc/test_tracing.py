@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from opentelemetry import trace
@@ -15,6 +16,7 @@ from opentelemetry import trace
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
 from kvpool.testing import eventually
+from kvpool.v1 import index_pb2, pagestore_pb2
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, show_trace_of
 from tests.fixtures.agent import SPEC, EngineProcess
 from tests.fixtures.traced_cluster import Collector, Host, names, traced_host, traced_index
@@ -172,3 +174,32 @@ async def test_no_span_tells_what_a_prompt_says() -> None:
         not isinstance(value, tuple) for _, span in collector.spans() for value in (span.attributes or {}).values()
     )
     assert not any(str(token) in told for token in TOKENS[:8])
+
+
+async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() -> None:
+    collector, traceparent = Collector(), f"00-{'a' * 32}-{'b' * 16}-01"
+    async with traced_index(collector) as index:
+        await index.stub.ListNodes(index_pb2.ListNodesRequest())
+        assert collector.spans() == []
+        await index.stub.ListNodes(index_pb2.ListNodesRequest(), metadata=(("traceparent", traceparent),))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await index.stub.OpenKeyspace(index_pb2.OpenKeyspaceRequest(name="chat"))
+        with pytest.raises(grpc.aio.AioRpcError):  # a malformed context is none, and no error
+            await index.stub.Place(index_pb2.PlaceRequest(), metadata=(("traceparent", "x" * 55),))
+    (carried,) = collector.named("kvpool.v1.IndexService/ListNodes")
+    assert carried.parent is not None and f"{carried.parent.span_id:016x}" == "b" * 16
+    refused = collector.attributes("kvpool.v1.IndexService/OpenKeyspace")
+    assert (refused["error.type"], refused["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)
+    assert collector.named("kvpool.v1.IndexService/Place")[0].parent is None
+
+
+async def test_a_refused_page_stream_tells_its_status() -> None:
+    collector = Collector()
+    async with traced_index(collector) as index, traced_host("a", index, collector) as a:
+        bulk_endpoint = a.node.bulk_endpoint
+        async with grpc.aio.insecure_channel(bulk_endpoint) as channel:
+            read: Any = channel.unary_stream("/kvpool.v1.PageTransferService/ReadPages")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read(pagestore_pb2.ReadPagesRequest(keys=[b"short"]).SerializeToString()).read()
+    told = collector.attributes("kvpool.v1.PageTransferService/ReadPages")
+    assert (told["error.type"], told["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)

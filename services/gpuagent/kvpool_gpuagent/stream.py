@@ -13,6 +13,7 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
+from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
 from kvpool_gpuagent.messages import event_of, load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
 from kvpool_gpuagent.outbox import Outbox
@@ -164,7 +165,9 @@ class EngineStream:
             _log.exception("an engine could not be registered", extra=fields(engine=register.engine_name))
             self.end(KvPoolError("internal error in the agent; its log has the details"))
         else:
-            _log.info("engine registered", extra=fields(engine=register.engine_name, keyspace=register.keyspace_name))
+            peer = versions_from_proto(register.version)
+            told = fields(engine=register.engine_name, keyspace=register.keyspace_name, peer=str(peer))
+            _log.info("engine registered", extra=told)
 
     def _start(self, request: Request) -> None:
         if self._session is None:

@@ -1,5 +1,6 @@
 """The gRPC face of the index: converts, calls the engine, converts back."""
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TypeAlias, TypeVar
@@ -16,7 +17,9 @@ from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import MatchMessages, WatchMessages
 from kvpool_index.servicer_tracing import traced_match
-from kvpool_server.logs import note_request
+from kvpool_server.logs import fields, note_request
+
+_log = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -96,6 +99,9 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         info = convert_cluster.node_info_from_proto(request.node)
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
         lease = await self._engine.register_node(info, request.last_incarnation, attempt)
+        peer = versions.versions_from_proto(request.version)
+        told = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
+        _log.info("node registered", extra=told)
         return pb.RegisterNodeResponse(
             incarnation=lease.incarnation,
             lease_ttl_ms=lease.lease_ttl_ms,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from kvpool.client.sync import BackgroundLoop
 from kvpool.core.errors import ArenaFull
 from kvpool.core.tracing import NO_SPAN, NO_TRACER, SpanKind, Tracer
 from kvpool.tracing.provider import tracer_with
@@ -30,8 +33,12 @@ class Recorded:
         return next(span for span in self._exporter.get_finished_spans() if span.name == name)
 
     @property
+    def spans(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
+
+    @property
     def names(self) -> list[str]:
-        return [span.name for span in self._exporter.get_finished_spans()]
+        return [span.name for span in self.spans]
 
 
 def test_a_message_carries_the_context_to_the_other_side() -> None:
@@ -140,6 +147,20 @@ async def test_an_engines_own_span_is_continued_into_tasks_and_left_as_it_was() 
         await asyncio.create_task(_one(recorded.tracer))
         assert trace.get_current_span() is engine
     assert recorded.span("client").parent.span_id == engine.get_span_context().span_id
+
+
+def test_the_synchronous_client_continues_the_span_of_the_thread_that_calls_it() -> None:
+    recorded, loop = Recorded(), BackgroundLoop()
+    engines: Any = recorded.tracer
+    try:
+        with engines._tracer.start_as_current_span("engine") as engine:
+            loop.run(lambda: _one(recorded.tracer))
+        loop.run(lambda: _one(recorded.tracer))
+    finally:
+        loop.stop()
+    first, second = (span for span in recorded.spans if span.name == "client")
+    assert first.parent is not None and first.parent.span_id == engine.get_span_context().span_id
+    assert second.parent is None
 
 
 async def _one(tracer: Tracer) -> None:
