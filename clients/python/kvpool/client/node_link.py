@@ -27,11 +27,13 @@ from kvpool.core.errors import (
     ServiceUnavailable,
     StaleIncarnation,
     StoreUnavailable,
+    WireVersionRefused,
 )
 from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+_NOT_REGISTERED = (*_LATER, WireVersionRefused)  # which ends when the older side has been upgraded
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
@@ -216,7 +218,7 @@ class NodeLink:
                 self._reports.limit_items(max(1, info.max_batch_items))
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
-            except _LATER as error:
+            except _NOT_REGISTERED as error:
                 pause_s = backoff.next_s()
                 _log.warning("the index did not register this node, next try in %.1f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)

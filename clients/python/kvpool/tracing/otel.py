@@ -25,7 +25,7 @@ _KINDS: Final = {
     SpanKind.SERVER: trace.SpanKind.SERVER,
 }
 _FAILED: Final = trace.Status(trace.StatusCode.ERROR)
-_TRACEPARENT_CHARS: Final = 55
+_TRACEPARENT_CHARS: Final = range(55, 257)  # that of a later version of W3C's format may be longer
 _TRACESTATE_CHARS_MAX: Final = 512
 _LINKS_MAX: Final = 32  # of one span; the batches that have links are larger
 _W3C: Final = TraceContextTextMapPropagator()
@@ -169,7 +169,7 @@ def _distinct(causes: Iterable[object | None]) -> list[trace.SpanContext]:
 def _carried_context(carried: CarriedContext) -> Context | None:
     """None if nothing came with the message, or nothing that can be read."""
     parent = carried.traceparent
-    if len(parent) < _TRACEPARENT_CHARS:
+    if len(parent) not in _TRACEPARENT_CHARS:
         return None
     carrier = {"traceparent": parent}
     if 0 < len(carried.tracestate) <= _TRACESTATE_CHARS_MAX:

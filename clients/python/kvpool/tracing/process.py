@@ -56,11 +56,12 @@ class _ProcessTracer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tracer: Tracer | None = None
+        self._pid = 0
 
     def get(self, make: Callable[[], Tracer]) -> Tracer:
         with self._lock:
-            if self._tracer is None:
-                self._tracer = make()
+            if self._tracer is None or self._pid != os.getpid():  # the thread that exports is not forked
+                self._tracer, self._pid = make(), os.getpid()
             return self._tracer
 
 
