@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNKS = 8
-MATCHES, LOADS, READS = 1500, 150, 150
+MATCHES, LOADS, READS = 800, 80, 80
 READ_PAGES = 64
 DEAD = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 

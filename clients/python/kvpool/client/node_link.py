@@ -33,7 +33,6 @@ from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
-_NOT_REGISTERED = (*_LATER, WireVersionRefused)  # which ends when the older side has been upgraded
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
@@ -218,10 +217,9 @@ class NodeLink:
                 self._reports.limit_items(max(1, info.max_batch_items))
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
-            except _NOT_REGISTERED as error:
-                pause_s = backoff.next_s()
-                _log.warning("the index did not register this node, next try in %.1f s: %s", pause_s, error)
-            await asyncio.sleep(pause_s)
+            except (*_LATER, WireVersionRefused) as error:  # the latter until the older side has been upgraded
+                _log.warning("the index did not register this node and is asked again: %s", error)
+            await asyncio.sleep(backoff.next_s())
 
     async def _register_again(self, lost: NodeLease) -> None:
         """Both tasks may see that the lease is lost; one of them registers."""
