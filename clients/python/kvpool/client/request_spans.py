@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.client.engine_items import LoadOutcome, StoreOutcome, TierTokens
+from kvpool.client.engine_items import StoreOutcome, TierTokens
 from kvpool.core.errors import KvPoolError
 from kvpool.core.tracing import (
     CHUNKS,
@@ -66,7 +66,7 @@ def end_with_stores(span: Span, handles: Sequence[StoreHandle], error: KvPoolErr
     outcomes: list[StoreOutcome] = []
     left_count = len(handles)
 
-    def ended(outcome: StoreOutcome | LoadOutcome | KvPoolError) -> None:
+    def ended(outcome: StoreOutcome | BaseException) -> None:
         nonlocal left_count
         left_count -= 1
         if isinstance(outcome, StoreOutcome):
@@ -77,7 +77,7 @@ def end_with_stores(span: Span, handles: Sequence[StoreHandle], error: KvPoolErr
             _end_store(span, outcomes)
 
     for handle in handles:
-        handle.on_ended = ended
+        handle.when_done(ended)
     if not handles:
         _end_store(span, outcomes)
 
