@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable
 
 from kvpool.core import cluster
@@ -244,7 +243,10 @@ def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMat
     )
     if sum(run.chunk_count for run in runs) != message.matched_chunks:
         raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
-    runs = tuple(itertools.takewhile(lambda run: run.locations, runs))  # the rest is where only a newer release can go
+    for at, (told, run) in enumerate(zip(message.runs, runs, strict=True)):
+        if told.locations and not run.locations:  # from here on it is where only a newer release can go
+            runs = runs[:at]
+            break
     named = [_known_node(node.SerializeToString()) for node in message.nodes if is_node_known(node)]
     return cluster.ChainMatch(
         matched_chunks=sum(run.chunk_count for run in runs), runs=runs, nodes={node.node_id: node for node in named}
