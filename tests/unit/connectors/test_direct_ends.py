@@ -17,6 +17,7 @@ from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
 from kvpool.core.grid import ShardGrid
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
+from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
 from tests.unit.connectors.test_direct_pool import Index
 
@@ -112,6 +113,22 @@ async def test_a_call_behind_others_waits_no_longer_than_its_own_limit() -> None
             assert "its time" in pool.counts.last_failure
             copies.go_on.set()
             await first
+
+
+async def test_a_store_that_is_faster_than_the_disk_waits_for_it() -> None:
+    chain = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 41)])  # 80 pages, and 32 may be dirty
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, pages_in_flight=80) as pool:
+            assert await pool.put(SPACE, chain, lambda *_: None) == [True] * len(chain)
+
+
+async def test_a_store_for_which_no_room_comes_is_refused_soon() -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, room_wait_s=0.05) as pool:
+            peer = await open_session(store.running)
+            await store.running.engine.pages.reserve(peer, [reserve_item(number) for number in range(100, 132)])
+            assert await asyncio.wait_for(pool.put(SPACE, CHAIN, lambda *_: None), WAIT_S) == [False] * 3
+            assert "cap" in pool.counts.last_failure
 
 
 async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> None:
