@@ -32,7 +32,7 @@ from kvpool.core.errors import (
 from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded, WireVersionRefused)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
@@ -217,7 +217,7 @@ class NodeLink:
                 self._reports.limit_items(max(1, info.max_batch_items))
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
-            except (*_LATER, WireVersionRefused) as error:  # the latter until the older side has been upgraded
+            except _LATER as error:
                 _log.warning("the index did not register this node and is asked again: %s", error)
             await asyncio.sleep(backoff.next_s())
 
