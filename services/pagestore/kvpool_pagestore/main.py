@@ -16,7 +16,7 @@ import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
-from kvpool.core.tracing import Tracer
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
 from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
@@ -155,7 +155,7 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
-def _index(config: PageStoreConfig, tracer: Tracer) -> IndexLink:
+def _index(config: PageStoreConfig, tracer: Tracer = NO_TRACER) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
     return NodeIndexLink(
