@@ -23,7 +23,9 @@ Generate = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GpuCluster, Any]]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[GpuCluster, Any]]:
     """A cluster, and an engine process that generates with a fresh engine each time."""
     directory: Path = tmp_path_factory.mktemp("stand-in")
     with running_redis() as redis, gpu_cluster(directory, redis_url=redis.url) as cluster:
