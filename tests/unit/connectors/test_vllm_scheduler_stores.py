@@ -147,3 +147,19 @@ def test_what_could_not_be_loaded_is_told_to_be_gone() -> None:
     world.ended(orders, loaded_chunks=1)
     (change,) = world.side.take_changes()
     assert (change.hashes, change.token_ids) == (orders.loads[0].hashes[1:], ())
+
+
+def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_one_ends() -> None:
+    world = World(FakePool(0), store="prefill")
+    request = a_request(64)
+    world.match(request)
+    first = world.build({"r": 64})
+    world.build({}, preempted=["r"])
+    second = world.build({"r": 64})
+    assert [(order.first_chunk, order.end_chunk) for order in (*first.stores, *second.stores)] == [(0, 2)] * 2
+    world.stored(first, failed_chunks=2)
+    request.num_computed_tokens = 64
+    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")  # the second one may read them still
+    assert world.build().release == ["r"]
+    world.stored(second)
+    assert [change.hashes for change in world.side.take_changes()] == [second.stores[0].hashes]

@@ -46,7 +46,7 @@ class World:
     def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
         return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
 
-    def ended(self, orders: StepOrders, loaded_chunks: int) -> None:
+    def ended(self, orders: StepOrders, loaded_chunks: int, *, late: bool = False) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
             LoadEnd(
@@ -55,6 +55,7 @@ class World:
                 failed_chunks=order.end_chunk - order.first_chunk - loaded_chunks,
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
+                late=late,
             )
             for order in orders.loads
         ]
@@ -65,9 +66,7 @@ class World:
         """The stores of a step end on all workers."""
         for order in orders.stores * self.worker_count:
             end = StoreEnd(
-                request_id=order.request_id,
-                first_chunk=order.first_chunk,
-                end_chunk=order.end_chunk,
+                number=order.number,
                 stored_chunks=order.end_chunk - order.first_chunk - failed_chunks,
                 deduplicated_chunks=0,
                 failed_chunks=failed_chunks,

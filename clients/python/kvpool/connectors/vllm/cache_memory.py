@@ -20,7 +20,7 @@ from kvpool.core.partition import RankPart
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _SHARED_MEMORY = "/dev/shm"  # where torch makes shared memory
 _SPARE_BYTES = 16 << 20
 # An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.connectors.vllm.request_chain import directory_digest
+from kvpool.connectors.vllm.adapters import directory_digest
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
