@@ -13,7 +13,12 @@ from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerat
 from tests.fixtures.gpu_cluster import GpuHost
 from tests.unit.connectors.tiny_models import padded, prompt, tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(110)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(110),
+    # On a GPU transformers compiles the steps of a static cache, and what compiles them warns of itself.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 CHUNK, NEW_TOKENS = 32, 8
 PREFIX = 6 * CHUNK
