@@ -13,12 +13,7 @@ from kvpool.connectors.transformers import GenerationResult, SharedPrefixGenerat
 from tests.fixtures.gpu_cluster import GpuHost
 from tests.unit.connectors.tiny_models import padded, prompt, tiny_llama
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(110),
-    # On a GPU transformers compiles the steps of a static cache, and what compiles them warns of itself.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(110)]
 
 CHUNK, NEW_TOKENS = 32, 8
 PREFIX = 6 * CHUNK
@@ -78,6 +73,8 @@ def questions(seed: int, *lengths: int) -> dict[str, torch.Tensor]:
     return on_gpu(padded(*rows))
 
 
+# On a GPU transformers compiles the steps of a static cache, and what compiles them warns of itself.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_prompt_and_a_padded_batch_begin_with_what_another_engine_stored(
     host: GpuHost, model: Any, first: SharedPrefixGenerator, cache: str

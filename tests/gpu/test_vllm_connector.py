@@ -21,7 +21,7 @@ AGENT = "vllm"
 LATE_S = 0.7
 MANY = 1500  # loads, which take a GPU a second or more
 RECOVERY_S = 40.0
-SLACK_BYTES = 64 << 20
+SLACK_BYTES = 8 << 20  # a victim's cache has more
 Ranks = dict[str, Any]
 # What a backend's kernels may be given: blocks of 16, 32, 128 tokens, whole or as several of their own.
 SHAPES: list[Ranks] = [
@@ -63,9 +63,6 @@ class Engines:
         """All ranks."""
         while self._open:
             self.child.ask("close", rank=self._open.pop())
-
-    def sessions(self) -> set[str]:
-        return {session.engine_name for session in self.cluster.status(AGENT).sessions}
 
 
 @pytest.fixture(scope="module")
@@ -242,21 +239,26 @@ def test_an_agent_killed_during_loads_fails_them_by_their_blocks_and_the_engine_
     stores(worker, rank, 3)
 
 
-def test_an_engine_killed_under_the_agents_copies_leaves_neither_session_nor_lease(worker: Engines) -> None:
-    rank = worker.opened("survivor", layout="LBNHC", block_tokens=16)
-    seed = stores(worker, rank, 6)
-    before = worker.sessions()
-    free_bytes = worker.child.ask("free_bytes", device=0) if DEVICE != "cpu" else 0
+def kill_an_engine(worker: Engines, seed: int) -> None:
+    """In the middle of the agent's copies into its cache; it has stored the prompt after this one."""
     victim = worker.cluster.engine("vllm victim", module=MODULE)
     victim.wait_event("started")
     endpoint = worker.host.endpoint(AGENT)
     assert victim.ask("open", rank="victim", endpoint=endpoint, device=DEVICE, layout="LBNHC", block_tokens=16)
-    assert victim.ask("store", rank="victim", seed=seed + 1, chunks=6)["stored"] == 6
+    assert victim.ask("store", rank="victim", seed=seed + 1, chunks=6)["failed"] == 0
     victim.ask("begin_load", rank="victim", seed=seed, chunks=6, at=6, times=MANY)
     eventually_sync(lambda: victim.ask("some_load_ended", rank="victim"), 20)
     victim.kill()
-    eventually_sync(lambda: len(worker.cluster.status(AGENT).sessions) == len(before), 15)
+    eventually_sync(lambda: len(worker.cluster.status(AGENT).sessions) == 1, 15)
     eventually_sync(lambda: not worker.cluster.leases(), 15)
+
+
+def test_an_engine_killed_under_the_agents_copies_leaves_neither_mapping_nor_lease(worker: Engines) -> None:
+    rank = worker.opened("survivor", layout="LBNHC", block_tokens=16)
+    seed = stores(worker, rank, 6)
+    kill_an_engine(worker, seed)  # the agent keeps what so many loads at once make it allocate
+    free_bytes = worker.child.ask("free_bytes", device=0) if DEVICE != "cpu" else 0
+    kill_an_engine(worker, seed)
     if DEVICE != "cpu":  # as long as anybody maps it, its memory is not free
         eventually_sync(lambda: worker.child.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES, 15)
     for stored in (seed, seed + 1):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.core.chunks import chunk_hashes
