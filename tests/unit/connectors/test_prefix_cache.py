@@ -234,12 +234,12 @@ def test_loads_that_take_longer_than_was_estimated_are_left_alone_for_a_while() 
 def test_a_prefix_that_needs_what_another_one_loads_begins_after_it() -> None:
     pool = ScriptedPool(chunks=shared_chunks())
     engine = Engine(pool)
-    running = engine.cache.begin_beside(PROMPT)
+    running = engine.cache.begin_beside(list(PROMPT))
     assert running is not None
     assert not running.ended
-    assert engine.cache.begin_beside(PROMPT) is None
+    assert engine.cache.begin_beside(list(PROMPT)) is None
     found = running.finish()
-    again = engine.cache.begin_beside(PROMPT)
+    again = engine.cache.begin_beside(list(PROMPT))
     assert again is not None
     assert again.ended
     assert (found.loaded.chunk_count, again.finish().own_chunks) == (3, 3)

@@ -35,8 +35,8 @@ class RunningPrefix:
         blocks: Sequence[int] = (),
         bind: Callable[[LoadedChunks], Sequence[int]] = lambda loaded: (),
     ) -> None:
-        """own: all that is there without the load. blocks: that are loaded into. bind(loaded): so many leading ones hold
-        their chunks now, the others are given back; returns where the chunks are, pinned."""
+        """own: all that is there without the load. blocks: that are loaded into. bind(loaded): that many
+        leading ones hold their chunks now, the others are given back; returns where the chunks are, pinned."""
         self._own, self._load, self._blocks, self._bind = own, load, tuple(blocks), bind
         self._found = own if load is None else None
         self._started_s = time.perf_counter()
