@@ -40,7 +40,7 @@ async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path
 
 
 async def test_callers_that_need_overlapping_segments_map_each_once(tmp_path: Path) -> None:
-    """A second mapping in place of the first would unmap memory that a GPU goes on writing to: it stays pinned there."""
+    """A second mapping in place of the first would unmap memory that a GPU goes on writing to: it stays pinned."""
     memory, undone = Memory(tmp_path), list[int]()
     segments = SegmentMap(
         "/descriptors", b"t" * 32, timeout_s=1.0, fetch=memory.fetch, on_map=lambda segment: lambda: undone.append(1)

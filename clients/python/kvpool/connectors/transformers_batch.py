@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvpool.client.hashing import Chain
 from kvpool.client.request_stats import RequestStats
-from kvpool.connectors.batch_plan import BatchPlan, RowPlan, plan_batch
+from kvpool.connectors.batch_plan import GPU_PASS_TOKENS, PASS_TOKENS, BatchPlan, RowPlan, plan_batch
 from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.connectors.transformers_blocks import KvBlocks
@@ -70,7 +70,8 @@ def fill_batch(
     found = find_rows(cache, rows)
     try:
         known = [len(prefix.blocks) * cache.chunk_tokens for prefix in found]
-        plan = plan_batch(rows, known, width)
+        pass_tokens = GPU_PASS_TOKENS if model.device.type == "cuda" else PASS_TOKENS
+        plan = plan_batch(rows, known, width, pass_tokens)
         if plan.cut:
             layers = _assemble(model, blocks, rows, width, found, plan)
             for number in range(len(layers)):
