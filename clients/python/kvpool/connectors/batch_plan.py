@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 # What a row that is completed alone costs beside its tokens, in tokens: a forward pass reads all weights, however few
 # tokens it is for, and a GPU waits for its launches. The order of magnitude counts: this decides between one pass for
-# all rows and one more for each. bench.batch_rows measures it: 208 for a tiny model on 16 cores, 1,395 for an 8B model on
-# an H200, where it varies much with the host.
+# all rows and one more for each. bench.batch_rows measures it: 208 for a tiny model on 16 cores, 1,395 for an 8B model
+# on an H200, where it varies much with the host.
 PASS_TOKENS = 128
 GPU_PASS_TOKENS = 1024
 
