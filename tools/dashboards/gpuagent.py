@@ -119,8 +119,8 @@ FAILURES = Row(
         ),
         Panel(
             title="Sessions and index",
-            description="A second: engine sessions that ended without a close, loads without fresh locations, pulls that "
-            "did not count, fresh starts of the replica.",
+            description="A second: engine sessions that ended without a close, loads without fresh locations, pulls "
+            "that did not count, fresh starts of the replica.",
             queries=(
                 Query(rate(f"{_AGENT}abnormal_session_ends_total", where=HERE), "abnormal session ends"),
                 Query(rate(f"{_AGENT}index_failures_total", where=HERE), "index did not answer"),
