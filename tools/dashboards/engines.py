@@ -9,7 +9,7 @@ _POOL = "vllm:kvpool_"
 
 
 def _pool(name: str, legend: str) -> Query:
-    return Query(or_zero(rate(f"{_POOL}{name}_total", where=HERE)), legend)
+    return Query(rate(f"{_POOL}{name}_total", where=HERE), legend)
 
 
 USERS = Row(
