@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -39,7 +40,7 @@ def channel(endpoint: str) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def read_request(count: int, **fields: int) -> pb.ReadPagesRequest:
+def read_request(count: int, **fields: Any) -> pb.ReadPagesRequest:
     keys = [key(number).pack() for number in range(count)]
     return pb.ReadPagesRequest(keys=keys, keyspaces=session_keyspaces_to_proto(KEYSPACES), **fields)
 

@@ -44,20 +44,24 @@ async def test_it_begins_with_the_nodes_alive(index: RunningIndex) -> None:
     watch.call.cancel()
 
 
+async def next_batch(watch: Watching) -> ChunkBatch:
+    event = index_event_from_proto(await watch.next("chunks"))
+    assert event is not None and isinstance(event.event, ChunkBatch)
+    return event.event
+
+
 async def test_an_entry_is_one_message_and_the_position_is_behind_it(index: RunningIndex) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     watch = watching(index)
     await watch.next("resync")
     await node.announce(chain.added(range(16)))
-    event = index_event_from_proto(await watch.next("chunks")).event
-    assert isinstance(event, ChunkBatch)
+    event = await next_batch(watch)
     assert [each.chunk_hash for each in event.events] == chain.hashes[:16]
     watch.call.cancel()
     again = watching(index, after=watch.position)
     await node.register()
     await node.announce(chain.removed([3]))
-    event = index_event_from_proto(await again.next("chunks")).event
-    assert isinstance(event, ChunkBatch)
+    event = await next_batch(again)
     assert [(each.chunk_hash, each.locations) for each in event.events] == [(chain.hashes[3], ())]
     again.call.cancel()
 

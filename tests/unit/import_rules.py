@@ -31,8 +31,14 @@ RULES: dict[str, Rule] = {
     "kvpool.v1.*": Rule(may_import=GRPC),
     "kvpool.core.*": Rule(may_import=("numpy", "blake3", "xxhash"), pure=True),
     "kvpool.core.clock": Rule(pure=True, impure_exceptions=("time",)),
-    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", *GRPC, "numpy")),
-    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "numpy")),
+    "kvpool.wire.versions": Rule(may_import=("kvpool", *CORE, "kvpool.v1")),  # its version
+    "kvpool.wire.*": Rule(may_import=(*CORE, "kvpool.v1", "kvpool.wire.versions", *GRPC, "numpy")),
+    # Imported by `process` only where traces are asked for, so that everybody else pays nothing.
+    "kvpool.tracing": Rule(),
+    "kvpool.tracing.process": Rule(may_import=CORE, inside_functions=("kvpool.tracing",)),
+    "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
+    "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
+    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy")),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
@@ -54,6 +60,7 @@ RULES: dict[str, Rule] = {
     "kvpool.cli.bench_serve.counters": Rule(may_import=("kvpool.cli", "aiohttp", "prometheus_client")),
     "kvpool.cli.bench_serve.plots": Rule(may_import=("kvpool.cli", "matplotlib")),
     "kvpool.testing.*": Rule(may_import=(*CORE, *WIRE, "kvpool.client", "numpy")),
+    "kvpool_server.tracing": Rule(may_import=(*CORE, "kvpool.tracing.process", "kvpool_server", "prometheus_client")),
     "kvpool_server.*": Rule(may_import=(*CORE, *WIRE, "grpc_health", "grpc_reflection", "prometheus_client")),
     "kvpool_server.loops": Rule(inside_functions=("uvloop",)),
     "tests.*": Rule(free=True),
@@ -84,6 +91,7 @@ SERVICE_RULES: dict[str, Rule] = {
     # The agent's session stream and its messages are the larger part of its servicer.
     "kvpool_gpuagent.stream": SERVICER,
     "kvpool_gpuagent.messages": SERVICER,
+    "kvpool_gpuagent.request_spans": SERVICER,
     "kvpool_gpuagent.registering": SERVICER,
     # A process of its own, kept small.
     "kvpool_gpuagent.sum_worker": Rule(may_import=("kvpool_gpuagent.core", "kvpool_server.process", "xxhash")),

@@ -5,13 +5,32 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Final, TextIO
 
 from kvpool.core.clock import Clock
+from kvpool.core.tracing import NO_TRACER, Tracer
 
 _FIELDS: Final = "kvpool_fields"
+
+_request_id: ContextVar[int] = ContextVar("kvpool_request_id", default=0)
+
+
+def note_request(request_id: int) -> None:
+    """Have records of this task, and of tasks that it starts, carry `request_id` until the next one is noted; 0: none.
+
+    request_id: of the message on its stream, as the peer numbers it.
+    """
+    _request_id.set(request_id)
+
+
+def show_trace_of(tracer: Tracer) -> None:
+    """Have records carry trace_id and span_id of the tracer's current span, if there is one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Formatter):
+            handler.formatter.tracer = tracer
 
 
 class LogFormat(Enum):
@@ -50,6 +69,8 @@ def configure_logs(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.value.upper())
+    # grpc.aio tells of every event that it polls; at level debug nothing else could be found.
+    logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))
     logging.captureWarnings(True)
 
 
@@ -58,6 +79,7 @@ class _Formatter(logging.Formatter):
         super().__init__()
         self._service = service
         self._log_format = log_format
+        self.tracer = NO_TRACER
 
     def format(self, record: logging.LogRecord) -> str:
         pairs: dict[str, object] = {
@@ -66,6 +88,9 @@ class _Formatter(logging.Formatter):
             "service": self._service,
             "msg": record.getMessage(),
         }
+        if request_id := _request_id.get():
+            pairs["request_id"] = request_id
+        pairs |= self.tracer.log_fields()
         extra = getattr(record, _FIELDS, None)
         if isinstance(extra, Mapping):
             # A field may not pose as one of the fixed ones.

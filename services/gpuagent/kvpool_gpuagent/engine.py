@@ -10,6 +10,7 @@ from kvpool.core.errors import Draining, KvPoolError, Overloaded, SessionUnknown
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths
@@ -54,8 +55,10 @@ class GpuAgentEngine:
         pools: PoolFactory,
         metrics: AgentMetrics,
         agents: PeerAgents | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """agents: of this host, whose sessions may be pulled from; None: no others."""
+        self.tracer = tracer
         self.config, self.device, self.metrics = config, device, metrics
         self._index, self._pools = index, pools
         self.bandwidths = Bandwidths()
@@ -115,6 +118,7 @@ class GpuAgentEngine:
             bandwidths=self.bandwidths,
             events=SessionEvents(len(wanted.events), on_event_waited),
             launches=self._launches(wanted, on_launch),
+            tracer=self.tracer,
             on_closed=self._forget,
         )
         self._sessions[session] = end_stream

@@ -18,6 +18,7 @@ from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError, StartupFailed
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
@@ -50,6 +51,7 @@ from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer
+from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +86,12 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
     async with AsyncExitStack() as stack:
         directory = DataDirectory(config.data_dir)
         stack.callback(directory.close)
-        client = IndexClient(ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id))
+        tracer = open_service_tracer("gpuagent", registry)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        client_config = ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id, tracer=tracer)
+        client = IndexClient(client_config)
         stack.push_async_callback(client.close)
-        engine = _engine(config, client, registry, stack, stop)
+        engine = _engine(config, client, registry, stack, stop, tracer)
         desk = DescriptorDesk()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
@@ -95,6 +100,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
             GpuAgentServicer(registrar, directory.node_id, page_pool, lambda: current_identity().tenant),
             config,
             registry,
+            tracer,
         )
         server.listen_unix(config.socket)
         node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
@@ -146,14 +152,19 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
 
 
 def _engine(
-    config: GpuAgentConfig, client: IndexClient, registry: CollectorRegistry, stack: AsyncExitStack, stop: Stop
+    config: GpuAgentConfig,
+    client: IndexClient,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+    stop: Stop,
+    tracer: Tracer,
 ) -> GpuAgentEngine:
     """The engine on its adapters; what has threads is closed by the stack."""
     device = _device(config, stop)
     stack.push_async_callback(device.close)
     pools = ConfiguredPools(
         client,
-        ClientConfig(host_id=config.host_id),
+        ClientConfig(host_id=config.host_id, tracer=tracer),
         pagestore_socket=config.pagestore_socket,
         bounce_bytes=config.bounce_bytes,
         on_map=device.register_segment,
@@ -163,17 +174,20 @@ def _engine(
     replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
     stack.push_async_callback(index.close)
-    agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id))
-    return GpuAgentEngine(config, device, index, pools, metrics, agents)
+    agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id, tracer=tracer))
+    return GpuAgentEngine(config, device, index, pools, metrics, agents, tracer)
 
 
-def build_server(servicer: GpuAgentServicer, config: GpuAgentConfig, registry: CollectorRegistry) -> ControlServer:
+def build_server(
+    servicer: GpuAgentServicer, config: GpuAgentConfig, registry: CollectorRegistry, tracer: Tracer = NO_TRACER
+) -> ControlServer:
     """The gRPC server with everything that goes around its calls; not listening yet."""
     server = ControlServer(
         interceptors=aio_interceptors(
             metrics=RequestMetrics("gpuagent", registry),
             authenticator=DefaultTenantAuthenticator(config.tenant),
             deadlines=DeadlinePolicy(),
+            tracer=tracer,
         ),
         service_names=[_SERVICE_NAME],
     )

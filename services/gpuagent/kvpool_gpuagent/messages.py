@@ -16,6 +16,7 @@ from kvpool.wire.convert_engine import layout_from_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_proto, ipc_memory_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import retention_from_proto, retention_ranges_from_proto
+from kvpool.wire.versions import check_peer_version
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.engine import Registration
@@ -75,6 +76,7 @@ def _scratch(register: gpuagent_pb2.EngineRegister, handles: Sequence[MappedHand
 
 def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registration:
     """Raises InvalidRequest naming the field, GeometryUnsupported."""
+    check_peer_version(register.version, "the engine's client")
     if len(register.engine_name) > MAX_NAME_LENGTH:
         raise InvalidRequest(f"engine_name must have at most {MAX_NAME_LENGTH} characters")
     if len(register.previous_session_id) not in (0, HASH_BYTES):

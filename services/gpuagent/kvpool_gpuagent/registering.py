@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvpool.core.ipc import HOLD_FILE_BYTES
 from kvpool.v1 import common_pb2, gpuagent_pb2
+from kvpool.wire.versions import own_version_to_proto
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
 from kvpool_gpuagent.events import OnEventWaited
@@ -78,4 +79,5 @@ class Registrar:
             descriptor_socket=str(self.descriptor_socket),
             descriptor_token=token,
             heartbeat_interval_ms=self.engine.config.heartbeat_interval_ms,
+            version=own_version_to_proto(),
         )

@@ -14,6 +14,7 @@ from functools import partial
 from kvpool.core.errors import InvalidRequest, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
 from kvpool_gpuagent.core.checks import check_load, check_store
@@ -27,6 +28,7 @@ from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
 from kvpool_gpuagent.storing import AskKept, StoreRun
+from kvpool_gpuagent.traced_cache import traced
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class EngineSession:
         bandwidths: Bandwidths,
         events: SessionEvents,
         launches: SessionLaunches | None = None,
+        tracer: Tracer = NO_TRACER,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
         """Made by GpuAgentEngine.open_session."""
@@ -84,7 +87,7 @@ class EngineSession:
         self.events, self.launches = events, launches
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
-        self._metrics, self._bandwidths = metrics, bandwidths
+        self._metrics, self._bandwidths, self._tracer = metrics, bandwidths, tracer
         self._locations = ChainLocations(
             rank, index, pool, metrics, host_id=config.host_id, max_chunks=config.max_remembered_chunks
         )
@@ -151,7 +154,7 @@ class EngineSession:
 
     async def store(self, request_id: int, span: ChunkSpan, ask_kept: AskKept, after: UsedEvent) -> StoreOutcome:
         """Store chunks, after the engine's work; see StoreRun. Raises InvalidRequest before anything is touched."""
-        cache = self._ready_cache()
+        cache = traced(self._ready_cache(), self._tracer)
         if self.rank.load_only:
             raise NotServed("this rank registered as load_only: another rank writes its shards")
         check_store(span, self.rank, max_chunks=self._config.max_request_chunks)
@@ -169,7 +172,7 @@ class EngineSession:
         self, request_id: int, span: ChunkSpan, wait_s: float, report: ReportProgress, after: UsedEvent
     ) -> LoadOutcome:
         """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched."""
-        cache, loop = self._ready_cache(), asyncio.get_running_loop()
+        cache, loop = traced(self._ready_cache(), self._tracer), asyncio.get_running_loop()
         check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
         started_s = loop.time()
         with self._request(request_id, "load") as running, self._metrics.load_duration.time():

@@ -13,12 +13,14 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
+from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
 from kvpool_gpuagent.messages import event_of, load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
 from kvpool_gpuagent.outbox import Outbox
 from kvpool_gpuagent.registering import Registrar
+from kvpool_gpuagent.request_spans import request_span, tell_end
 from kvpool_gpuagent.session import EngineSession
-from kvpool_server.logs import fields
+from kvpool_server.logs import fields, note_request
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class EngineStream:
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar, self._config = registrar, registrar.engine.config
-        self._metrics = registrar.engine.metrics
+        self._metrics, self._tracer = registrar.engine.metrics, registrar.engine.tracer
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: dict[int, tuple[int, asyncio.Future[bool]]] = {}
         self._session: EngineSession | None = None
@@ -163,7 +165,9 @@ class EngineStream:
             _log.exception("an engine could not be registered", extra=fields(engine=register.engine_name))
             self.end(KvPoolError("internal error in the agent; its log has the details"))
         else:
-            _log.info("engine registered", extra=fields(engine=register.engine_name, keyspace=register.keyspace_name))
+            peer = versions_from_proto(register.version)
+            told = fields(engine=register.engine_name, keyspace=register.keyspace_name, peer=str(peer))
+            _log.info("engine registered", extra=told)
 
     def _start(self, request: Request) -> None:
         if self._session is None:
@@ -207,22 +211,30 @@ class EngineStream:
             self._refuse(request.request_id, error)
 
     async def _answer(self, session: EngineSession, request: Request, after: UsedEvent) -> None:
-        try:
-            with after.ended_after():
-                match request.WhichOneof("kind"):
-                    case "match":
-                        response = await self._match(session, request.match)
-                    case "store":
-                        response = await self._store(session, request, after)
-                    case _:
-                        response = await self._load(session, request, after)
-            self._send(request.request_id, response)
-        except KvPoolError as error:
-            self._refuse(request.request_id, error)
-        except Exception:
-            _log.exception("engine request failed", extra=fields(engine=self._name()))
-            internal = KvPoolError("internal error in the agent; its log has the details, recompute and go on")
-            self._refuse(request.request_id, internal)
+        note_request(request.request_id)
+        with request_span(self._tracer, session, request) as span:
+            try:
+                with after.ended_after():
+                    response = await self._respond(session, request, after)
+            except KvPoolError as error:
+                span.fail(error)
+                response = _refusal(error)
+            except Exception:
+                _log.exception("engine request failed", extra=fields(engine=self._name()))
+                internal = KvPoolError("internal error in the agent; its log has the details, recompute and go on")
+                span.fail(internal)
+                response = _refusal(internal)
+            tell_end(span, self._name(), request, response)
+        self._send(request.request_id, response)
+
+    async def _respond(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
+        match request.WhichOneof("kind"):
+            case "match":
+                return await self._match(session, request.match)
+            case "store":
+                return await self._store(session, request, after)
+            case _:
+                return await self._load(session, request, after)
 
     async def _match(self, session: EngineSession, match: gpuagent_pb2.EngineMatchRequest) -> Response:
         found = await session.match(hashes_from_bytes(match.chunk_hashes), match.held_chunks)
@@ -263,7 +275,7 @@ class EngineStream:
             asked[1].set_result(message.kept)
 
     def _refuse(self, request_id: int, error: KvPoolError) -> None:
-        self._send(request_id, Response(error=item_error_to_proto(error)))
+        self._send(request_id, _refusal(error))
 
     def _send(self, request_id: int, response: Response) -> None:
         response.request_id = request_id
@@ -271,3 +283,7 @@ class EngineStream:
 
     def _name(self) -> str:
         return self._session.engine_name if self._session is not None else "(unregistered)"
+
+
+def _refusal(error: KvPoolError) -> Response:
+    return Response(error=item_error_to_proto(error))

@@ -23,6 +23,7 @@ from kvpool.core.cluster import (
 from kvpool.core.errors import InvalidRequest, KvPoolError, StoreUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
@@ -53,8 +54,9 @@ class IndexEngine:
         metrics: IndexMetrics,
         secret_of: SecretOf,
         version: str,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        self.config = config
+        self.config, self.tracer = config, tracer
         self.streams = OpenStreams()
         self._store = store
         self._version = version
@@ -64,7 +66,7 @@ class IndexEngine:
         self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
         self._policies = PolicyService(store.keyspaces, store.policies)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
-        self._matches = MatchService(store.locations, self._nodes, self._keyspaces, config, metrics)
+        self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
         self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool.core.tracing import NO_TRACER, SpanKind, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
@@ -15,7 +16,7 @@ from kvpool_index.core.match import Judgements, Matcher
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.ports import LocationStore
+from kvpool_index.ports import IndexStore
 
 _DEAD_QUEUE: Final = 4096  # sightings that wait to be cleaned up; further ones will be seen again
 _DEAD_BATCH: Final = 256
@@ -28,13 +29,15 @@ class MatchService:
 
     def __init__(
         self,
-        store: LocationStore,
+        store: IndexStore,
         nodes: NodeService,
         keyspaces: KeyspaceService,
         config: IndexConfig,
         metrics: IndexMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        self._store = store
+        self._store = store.locations
+        self._tracer, self._read_attributes = tracer, {"db.system.name": store.kind, "db.operation.name": "read_chain"}
         self._nodes = nodes
         self._keyspaces = keyspaces
         self._config = config
@@ -49,7 +52,8 @@ class MatchService:
         wanted = keyspace.grid.check_bitmap(query.shards)
         check_query(query)
         asked_at_s = time.perf_counter()
-        values = await self._store.read_chain(query) if query.chunk_hashes else []
+        with self._tracer.part("index.store.read", kind=SpanKind.CLIENT, attributes=self._read_attributes):
+            values = await self._store.read_chain(query) if query.chunk_hashes else []
         read_at_s = time.perf_counter()
         matcher = self._judge(query, keyspace, wanted)
         found = matcher.match(values)

@@ -1,5 +1,6 @@
 """The index process: `python -m kvpool_index.main --listen 127.0.0.1:7100`."""
 
+import asyncio
 import gc
 import logging
 import os
@@ -37,6 +38,7 @@ from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer
 from kvpool_server.tasks import BackgroundTasks
+from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     listen, metrics_listen = _address("listen", config.listen), _address("metrics_listen", config.metrics_listen)
     registry = new_registry()
+    tracer = open_service_tracer("index", registry)
     store = _open_store(config)
     engine = IndexEngine(
         store=store,
@@ -75,6 +78,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         metrics=IndexMetrics(registry),
         secret_of=_tenant_secrets(config),
         version=kvpool.__version__,
+        tracer=tracer,
     )
     server = build_server(engine, config, RequestMetrics("index", registry))
     endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen)))
@@ -95,6 +99,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         await server.stop(config.drain_s)
         await engine.close()
         await store.close()
+        await asyncio.to_thread(tracer.close)
         stop_metrics()
 
 
@@ -105,6 +110,7 @@ def build_server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetri
             metrics=metrics,
             authenticator=DefaultTenantAuthenticator(config.tenant),
             deadlines=DeadlinePolicy(),
+            tracer=engine.tracer,
         ),
         service_names=[_SERVICE_NAME],
     )

@@ -1,5 +1,6 @@
 """The gRPC face of the index: converts, calls the engine, converts back."""
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TypeAlias, TypeVar
@@ -10,11 +11,15 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
-from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route
+from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route, versions
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import MatchMessages, WatchMessages
+from kvpool_index.servicer_tracing import traced_match
+from kvpool_server.logs import fields, note_request
+
+_log = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -35,6 +40,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def OpenKeyspace(
         self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
     ) -> pb.OpenKeyspaceResponse:
+        versions.check_peer_version(request.version, "the caller")
         spec = convert_keyspace.spec_from_proto(request.spec)
         opened = await self._engine.open_keyspace(self._tenant(), request.name, spec)
         return pb.OpenKeyspaceResponse(
@@ -42,6 +48,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             hash_key=opened.hash_key,
             grid=convert_keyspace.grid_to_proto(opened.keyspace.grid),
             created=opened.created,
+            version=versions.own_version_to_proto(),
         )
 
     async def ListKeyspaces(
@@ -88,14 +95,19 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def RegisterNode(
         self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
     ) -> pb.RegisterNodeResponse:
+        versions.check_peer_version(request.version, "the node")
         info = convert_cluster.node_info_from_proto(request.node)
         attempt = cluster.RegistrationAttempt(process_id=request.process_id, number=request.attempt)
         lease = await self._engine.register_node(info, request.last_incarnation, attempt)
+        peer = versions.versions_from_proto(request.version)
+        told = fields(node_id=info.node_id, endpoint=info.endpoint, peer=str(peer), incarnation=lease.incarnation)
+        _log.info("node registered", extra=told)
         return pb.RegisterNodeResponse(
             incarnation=lease.incarnation,
             lease_ttl_ms=lease.lease_ttl_ms,
             renew_interval_ms=lease.renew_interval_ms,
             announce_epoch=lease.announce_epoch,
+            version=versions.own_version_to_proto(),
         )
 
     async def RenewLease(
@@ -165,11 +177,17 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
         context: Context[pb.MatchStreamRequest, bytes],
     ) -> None:
-        tenant = self._tenant()
+        tenant, tracer = self._tenant(), self._engine.tracer
 
         async def answer(request: pb.MatchStreamRequest) -> bytes:
+            note_request(request.request_id)
             query = _query_or_error(request.match, self._max_chunks)
-            found = query if isinstance(query, KvPoolError) else await self._engine.try_match(tenant, query)
+            if isinstance(query, KvPoolError):
+                found: cluster.ChainMatch | KvPoolError = query
+            elif tracer.recording:
+                found = await traced_match(tracer, request, query, self._engine.try_match(tenant, query))
+            else:
+                found = await self._engine.try_match(tenant, query)
             if isinstance(found, KvPoolError):
                 error = convert.item_error_to_proto(found)
                 return pb.MatchStreamResponse(request_id=request.request_id, error=error).SerializeToString()

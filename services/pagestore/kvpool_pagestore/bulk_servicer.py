@@ -25,6 +25,7 @@ from kvpool.wire.frames import (
     decode_write_request,
     encode_page_frame,
 )
+from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.bulk_watch import StreamWatch, watched
 from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
 from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
@@ -68,6 +69,7 @@ class PageTransferServicer:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)])
 
     def ReadPages(self, request: pb.ReadPagesRequest, context: grpc.ServicerContext) -> Iterator[BulkFrame]:
+        check_peer_version(request.version, "the reader")
         keys = convert_items(request.keys, page_key_from_proto, "key", most=READ_KEYS_MAX)
         frame_bytes = _frame_bytes(request.frame_bytes)
         with (
@@ -89,6 +91,7 @@ class PageTransferServicer:
                 raise opening
             if not isinstance(opening, pb.WritePagesOpen):
                 raise InvalidRequest("the first message of WritePages must be `open`")
+            check_peer_version(opening.version, "the writer")
             durable = opening.require_durable
             with self._session(opening.keyspaces, opening.expected_incarnation, durable=durable) as session:
                 # Answers that wait for a disk come together; more of them fit into one sync.

@@ -71,7 +71,15 @@ class PageStoreEngine:
         if parts.store is not None:
             self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
             self._write_back = WriteBack(
-                write_back_limits(config), self._ledger, self._space, self._disk, policies, tasks, metrics, clock
+                write_back_limits(config),
+                self._ledger,
+                self._space,
+                self._disk,
+                policies,
+                tasks,
+                metrics,
+                clock,
+                parts.tracer,
             )
         self.policies = Policies(
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
@@ -117,6 +125,7 @@ class PageStoreEngine:
             workers.verify,
             tasks,
             metrics,
+            parts.tracer,
         )
         self.movement.attach(self._announcer, self.pages)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)

@@ -69,7 +69,10 @@ class Acquisition:
         flights: Flights,
         metrics: PageStoreMetrics,
         on_acquired: OnAcquired,
+        cause: object | None = None,
     ) -> None:
+        """cause: trace of the request."""
+        self._cause = cause
         self._session = session
         self._items = [_Item(index, wanted) for index, wanted in enumerate(items)]
         self._ledger = ledger
@@ -141,10 +144,11 @@ class Acquisition:
         on_disk = None if item.disk_tried else self._flights.disk_metadata(wanted.key)
         if on_disk is not None:
             item.disk_tried = True
-            return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace)
+            return self._flights.promote(PageRecord(wanted.key, size_bytes, on_disk), wanted.keyspace, self._cause)
         sources = [source for source in wanted.sources if source not in item.tried]
         assert wanted.metadata is not None  # whoever names sources sends it
-        flight = self._flights.pull(PageRecord(wanted.key, size_bytes, wanted.metadata), wanted.keyspace, sources)
+        record = PageRecord(wanted.key, size_bytes, wanted.metadata)
+        flight = self._flights.pull(record, wanted.keyspace, sources, self._cause)
         item.tried.add(sources[0])
         flight.on_landed.append(lambda landed: item.tried.update(landed.tried))
         return flight

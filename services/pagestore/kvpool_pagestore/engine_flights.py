@@ -9,6 +9,7 @@ from enum import Enum
 from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
+from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -53,7 +54,9 @@ class Flights:
         pulls: Pulls,
         policies: PolicyBook,
         tasks: EngineTasks,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._policies = policies
         self._ledger = ledger
         self._space = space
@@ -71,23 +74,30 @@ class Flights:
         """What is kept beside the page on disk; None if it is not there or the disk tier is out of service."""
         return self._disk.map.metadata(key) if self._disk is not None and self._disk.is_readable else None
 
-    def promote(self, record: PageRecord, keyspace: Keyspace) -> Flight:
-        """Begin to read a page from disk."""
+    def promote(self, record: PageRecord, keyspace: Keyspace, cause: object | None = None) -> Flight:
+        """Begin to read a page from disk. cause: trace of the request that asks for it."""
         flight = self._add(record, keyspace, Source.DISK)
-        self._tasks.start(self._promote(flight), "promote")
+        self._tasks.start(self._promote(flight, cause), "promote")
         return flight
 
-    def pull(self, record: PageRecord, keyspace: Keyspace, sources: Sequence[RemoteSource]) -> Flight:
+    def pull(
+        self,
+        record: PageRecord,
+        keyspace: Keyspace,
+        sources: Sequence[RemoteSource],
+        cause: object | None = None,
+    ) -> Flight:
         """Begin to fetch a page from the first of its sources, and from the next one if that brings nothing.
 
-        A source that fails ends the flight, unless the next one was asked by then; `tried` says which were.
+        A source that fails ends the flight, unless the next one was asked by then; `tried` says which were. cause:
+        trace of the request that asks for it.
         """
         flight = self._add(record, keyspace, Source.REMOTE)
 
         def settled(page: Pulled, slot: Slot | None, error: KvPoolError | None, hit: bool) -> None:
             self._land(flight, slot, error, hit)
 
-        pulled = Pulled(record, keyspace, list(dict.fromkeys(sources)), settled, tried=flight.tried)
+        pulled = Pulled(record, keyspace, list(dict.fromkeys(sources)), settled, tried=flight.tried, cause=cause)
         self._pulls.start(pulled)
         return flight
 
@@ -98,7 +108,14 @@ class Flights:
         self._by_key[record.key] = flight
         return flight
 
-    async def _promote(self, flight: Flight) -> None:
+    async def _promote(self, flight: Flight, cause: object | None) -> None:
+        with self._tracer.part_of([cause], "pagestore.promote") as span:
+            span.set({BYTES: flight.record.page_bytes, TIER: flight.source.value})
+            await self._read(flight)
+            if flight.error is not None:
+                span.fail(flight.error)
+
+    async def _read(self, flight: Flight) -> None:
         assert self._disk is not None
         slot = await self._slot(flight)
         if isinstance(slot, ArenaFull):

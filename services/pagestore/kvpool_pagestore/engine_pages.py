@@ -12,6 +12,7 @@ from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, Pag
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
 from kvpool_pagestore.core.ledger import Grant, Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -69,7 +70,9 @@ class PageCalls:
         verifiers: Workers,
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._ledger = ledger
         self._space = space
         self._disk = disk
@@ -179,7 +182,9 @@ class PageCalls:
             )
             for one in wanted
         ]
-        acquisition = Acquisition(peer.session, items, self._ledger, self._flights, self._metrics, settled)
+        acquisition = Acquisition(
+            peer.session, items, self._ledger, self._flights, self._metrics, settled, self._tracer.here()
+        )
         peer.acquisitions.add(acquisition)
         acquisition.start(wait_s)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvpool.core.clock import Clock
 from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
@@ -55,6 +56,7 @@ class EngineParts:
     clock: Clock
     first_segment_id: int
     placement: Placement = NO_PLACEMENT
+    tracer: Tracer = NO_TRACER
 
 
 def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimits:
@@ -155,5 +157,5 @@ def make_flights(
         streams_per_peer=config.pull_streams_per_peer,
     )
     pullers, clock = parts.workers.pull, parts.clock
-    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock)
-    return Flights(ledger, space, disk, pulls, policies, tasks)
+    pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
+    return Flights(ledger, space, disk, pulls, policies, tasks, parts.tracer)

@@ -35,6 +35,7 @@ class Pulled:
     attempts: int = 0  # under way, or waiting for a stream
     hedge: RemoteSource | None = None  # asked because the one before it was slow
     settled: bool = False
+    cause: object | None = None  # trace of the request that began it
 
 
 @dataclass(slots=True, eq=False)

@@ -10,12 +10,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
+from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
 from kvpool_pagestore.core.hedging import HedgeDelay
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.retention import inherited
@@ -46,7 +48,9 @@ class Pulls:
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         clock: Clock,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._limits = limits
         self._ledger = ledger
         self._space = space
@@ -135,7 +139,7 @@ class Pulls:
             stream.moved_s = self._clock.monotonic_s()
             stream.complete = True
             if going:
-                await self._pullers.run(self._pull_blocking, stream, going, on_page)
+                await self._pull(stream, going, on_page)
         except KvPoolError as error:
             failure = error
         finally:
@@ -145,6 +149,20 @@ class Pulls:
                 self._arrived(stream, position, failure, False)
             peer.streams.discard(stream)
             self._pump()
+
+    async def _pull(
+        self,
+        stream: PullStream,
+        going: list[tuple[Pulled, Slot]],
+        on_page: Callable[[int, KvPoolError | None, bool], None],
+    ) -> None:
+        causes = [page.cause for page, _ in going]
+        with self._tracer.part_of(causes, "pagestore.pull", kind=SpanKind.CLIENT) as span:
+            if span.recording:
+                size_bytes = sum(page.record.page_bytes for page, _ in going)
+                span.set({PEER: stream.source.bulk_endpoint, PAGES: len(going), BYTES: size_bytes})
+            # With this context: the peer is told of the span.
+            await self._pullers.run(copy_context().run, self._pull_blocking, stream, going, on_page)
 
     def _pull_blocking(
         self,

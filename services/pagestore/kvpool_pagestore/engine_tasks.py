@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -30,10 +31,15 @@ class EngineTasks:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
+        self._context = copy_context()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work`, for which nobody waits: its failure is logged."""
-        self._add(work, name).add_done_callback(_log_failure)
+        """Run `work`, for which nobody waits: its failure is logged.
+
+        It does not run in the caller's context but in the engine's: it may serve several requests, and its logs and
+        spans are no part of the one that happened to come first.
+        """
+        self._add(work, name, self._context.copy()).add_done_callback(_log_failure)
 
     async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """The result of `work`, which goes on to its end even if the caller is cancelled meanwhile."""
@@ -45,8 +51,8 @@ class EngineTasks:
             await asyncio.wait(set(self._running))
             await asyncio.sleep(0)  # lets the done callbacks run
 
-    def _add(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+    def _add(self, work: Coroutine[Any, Any, T], name: str, context: Context | None = None) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=name, context=context)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

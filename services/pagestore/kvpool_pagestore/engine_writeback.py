@@ -10,6 +10,7 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
 from kvpool.core.page import PageKey
+from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, Tracer
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot
@@ -36,7 +37,9 @@ class WriteBack:
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         clock: Clock,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._policies = policies
         self._queue = WriteQueue(limits)
         self._ledger = ledger
@@ -66,6 +69,7 @@ class WriteBack:
     def add(self, slot: Slot) -> DirtyPage:
         """A dirty page is to become durable."""
         page = self._queue.add(slot, self._clock.monotonic_s())
+        page.cause = self._tracer.here()
         self._pump()
         return page
 
@@ -153,7 +157,12 @@ class WriteBack:
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
         try:
-            results |= await self._disk.write(admitted) if admitted else {}
+            with self._tracer.linked("pagestore.write_back", [page.cause for page in batch]) as span:
+                if span.recording:
+                    span.set({PAGES: len(admitted), BYTES: sum(len(write.page) for write in admitted)})
+                results |= await self._disk.write(admitted) if admitted else {}
+                if (error := next(filter(None, results.values()), None)) is not None:
+                    span.fail(error)
         finally:  # whatever went wrong, slots come back and waiters go on
             for write in admitted:
                 self.on_settled(write.key, self._disk.charged_bytes(write.key))

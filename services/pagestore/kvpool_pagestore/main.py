@@ -10,10 +10,13 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from prometheus_client import CollectorRegistry
+
 import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
 from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
@@ -39,6 +42,7 @@ from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
@@ -73,28 +77,27 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
     stack.callback(arena.close)
-    index = _index(config)
+    tracer = _tracer(registry, stack)
+    index = _index(config, tracer)
     parts = EngineParts(
         arena=arena.segments,
         store=await _open_store(config),
         disk_live_bytes=live_page_bytes(config.disk_bytes),
-        peers=GrpcPeerPages(),
+        peers=GrpcPeerPages(tracer=tracer),
         index=index,
         placement=IndexPlacement(index) if isinstance(index, NodeIndexLink) else NoPlacement(),
         workers=_workers(config, stack),
         clock=SystemClock(),
         first_segment_id=(secrets.randbits(40) << 16) + 1,  # never an id that an earlier process gave to a peer
+        tracer=tracer,
     )
     metrics = PageStoreMetrics(registry)
     engine = PageStoreEngine(_with_fitting_batches(config), parts, metrics)
     stack.push_async_callback(engine.close)
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
-    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
-    metrics_listen = parse_address("metrics_listen", config.metrics_listen)
-    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    stack.callback(stop_metrics)
-    node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
+    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tracer)
+    node = servers.listen(_start_metrics(config, registry, stack))
     node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
@@ -127,6 +130,19 @@ class _Arena:
         self.segments.close(remove=self.unused)
 
 
+def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
+    listen = parse_address("metrics_listen", config.metrics_listen)
+    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
+    stack.callback(stop_metrics)
+    return f"http://{TcpAddress(listen.host, port)}/metrics"
+
+
+def _tracer(registry: CollectorRegistry, stack: AsyncExitStack) -> Tracer:
+    tracer = open_service_tracer("pagestore", registry)
+    stack.push_async_callback(asyncio.to_thread, tracer.close)
+    return tracer
+
+
 def _with_fitting_batches(config: PageStoreConfig) -> PageStoreConfig:
     largest_bytes = largest_batch_bytes(config.disk_bytes, config.write_threads)
     return replace(config, batch_bytes=min(config.batch_bytes, largest_bytes))
@@ -139,10 +155,12 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
-def _index(config: PageStoreConfig) -> IndexLink:
+def _index(config: PageStoreConfig, tracer: Tracer = NO_TRACER) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
-    return NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
+    return NodeIndexLink(
+        config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3, tracer=tracer
+    )
 
 
 def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:

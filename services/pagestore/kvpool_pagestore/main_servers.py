@@ -6,6 +6,7 @@ import asyncio
 
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import StartupFailed
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2, pagestore_pb2_grpc
 from kvpool_pagestore.adapters.data_directory import host_identity
 from kvpool_pagestore.bulk_servicer import PageTransferServicer
@@ -36,7 +37,12 @@ class PageStoreServers:
     """Everything that listens."""
 
     def __init__(
-        self, config: PageStoreConfig, engine: PageStoreEngine, node_id: bytes, requests: RequestMetrics
+        self,
+        config: PageStoreConfig,
+        engine: PageStoreEngine,
+        node_id: bytes,
+        requests: RequestMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -47,7 +53,9 @@ class PageStoreServers:
         # A flush takes as long as the disk takes; its client says how long it will wait.
         deadlines = DeadlinePolicy(caps_s={_FLUSH: 600.0})
         self.control = ControlServer(
-            interceptors=aio_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
+            interceptors=aio_interceptors(
+                metrics=requests, authenticator=authenticator, deadlines=deadlines, tracer=tracer
+            ),
             service_names=[service.full_name for service in _SERVICES.values()],
         )
         limits = SessionLimits(
@@ -57,11 +65,13 @@ class PageStoreServers:
             max_leases=config.max_leases,
             max_requests_in_flight=config.max_requests_in_flight,
         )
-        servicer = PageStoreServicer(engine, _tenant, limits)
+        servicer = PageStoreServicer(engine, _tenant, limits, tracer)
         pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server(servicer, self.control.grpc)
         self.bulk = BulkServer(
             threads=config.bulk_threads,
-            interceptors=sync_interceptors(metrics=requests, authenticator=authenticator, deadlines=deadlines),
+            interceptors=sync_interceptors(
+                metrics=requests, authenticator=authenticator, deadlines=deadlines, tracer=tracer
+            ),
         )
         gateway = EngineBulkGateway(engine, asyncio.get_running_loop())
         PageTransferServicer(gateway, _tenant).add_to(self.bulk.grpc)

@@ -14,6 +14,7 @@ from kvpool.core.errors import (
     LeaseLost,
     StaleIncarnation,
     StoreUnavailable,
+    WireVersionRefused,
 )
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
@@ -223,3 +224,16 @@ async def test_an_idle_link_does_nothing_but_renew() -> None:
         await eventually(lambda: one.index.renewals >= 5)
         assert stream.received.empty()
         assert one.index.streams.count == 1
+
+
+async def test_a_node_that_an_older_index_refuses_registers_once_that_was_upgraded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with node() as one:
+        one.index.register_error = WireVersionRefused("the node is 9.0.0 (wire versions 8 to 9), this side is 0.1.0")
+        starting = asyncio.create_task(one.link.start())
+        await eventually(lambda: "the index did not register this node" in caplog.text)
+        one.index.register_error = None
+        assert (await asyncio.wait_for(starting, 5)).incarnation == 42
+        assert "upgrade the older side" in caplog.text
+        await one.link.close()

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.client.transfer_batches import PageToRead, PageToWrite, ReadBatch, WriteBatch
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt, ServiceUnavailable
+from kvpool.core.errors import ArenaFull, KvPoolError, NotServed, PageCorrupt, ServiceUnavailable
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import common_pb2
@@ -147,12 +147,19 @@ def test_no_page_is_looked_at_after_the_attempt_has_ended() -> None:
 
 def test_answers_that_make_no_sense_end_the_attempt() -> None:
     writing = Writing()
-    for index, admission in ((1, pb.ADMISSION_RESERVED), (-1, pb.ADMISSION_RESERVED), (0, 0), (0, 99)):
+    for index, admission in ((1, pb.ADMISSION_RESERVED), (-1, pb.ADMISSION_RESERVED), (0, 0)):
         with pytest.raises(KvPoolError):
             writing.answer(index, admission)
     writing.answer(0, pb.ADMISSION_REJECTED)
     writing.batch.fail_rest(ServiceUnavailable("gone"))
     assert writing.reports == [(0, Admission.REJECTED, KvPoolError), (1, Admission.REJECTED, ServiceUnavailable)]
+
+
+def test_an_admission_that_only_a_newer_pagestore_has_fails_its_page_alone() -> None:
+    writing = Writing()
+    writing.answer(0, 99)
+    writing.answer(1, pb.ADMISSION_EXISTS)
+    assert writing.reports == [(0, Admission.REJECTED, NotServed), (1, Admission.EXISTS, None)]
 
 
 def test_what_the_owner_keeps_beside_a_page_is_handed_over_before_the_page() -> None:

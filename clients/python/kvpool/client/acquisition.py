@@ -10,6 +10,7 @@ from typing import Self
 
 from kvpool.client.page_items import AcquireResult, Slot, acquire_result_from_proto
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
+from kvpool.core.tracing import NO_SPAN, SERVED_PAGES, Span
 from kvpool.v1 import pagestore_pb2
 from kvpool.wire.convert import item_error_from_proto
 
@@ -29,11 +30,15 @@ class Acquisition:
         prepare: Callable[[Slot], Awaitable[None]],
         release: Callable[[Sequence[int]], None],
         timeout_s: float,
+        span: Span = NO_SPAN,
     ) -> None:
+        """span: of the request; it ends with the block."""
         self._submit = submit
         self._is_prepared, self._prepare = is_prepared, prepare
         self._release = release
         self._timeout_s = timeout_s
+        self._span = span
+        self._hit_count = 0
         self._ends_at_s = 0.0
         self._ready: deque[AcquireResult] = deque()
         self._changed = asyncio.Event()
@@ -50,6 +55,7 @@ class Acquisition:
                 self._sent = True
         except BaseException as error:
             self._abandoned = True  # it may have been sent in the same instant
+            self._end_span(error)
             if isinstance(error, TimeoutError):
                 raise self._too_late() from None
             raise
@@ -61,6 +67,7 @@ class Acquisition:
         self._abandoned = True
         self._give_back(self._ready)
         self._ready.clear()
+        self._end_span(error)
 
     def __aiter__(self) -> Self:
         return self
@@ -85,6 +92,13 @@ class Acquisition:
             raise self._too_late() from None
         return self._ready.popleft()  # nothing is awaited any more: a cancelled caller loses no lease
 
+    def _end_span(self, error: BaseException | None) -> None:
+        if self._span.recording:
+            self._span.set({SERVED_PAGES: self._hit_count})
+            if error is not None:
+                self._span.fail(error if isinstance(error, KvPoolError) else type(error).__name__)
+            self._span.end()
+
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the pagestore did not settle all pages within {self._timeout_s:g} s")
 
@@ -105,6 +119,8 @@ class Acquisition:
             self._release([result.slot.lease_id for result in response.acquire.results if result.slot.lease_id])
             self.fail(error)
             return response.acquire.final
+        if self._span.recording:
+            self._hit_count += sum(result.slot is not None for result in results)
         if self._abandoned:
             self._give_back(results)
         else:

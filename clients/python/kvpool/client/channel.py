@@ -9,7 +9,7 @@ import grpc
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, WireVersionRefused
 from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class Endpoints(Generic[StubT]):
         limit_s = self._config.call_timeout_s if timeout_s is None else timeout_s
         retry_on: tuple[type[KvPoolError], ...] = TRANSIENT
         if len(self._endpoints) > 1:
-            retry_on = (*TRANSIENT, DeadlineExceeded)  # of one attempt: another endpoint may answer
+            # Of one attempt: another endpoint may answer, or be of a release that fits.
+            retry_on = (*TRANSIENT, DeadlineExceeded, WireVersionRefused)
 
         async def attempt(remaining_s: float) -> ResponseT:
             endpoint = self.endpoint
@@ -134,7 +135,8 @@ class Endpoints(Generic[StubT]):
         timeout_s: float,
     ) -> ResponseT:
         try:
-            return await method(self.stub())(request, timeout=timeout_s, metadata=self._config.metadata)
+            metadata = (*self._config.metadata, *self._config.tracer.metadata())
+            return await method(self.stub())(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
         except grpc.aio.UsageError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.core.tracing import Tracer
+from kvpool.tracing.process import process_tracer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
@@ -24,6 +27,7 @@ class ClientConfig:
     requests_in_flight_max: int = 256  # per stream; more wait, within their deadline
     message_bytes_max: int = 16 << 20  # of control messages; bulk transfer has limits of its own
     keepalive_time_s: float = 30.0  # a silent connection is pinged after this
+    tracer: Tracer = field(default_factory=process_tracer, repr=False, compare=False)  # records nothing unless asked to
 
     def __post_init__(self) -> None:
         for name in (

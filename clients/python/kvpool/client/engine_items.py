@@ -11,7 +11,7 @@ from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, PromptRetention
 from kvpool.core.retention import Retention as Retention
 from kvpool.v1 import gpuagent_pb2
-from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, item_error_from_proto
+from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto
 from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
 from kvpool.wire.convert_ipc import engine_event_to_proto
 from kvpool.wire.convert_policy import retention_ranges_to_proto, retention_to_proto
@@ -109,14 +109,16 @@ class StoreOutcome:
 
 
 def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
-    """raises: InvalidRequest for an unknown source."""
+    """raises: InvalidRequest for a source that is not set."""
     return EngineMatch(
         message.matched_chunks,
-        tuple(
-            EngineMatchRun(run.chunk_count, enum_from_proto(run.source, EngineSource, "source"), run.estimated_load_ms)
-            for run in message.runs
-        ),
+        tuple(EngineMatchRun(run.chunk_count, _source(run.source), run.estimated_load_ms) for run in message.runs),
     )
+
+
+def _source(value: int) -> EngineSource:
+    # Somewhere that only a newer agent has a name for: as far away as anything that we know.
+    return EngineSource.REMOTE if is_newer(value, EngineSource) else enum_from_proto(value, EngineSource, "source")
 
 
 def store_to_proto(

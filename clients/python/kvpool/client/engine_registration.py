@@ -21,6 +21,7 @@ from kvpool.wire.convert import item_error_from_proto
 from kvpool.wire.convert_engine import layout_to_proto
 from kvpool.wire.convert_ipc import ipc_event_to_proto, ipc_memory_to_proto
 from kvpool.wire.convert_keyspace import spec_to_proto
+from kvpool.wire.versions import own_version_to_proto
 
 
 class OfferFd(Protocol):
@@ -133,6 +134,7 @@ def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
         match_only=plan.match_only,
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
         scratch=_handle_to_proto(plan.launcher.scratch) if plan.launcher is not None else None,
+        version=own_version_to_proto(),
     )
 
 

@@ -47,6 +47,15 @@ class _Transfer(Generic[OutcomeT]):
         except TimeoutError:
             raise DeadlineExceeded(f"the agent was not done within {timeout_s:g} s") from None
 
+    def when_done(self, act: Callable[[OutcomeT | BaseException], None]) -> None:
+        """Have `act` called soon after the request's end, also if that has been; it must not raise."""
+
+        def ended(outcome: asyncio.Future[OutcomeT]) -> None:
+            if not outcome.cancelled():
+                act(outcome.exception() or outcome.result())
+
+        self._outcome.add_done_callback(ended)
+
     def cancel(self) -> None:
         """Ask the agent to stop early; its `done` still comes, and the hold ends with it."""
         if not self._outcome.done():

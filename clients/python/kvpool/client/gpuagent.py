@@ -33,6 +33,7 @@ from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.convert_keyspace import grid_from_proto
+from kvpool.wire.versions import check_peer_version
 
 if TYPE_CHECKING:
     from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceAsyncStub
@@ -63,10 +64,9 @@ class EngineSession:
         self._grid = ShardGrid.of(plan.spec)
         channel = open_channel(plan.endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
-        call = stub.EngineSession(metadata=config.metadata)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
             channel,
-            call,
+            stub.EngineSession(metadata=config.metadata),
             config,
             name="engine session",
             numbers_all=True,
@@ -98,6 +98,7 @@ class EngineSession:
         registration = Registration()
         await self._stream.submit(_Request(register=register_to_proto(self._plan)), registration)
         registered = self._registered = await registration.registered
+        check_peer_version(registered.version, "the agent")
         check_id(registered.session_id, "session_id")
         check_length(registered.hash_key, 32, "hash_key")
         self._grid = grid_from_proto(registered.grid, self._plan.spec)
@@ -197,8 +198,7 @@ class EngineSession:
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
         after: EngineEvent | None = None,
     ) -> LoadHandle:
-        """Begin a load; its blocks are held until the handle says otherwise. after: GPU work that may still read what
-        they held before; as for `store`."""
+        """Begin a load, as `store` does. after: GPU work that may still read what the blocks held before."""
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
         await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)), after)), handle, after)
         return handle

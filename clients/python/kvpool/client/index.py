@@ -40,20 +40,32 @@ from kvpool.wire.convert_cluster import (
     chain_match_from_proto,
     chain_query_to_proto,
     index_info_from_proto,
+    is_node_known,
+    known_nodes_from_proto,
     live_node_from_proto,
-    node_info_from_proto,
     node_info_to_proto,
     node_load_to_proto,
     stale_location_to_proto,
 )
-from kvpool.wire.convert_keyspace import grid_from_proto, spec_from_proto, spec_to_proto
-from kvpool.wire.convert_policy import policy_to_proto, versioned_policy_from_proto, versioned_policy_to_proto
+from kvpool.wire.convert_keyspace import grid_from_proto, is_spec_known, spec_from_proto, spec_to_proto
+from kvpool.wire.convert_policy import (
+    is_policy_known,
+    policy_to_proto,
+    versioned_policy_from_proto,
+    versioned_policy_to_proto,
+)
 from kvpool.wire.convert_route import route_from_proto
+from kvpool.wire.versions import check_peer_version, own_version_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
 
 _HASH_KEY_BYTES = 32
+
+
+def _policy_of(item: index_pb2.Keyspace) -> VersionedPolicy | None:
+    told = item.HasField("policy") and is_policy_known(item.policy.policy)
+    return versioned_policy_from_proto(item.policy) if told else None
 
 
 def _async_stub(channel: grpc.aio.Channel) -> IndexServiceAsyncStub:
@@ -98,8 +110,9 @@ class IndexClient:
 
     async def open_keyspace(self, name: str, spec: KeyspaceSpec, *, timeout_s: float | None = None) -> OpenedKeyspace:
         """Bind a name to a spec. raises: KeyspaceMismatch naming the field, GeometryUnsupported, NotServed."""
-        request = index_pb2.OpenKeyspaceRequest(name=name, spec=spec_to_proto(spec))
+        request = index_pb2.OpenKeyspaceRequest(name=name, spec=spec_to_proto(spec), version=own_version_to_proto())
         answer = await self._endpoints.call(lambda stub: stub.OpenKeyspace, request, timeout_s=timeout_s)
+        check_peer_version(answer.version, "the index")
         return OpenedKeyspace(
             keyspace=check_id(answer.keyspace_id, "keyspace_id"),
             hash_key=check_length(answer.hash_key, _HASH_KEY_BYTES, "hash_key"),
@@ -115,9 +128,10 @@ class IndexClient:
                 name=item.name,
                 keyspace=item.keyspace_id,
                 spec=spec_from_proto(item.spec),
-                policy=versioned_policy_from_proto(item.policy) if item.HasField("policy") else None,
+                policy=_policy_of(item),
             )
             for item in answer.keyspaces
+            if is_spec_known(item.spec)
         ]
 
     async def register_node(
@@ -134,8 +148,10 @@ class IndexClient:
             last_incarnation=last_incarnation,
             process_id=attempt.process_id,
             attempt=attempt.number,
+            version=own_version_to_proto(),
         )
         answer = await self._endpoints.call(lambda stub: stub.RegisterNode, request, timeout_s=timeout_s)
+        check_peer_version(answer.version, "the index")
         return NodeLease(
             incarnation=answer.incarnation,
             lease_ttl_ms=answer.lease_ttl_ms,
@@ -167,7 +183,7 @@ class IndexClient:
             keyspace_ids=keyspaces, known=[versioned_policy_to_proto(one) for one in known]
         )
         answer = await self._endpoints.call(lambda stub: stub.GetKeyspacePolicies, request, timeout_s=timeout_s)
-        return [versioned_policy_from_proto(one) for one in answer.policies]
+        return [versioned_policy_from_proto(one) for one in answer.policies if is_policy_known(one.policy)]
 
     async def end_lease(self, node_id: bytes, incarnation: int, *, timeout_s: float | None = None) -> None:
         """End a lease at once. Idempotent."""
@@ -178,7 +194,7 @@ class IndexClient:
         """Live nodes, ordered by id; None means all kinds."""
         request = index_pb2.ListNodesRequest(kind=index_pb2.NodeKind.ValueType(kind or 0))
         answer = await self._endpoints.call(lambda stub: stub.ListNodes, request)
-        return [live_node_from_proto(node) for node in answer.nodes]
+        return [live_node_from_proto(node) for node in answer.nodes if is_node_known(node.info)]
 
     async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
         """The longest covered prefix, by a unary call. raises: KeyspaceUnknown, InvalidRequest."""
@@ -211,7 +227,7 @@ class IndexClient:
             keyspace_id=keyspace, chain_head_hash=chain_head_hash, host_id=host_id, count=count
         )
         answer = await self._endpoints.call(lambda stub: stub.Place, request)
-        return [node_info_from_proto(node) for node in answer.nodes]
+        return list(known_nodes_from_proto(answer.nodes))
 
     async def report_stale(self, locations: Sequence[StaleLocation], *, timeout_s: float | None = None) -> list[bool]:
         """Per location, whether it was there and was removed."""

@@ -9,6 +9,7 @@ from kvpool.client.channel import Endpoints
 from kvpool.client.stream import RequestStream
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.tracing import CHUNKS, SERVED_CHUNKS, SpanKind, rpc_attributes
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert import item_error_from_proto
 from kvpool.wire.convert_cluster import chain_match_from_proto, chain_query_to_proto
@@ -16,6 +17,7 @@ from kvpool.wire.convert_cluster import chain_match_from_proto, chain_query_to_p
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
 
+_RPC = rpc_attributes("IndexService", "MatchStream")
 _Stream = RequestStream[index_pb2.MatchStreamRequest, index_pb2.MatchStreamResponse]
 
 
@@ -28,6 +30,7 @@ class MatchStream:
     def __init__(self, endpoints: Endpoints[IndexServiceAsyncStub]) -> None:
         self._endpoints = endpoints
         self._config = endpoints.config
+        self._tracer = endpoints.config.tracer
         self._stream: _Stream | None = None
         self._closed = False
 
@@ -37,9 +40,17 @@ class MatchStream:
         raises: KeyspaceUnknown, InvalidRequest, StoreUnavailable, ServiceUnavailable, DeadlineExceeded.
         """
         limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
+        with self._tracer.part("kvpool.index.match", kind=SpanKind.CLIENT, attributes=_RPC) as span:
+            found = await self._match(query, limit_s)
+            if span.recording:
+                span.set({CHUNKS: query.chunk_count, SERVED_CHUNKS: found.matched_chunks})
+        return found
+
+    async def _match(self, query: ChainQuery, limit_s: float) -> ChainMatch:
         stream = self._open()
         request_id = stream.next_id()
         request = index_pb2.MatchStreamRequest(request_id=request_id, match=chain_query_to_proto(query))
+        self._tracer.stamp(request)
         asked_s = asyncio.get_running_loop().time()
         try:
             answer = await stream.request(request_id, request, timeout_s=limit_s)

@@ -27,11 +27,12 @@ from kvpool.core.errors import (
     ServiceUnavailable,
     StaleIncarnation,
     StoreUnavailable,
+    WireVersionRefused,
 )
 from kvpool.core.page import PageKey
 
 _log = logging.getLogger(__name__)
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded, WireVersionRefused)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 
 
@@ -217,9 +218,8 @@ class NodeLink:
                 self._last_incarnation = max(self._last_incarnation, lease.incarnation)
                 return lease
             except _LATER as error:
-                pause_s = backoff.next_s()
-                _log.warning("the index did not register this node, next try in %.1f s: %s", pause_s, error)
-            await asyncio.sleep(pause_s)
+                _log.warning("the index did not register this node and is asked again: %s", error)
+            await asyncio.sleep(backoff.next_s())
 
     async def _register_again(self, lost: NodeLease) -> None:
         """Both tasks may see that the lease is lost; one of them registers."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvpool.core.cluster import PageMetadata, RemoteSource
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed
 from kvpool.core.outcome import Admission, Outcome
 from kvpool.core.page import PageKey
 from kvpool.v1 import common_pb2, pagestore_pb2
-from kvpool.wire.convert import enum_from_proto, item_error_from_proto, page_metadata_to_proto
+from kvpool.wire.convert import enum_from_proto, is_newer, item_error_from_proto, page_metadata_to_proto
+
+_NEWER = "of a newer pagestore; upgrade this side to use it"
 
 
 class PageSource(IntEnum):
@@ -89,7 +91,12 @@ def reserve_to_proto(items: Sequence[ReserveItem]) -> pagestore_pb2.ReserveReque
 
 
 def reserve_result_from_proto(message: pagestore_pb2.ReserveResult) -> ReserveResult:
-    """raises: InvalidRequest for an unknown admission."""
+    """raises: InvalidRequest for an admission that is not set."""
+    if is_newer(message.admission, Admission):
+        error = NotServed(f"admission {message.admission} is {_NEWER}")
+        return ReserveResult(
+            Admission.REJECTED, None, optional_error(message.error, message.HasField("error")) or error
+        )
     admission = enum_from_proto(message.admission, Admission, "admission")
     return ReserveResult(
         admission,
@@ -120,11 +127,14 @@ def acquire_to_proto(items: Sequence[AcquireItem], wait_ms: int, local_only: boo
 
 
 def acquire_result_from_proto(message: pagestore_pb2.AcquireResult) -> AcquireResult:
-    """raises: InvalidRequest for an unknown outcome or source."""
+    """raises: InvalidRequest for an outcome or source that is not set."""
     error = optional_error(message.error, message.HasField("error"))
+    if is_newer(message.outcome, Outcome):
+        return AcquireResult(message.item_index, error=error or NotServed(f"outcome {message.outcome} is {_NEWER}"))
     if enum_from_proto(message.outcome, Outcome, "outcome") is not Outcome.HIT:
         return AcquireResult(message.item_index, error=error)
-    source = enum_from_proto(message.source, PageSource, "source")
+    newer = is_newer(message.source, PageSource)
+    source = PageSource.REMOTE if newer else enum_from_proto(message.source, PageSource, "source")
     return AcquireResult(message.item_index, slot_from_proto(message.slot), source)
 
 

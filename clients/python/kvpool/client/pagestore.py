@@ -26,16 +26,19 @@ from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import SessionStream
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.tracing import NO_SPAN, PAGES, Span, SpanKind, rpc_attributes
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
 from kvpool.wire.convert import check_id
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.versions import check_peer_version, own_version_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
 
 _log = logging.getLogger(__name__)
 
+_RPC = rpc_attributes("PageStoreService", "Session")
 _Request = pagestore_pb2.SessionRequest
 _Response = pagestore_pb2.SessionResponse
 _Stream = SessionStream[_Request, _Response]
@@ -106,11 +109,13 @@ class PageStoreSession:
                     previous_drained=plan.previous_drained,
                     expected_incarnation=plan.expected_incarnation,
                     wants_arena=plan.wants_arena,
+                    version=own_version_to_proto(),
                 )
             ),
             self._config.connect_timeout_s,
         )
         self._opened = response.opened
+        check_peer_version(self._opened.version, "the pagestore")
         check_id(self._opened.session_id, "session_id")
         heartbeat = _Request(heartbeat=pagestore_pb2.SessionHeartbeat())
         self._stream.start_heartbeats(heartbeat, self._opened.heartbeat_interval_ms)
@@ -166,7 +171,8 @@ class PageStoreSession:
         def undo(response: _Response) -> None:
             self.abort_soon([result.slot.lease_id for result in response.reserve.results if result.slot.lease_id])
 
-        response = await self._stream.ask(_Request(reserve=reserve_to_proto(items)), timeout_s, undo)
+        with self._span("reserve", len(items)):
+            response = await self._stream.ask(_Request(reserve=reserve_to_proto(items)), timeout_s, undo)
         try:
             if len(response.reserve.results) != len(items):
                 raise InvalidRequest(f"{len(response.reserve.results)} results for {len(items)} items of a reserve")
@@ -184,7 +190,9 @@ class PageStoreSession:
         """
         if not lease_ids:
             return []
-        response = await self._stream.ask(_Request(commit=pagestore_pb2.CommitRequest(lease_ids=lease_ids)), timeout_s)
+        message = _Request(commit=pagestore_pb2.CommitRequest(lease_ids=lease_ids))
+        with self._span("commit", len(lease_ids)):
+            response = await self._stream.ask(message, timeout_s)
         if len(response.commit.results) != len(lease_ids):
             raise InvalidRequest(f"{len(response.commit.results)} results for {len(lease_ids)} leases of a commit")
         return [optional_error(result.error, result.HasField("error")) for result in response.commit.results]
@@ -202,8 +210,11 @@ class PageStoreSession:
         """Ask for pages to read: `async with session.acquire(...) as results: async for result in results: ...`."""
         message = _Request(acquire=acquire_to_proto(items, max(1, round(wait_s * 1e3)), local_only))
 
+        span = self._span("acquire", len(items))
+
         async def submit(acquisition: Acquisition) -> None:
-            await self._stream.submit(message, acquisition)
+            with span.current():
+                await self._stream.submit(message, acquisition)
 
         def is_prepared(slot: Slot) -> bool:
             return self._segments is not None and self._segments.is_mapped(slot.segment_id)
@@ -216,6 +227,7 @@ class PageStoreSession:
             is_prepared=is_prepared,
             prepare=prepare,
             release=self.release_soon,
+            span=span,
             timeout_s=wait_s + self._config.call_timeout_s,  # the pagestore gives up first
         )
 
@@ -267,6 +279,14 @@ class PageStoreSession:
         if drained and not plan.previous_drained:
             _log.warning("views of arena slots outlive their session %s: its slots stay blocked", self.session_id.hex())
         return await PageStoreSession.open(plan, self._config, fetch=self._fetch, on_map=self._on_map)
+
+    def _span(self, operation: str, page_count: int) -> Span:
+        tracer = self._config.tracer
+        if not tracer.recording:
+            return NO_SPAN
+        return tracer.part(
+            f"kvpool.pagestore.{operation}", kind=SpanKind.CLIENT, attributes={**_RPC, PAGES: page_count}
+        )
 
     def _unmap(self) -> bool:
         return self._segments is None or self._segments.close()

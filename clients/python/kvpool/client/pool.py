@@ -15,11 +15,13 @@ from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_spans import spans_of
 from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch, StoreTicket
+from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
 from kvpool.core.chunks import Extra, Tokens
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,12 @@ class KvPool:
 
     async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
         """The longest prefix to be had; chunks that the engine holds are not looked up."""
+        with self._span("match", chain.chunk_count) as span:
+            found = await self._match(chain, held_chunks, timeout_s)
+            note_matched(span, found.matched_chunks, chain.chunk_count, found.error)
+        return found
+
+    async def _match(self, chain: Chain, held_chunks: int, timeout_s: float | None) -> PrefixMatch:
         held = min(held_chunks, chain.chunk_count)
         if held == chain.chunk_count:
             return PrefixMatch(held, chain.usable_tokens(held))
@@ -98,10 +106,12 @@ class KvPool:
         blocks held before, an event that was taken and recorded; it is given back here. raises: InvalidRequest for a
         range outside of the chain.
         """
+        chunks = range(first_chunk, end_chunk)
         try:
-            return await self._load_after(
-                chain, block_table, range(first_chunk, end_chunk), skip_tokens, timeout_s, on_progress, after
-            )
+            with self._span("load", len(chunks)) as span:
+                report = await self._load_after(chain, block_table, chunks, skip_tokens, timeout_s, on_progress, after)
+                note_loaded(span, report.loaded_chunks, len(chunks), report.error, report.tokens)
+                return report
         finally:
             self._session.give_back(after)
 
@@ -115,10 +125,9 @@ class KvPool:
         on_progress: Callable[[int, tuple[int, ...]], None] | None,
         after: EngineEvent | None,
     ) -> LoadReport:
-        first_chunk, end_chunk = chunks.start, chunks.stop
         limit_s = self._config.load_timeout_s if timeout_s is None else timeout_s
         ends_at_s = asyncio.get_running_loop().time() + limit_s
-        windows = self._windows(chain, block_table, first_chunk, end_chunk, skip_tokens)
+        windows = self._windows(chain, block_table, chunks.start, chunks.stop, skip_tokens)
         single = len(windows) == 1
         loaded, tokens, handles = 0, TierTokens(), list[LoadHandle]()
         error: KvPoolError | None = None
@@ -135,8 +144,8 @@ class KvPool:
             error = outcome.error
             if outcome.loaded_chunks < len(span.chunks):
                 break
-        failed = tuple(range(first_chunk + loaded, end_chunk))
-        return LoadReport(first_chunk, loaded, failed, tokens, error if failed else None, BlockHold(handles))
+        failed = tuple(chunks[loaded:])
+        return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles))
 
     async def _load_span(
         self,
@@ -209,35 +218,40 @@ class KvPool:
         means the engine keeps to the rule. after: GPU work that computes the blocks, an event that was taken and
         recorded; it is given back here. raises: InvalidRequest for a range outside of the chain.
         """
+        chunks = range(first_chunk, end_chunk)
+        handles: list[tuple[int, StoreHandle]] = []
+        error: KvPoolError | None = Stopped("the store was not begun to its end")
+        trace = self._span("store", len(chunks))
         try:
             spans = self._windows(chain, block_table, first_chunk, end_chunk, 0)
-            return await self._store_after(spans, range(first_chunk, end_chunk), retention, kept, after)
+            with trace.current():
+                error = await self._begin_stores(spans, first_chunk, handles, retention, kept, after)
         finally:
+            end_with_stores(trace, [handle for _, handle in handles], error)
             self._session.give_back(after)
+        return StoreTicket(chunks, handles, error)
 
-    async def _store_after(
+    async def _begin_stores(
         self,
         spans: Sequence[ChunkSpan],
-        chunks: range,
+        first_chunk: int,
+        handles: list[tuple[int, StoreHandle]],
         retention: StoreRetention | None,
         kept: Callable[[], bool] | None,
         after: EngineEvent | None,
-    ) -> StoreTicket:
-        handles: list[tuple[int, StoreHandle]] = []
-        error: KvPoolError | None = None
+    ) -> KvPoolError | None:
+        """Begin what can be begun; why the rest was not."""
         asked = (lambda _: kept()) if kept is not None else None
         for span in spans:
             try:
                 async with asyncio.timeout(self._config.call_timeout_s):
                     handle = await self._session.store(span, retention=retention, kept=asked, after=after)
-                handles.append((span.first_chunk_index - chunks.start, handle))
+                handles.append((span.first_chunk_index - first_chunk, handle))
             except TimeoutError:
-                error = DeadlineExceeded("the agent takes no more stores now")
+                return DeadlineExceeded("the agent takes no more stores now")
             except KvPoolError as refused:
-                error = self._explain(refused)
-            if error is not None:
-                break
-        return StoreTicket(chunks, handles, error)
+                return self._explain(refused)
+        return None
 
     def count(self, chain: Chain, *, own_tokens: int, load: LoadReport | None = None) -> RequestStats:
         """Where one prompt's tokens came from; also added to `totals`."""
@@ -260,6 +274,9 @@ class KvPool:
         session = self._session
         limit = session.max_request_chunks or max(1, end_chunk - first_chunk)
         return spans_of(chain, block_table, range(first_chunk, end_chunk), session.blocks_per_chunk, limit, skip_tokens)
+
+    def _span(self, operation: str, chunk_count: int) -> Span:
+        return request_span(self._config.tracer, operation, self._session.keyspace, chunk_count)
 
     def _explain(self, error: KvPoolError) -> KvPoolError:
         if self._closed:

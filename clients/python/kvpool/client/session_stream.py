@@ -52,7 +52,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
     ) -> None:
         """numbers_all: heartbeats and `close` have request ids too. on_unasked: see RequestStream."""
         self._channel = channel
-        self._config = config
+        self._config, self._tracer = config, config.tracer
         self._numbers_all = numbers_all
         self._name = name
         self._stream: RequestStream[RequestT, ResponseT] = RequestStream(
@@ -88,6 +88,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
                 undo(response)
 
         message.request_id = self._stream.next_id()
+        self._tracer.stamp(message)
         limit_s = self._config.call_timeout_s if timeout_s is None else timeout_s
         response = await self._stream.request(message.request_id, message, timeout_s=limit_s, undo=undo_grant)
         if response.HasField("error"):
@@ -99,6 +100,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
     ) -> int:
         """Number a request and send it once there is room in flight; returns its id. before: see RequestStream."""
         message.request_id = self._stream.next_id()
+        self._tracer.stamp(message)
         await self._stream.submit(message.request_id, message, reply, before)
         return message.request_id
 

@@ -25,10 +25,12 @@ from kvpool.client.transfer_batches import (
 )
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
 from kvpool.wire.status import error_from_rpc
+from kvpool.wire.versions import own_version_to_proto
 
 __all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
 
@@ -67,9 +69,16 @@ class PageTransferClient:
     """Streams to one pagestore's bulk endpoint. Thread-safe; calls that run at once share one connection."""
 
     def __init__(
-        self, endpoint: str, *, metadata: Sequence[tuple[str, str]] = (), frame_bytes: int = DEFAULT_FRAME_BYTES
+        self,
+        endpoint: str,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        frame_bytes: int = DEFAULT_FRAME_BYTES,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`metadata` goes with every call: credentials. Connects when first used."""
+        """`metadata` goes with every call: credentials. Connects when first used. tracer: calls carry the context that
+        is current in their thread."""
+        self._tracer = tracer
         self._endpoint = endpoint
         self._metadata = tuple(metadata)
         self._frame_bytes = frame_bytes
@@ -96,10 +105,11 @@ class PageTransferClient:
             expected_incarnation=expected_incarnation,
             frame_bytes=self._frame_bytes,
             keyspaces=session_keyspaces_to_proto(keyspaces),
+            version=own_version_to_proto(),
         )
         for start in range(0, len(items), _READ_KEYS_MAX):
             batch = ReadBatch(items[start : start + _READ_KEYS_MAX], start, on_page)
-            error = self._attempts(batch, _ReadAttempt(request, batch, self._metadata, stop), ends_at_s, stop)
+            error = self._attempts(batch, _ReadAttempt(request, batch, self._call_metadata(), stop), ends_at_s, stop)
             batch.fail_rest(error)
 
     def write_pages(
@@ -121,10 +131,14 @@ class PageTransferClient:
             expected_incarnation=expected_incarnation,
             keyspaces=session_keyspaces_to_proto(keyspaces),
             require_durable=require_durable,
+            version=own_version_to_proto(),
         )
         batch = WriteBatch(items, opening, on_page, self._frame_bytes)
-        error = self._attempts(batch, _WriteAttempt(batch, self._metadata), time.monotonic() + timeout_s)
+        error = self._attempts(batch, _WriteAttempt(batch, self._call_metadata()), time.monotonic() + timeout_s)
         batch.fail_rest(error)
+
+    def _call_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (*self._metadata, *self._tracer.metadata())
 
     def close(self) -> None:
         """End the connection; running calls fail. Idempotent."""

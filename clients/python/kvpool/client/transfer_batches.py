@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import InvalidRequest, KvPoolError, PageCorrupt
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, PageCorrupt
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2 as pb
-from kvpool.wire.convert import item_error_from_proto, page_metadata_from_proto, page_metadata_to_proto
+from kvpool.wire.convert import (
+    enum_from_proto,
+    is_newer,
+    item_error_from_proto,
+    page_metadata_from_proto,
+    page_metadata_to_proto,
+)
 from kvpool.wire.frames import BulkFrame, encode_write_request
 
 OnRead = Callable[[int, KvPoolError | None, bool], None]
@@ -177,10 +183,11 @@ class WriteBatch:
         if item != self._answered_count or self.settled:
             raise KvPoolError(f"the pagestore answered page {response.item_index} out of order")
         error = item_error_from_proto(response.error) if response.HasField("error") else None
-        try:
-            admission = Admission(response.admission)
-        except ValueError:
-            raise KvPoolError(f"the pagestore answered with the unknown admission {response.admission}") from None
+        admission = Admission.REJECTED
+        if is_newer(response.admission, Admission):
+            error = error or NotServed(f"admission {response.admission} is of a newer pagestore")
+        else:
+            admission = enum_from_proto(response.admission, Admission, "admission")
         if admission is Admission.REJECTED and error is None:
             error = KvPoolError("the pagestore rejected the page and did not say why")
         self._report(admission, error)

@@ -77,6 +77,8 @@ async def _watch_once(
         call = endpoints.stub().Watch(request, metadata=endpoints.config.metadata)
         async for message in call:
             event = index_event_from_proto(message)
+            if event is None:
+                continue  # of a kind that only a newer index knows; what follows takes the position along
             if isinstance(event.event, HeartbeatEvent) and event.event.watch_age_ms:
                 event = replace(event, event=_aged(event.event, transit, now_s()))
                 if transit.is_adrift:

@@ -24,14 +24,14 @@ from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.block_memory import BlockMemory
 from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, RunningLoad, StoredChunks
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 
 _log = logging.getLogger(__name__)
 # The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 
 
 class AgentPool:

@@ -134,6 +134,13 @@ class SessionBusy(KvPoolError):
     advice = "close the other stream or open a session of your own"
 
 
+class WireVersionRefused(KvPoolError):
+    """Client and service speak versions that do not fit. The message names both."""
+
+    reason = "WIRE_VERSION_REFUSED"
+    advice = "upgrade the older side; releases that follow each other understand each other"
+
+
 class TenantDenied(KvPoolError):
     """The authenticated tenant has no right to this."""
 

@@ -239,6 +239,66 @@ STAGING_MODE_TRANSIT: StagingMode.ValueType  # 2
 Global___StagingMode: _TypeAlias = StagingMode  # noqa: Y015
 
 @_typing.final
+class PeerVersion(_message.Message):
+    """What one side of a connection speaks. Both sides say it when a session opens, a node registers or a keyspace is opened; whoever finds that the two do not fit refuses with
+    FAILED_PRECONDITION (WIRE_VERSION_REFUSED). They fit if each one's `wire` is at least the other one's `wire_min`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIRE_FIELD_NUMBER: _builtins.int
+    WIRE_MIN_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
+    wire: _builtins.int
+    """Version of the messages that the sender writes, > 0: it grows when a release adds something that others may have to know of. Unset or 0 means 1."""
+    wire_min: _builtins.int
+    """The oldest version that the sender still understands, 1 to wire. Unset or 0 means 1."""
+    software: _builtins.str
+    """Software version, for people and logs, at most 64 characters; longer is cut off. May be empty."""
+    def __init__(
+        self,
+        *,
+        wire: _builtins.int = ...,
+        wire_min: _builtins.int = ...,
+        software: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["software", b"software", "wire", b"wire", "wire_min", b"wire_min"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerVersion: _TypeAlias = PeerVersion  # noqa: Y015
+
+@_typing.final
+class TraceContext(_message.Message):
+    """Trace context of one message of a stream, for tracing: on a stream that carries many requests its metadata cannot say it. Calls that carry one request say the same in
+    metadata of the same names. What is malformed counts as unset. No request is served otherwise because of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """W3C traceparent, for example "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"."""
+    tracestate: _builtins.str
+    """W3C tracestate, at most 512 characters. May be empty."""
+    def __init__(
+        self,
+        *,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
+
+@_typing.final
 class ItemError(_message.Message):
     """Why one item of a batch was not served. Absent (unset) means the item was served."""
 

@@ -324,6 +324,7 @@ class EngineRegister(_message.Message):
     HOLD_FILE_FIELD_NUMBER: _builtins.int
     SCRATCH_FIELD_NUMBER: _builtins.int
     MATCH_ONLY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
     """Engine's name for logs and status, at most 128 characters."""
     keyspace_name: _builtins.str
@@ -363,6 +364,10 @@ class EngineRegister(_message.Message):
     def scratch(self) -> Global___MemoryHandle:
         """GPU memory that the engine lends for `launch`, by CUDA IPC on the device of `handles`; its first byte divisible by 16. Unset: the engine launches nothing for the agent."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the engine's client speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -378,10 +383,11 @@ class EngineRegister(_message.Message):
         hold_file: _builtins.bool = ...,
         scratch: Global___MemoryHandle | None = ...,
         match_only: _builtins.bool = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "scratch", b"scratch", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "scratch", b"scratch", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "scratch", b"scratch", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "scratch", b"scratch", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +407,7 @@ class EngineRegistered(_message.Message):
     DESCRIPTOR_SOCKET_FIELD_NUMBER: _builtins.int
     DESCRIPTOR_TOKEN_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16-byte session id."""
     keyspace_id: _builtins.bytes
@@ -419,6 +426,10 @@ class EngineRegistered(_message.Message):
     def grid(self) -> _common_pb2.ShardGrid:
         """The keyspace's grid."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the agent speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -430,10 +441,11 @@ class EngineRegistered(_message.Message):
         descriptor_socket: _builtins.str = ...,
         descriptor_token: _builtins.bytes = ...,
         heartbeat_interval_ms: _builtins.int = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "grid", b"grid", "hash_key", b"hash_key", "heartbeat_interval_ms", b"heartbeat_interval_ms", "keyspace_id", b"keyspace_id", "session_id", b"session_id", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "grid", b"grid", "hash_key", b"hash_key", "heartbeat_interval_ms", b"heartbeat_interval_ms", "keyspace_id", b"keyspace_id", "session_id", b"session_id", "shards", b"shards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1108,6 +1120,7 @@ class EngineRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     LAUNCHED_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of, `launched` 0."""
     @_builtins.property
@@ -1150,6 +1163,10 @@ class EngineRequest(_message.Message):
     def launched(self) -> Global___EngineLaunched:
         """A launch has ended."""
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """Trace that a match, store or load belongs to. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -1164,10 +1181,11 @@ class EngineRequest(_message.Message):
         close: Global___EngineClose | None = ...,
         event_recorded: Global___EngineEvent | None = ...,
         launched: Global___EngineLaunched | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "launched"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

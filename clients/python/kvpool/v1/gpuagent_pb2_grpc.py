@@ -68,7 +68,7 @@ class GpuAgentServiceServicer(object):
 
     def EngineSession(self, request_iterator, context):
         """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class GpuAgentServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GpuAgentServiceAsyncStub: ...
     EngineSession: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.EngineRequest, _gpuagent_pb2.EngineResponse]
     """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
     """
     GetAgentStatus: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]
     """Device, sessions, bandwidths. No errors of its own."""
@@ -60,7 +60,7 @@ class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     EngineSession: _aio.StreamStreamMultiCallable[_gpuagent_pb2.EngineRequest, _gpuagent_pb2.EngineResponse]  # type: ignore[assignment]
     """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
     """
     GetAgentStatus: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]  # type: ignore[assignment]
     """Device, sessions, bandwidths. No errors of its own."""
@@ -88,7 +88,7 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gpuagent_pb2.EngineResponse], _abc.AsyncIterator[_gpuagent_pb2.EngineResponse]]:
         """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
         """
 
     @_abc_1.abstractmethod

@@ -52,21 +52,27 @@ class OpenKeyspaceRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What operators see; 1 to 128 characters of [A-Za-z0-9._:/-]."""
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
         """What the name must mean."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the caller speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         spec: _common_pb2.KeyspaceSpec | None = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,6 +88,7 @@ class OpenKeyspaceResponse(_message.Message):
     HASH_KEY_FIELD_NUMBER: _builtins.int
     GRID_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     hash_key: _builtins.bytes
@@ -92,6 +99,10 @@ class OpenKeyspaceResponse(_message.Message):
     def grid(self) -> _common_pb2.ShardGrid:
         """The keyspace's grid of shards."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the index speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -99,10 +110,11 @@ class OpenKeyspaceResponse(_message.Message):
         hash_key: _builtins.bytes = ...,
         grid: _common_pb2.ShardGrid | None = ...,
         created: _builtins.bool = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "grid", b"grid", "hash_key", b"hash_key", "keyspace_id", b"keyspace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "grid", b"grid", "hash_key", b"hash_key", "keyspace_id", b"keyspace_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,6 +379,7 @@ class RegisterNodeRequest(_message.Message):
     LAST_INCARNATION_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     last_incarnation: _builtins.int
     """The last incarnation the node remembers on its own disk; the granted one is higher. 0 if none."""
     process_id: _builtins.bytes
@@ -379,6 +392,10 @@ class RegisterNodeRequest(_message.Message):
     def node(self) -> Global___NodeInfo:
         """incarnation is the one the node holds already (a lease lost), or 0 to be granted a new one."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the node speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -386,10 +403,11 @@ class RegisterNodeRequest(_message.Message):
         last_incarnation: _builtins.int = ...,
         process_id: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "last_incarnation", b"last_incarnation", "node", b"node", "process_id", b"process_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "last_incarnation", b"last_incarnation", "node", b"node", "process_id", b"process_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,6 +423,7 @@ class RegisterNodeResponse(_message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     RENEW_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     ANNOUNCE_EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Granted incarnation: max(stored, last_incarnation, store time in microseconds) + 1, or the one asked for again."""
     lease_ttl_ms: _builtins.int
@@ -413,6 +432,10 @@ class RegisterNodeResponse(_message.Message):
     """Renew this often."""
     announce_epoch: _builtins.int
     """Epoch of the announce stream to open; a stream of a lower epoch is refused."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the index speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -420,10 +443,11 @@ class RegisterNodeResponse(_message.Message):
         lease_ttl_ms: _builtins.int = ...,
         renew_interval_ms: _builtins.int = ...,
         announce_epoch: _builtins.int = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_epoch", b"announce_epoch", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "renew_interval_ms", b"renew_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_epoch", b"announce_epoch", "incarnation", b"incarnation", "lease_ttl_ms", b"lease_ttl_ms", "renew_interval_ms", b"renew_interval_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -966,21 +990,27 @@ class MatchStreamRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, echoed."""
     @_builtins.property
     def match(self) -> Global___MatchRequest:
         """The question."""
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """Trace that the question belongs to. Unset: none."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         match: Global___MatchRequest | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1680,6 +1710,7 @@ class GetIndexInfoResponse(_message.Message):
     MAX_BATCH_ITEMS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     STORE_REACHABLE_FIELD_NUMBER: _builtins.int
+    PEER_VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Software version."""
     store: _builtins.str
@@ -1692,6 +1723,10 @@ class GetIndexInfoResponse(_message.Message):
     """Lease TTL granted."""
     store_reachable: _builtins.bool
     """True if the store answers now."""
+    @_builtins.property
+    def peer_version(self) -> _common_pb2.PeerVersion:
+        """What the index speaks; `software` says the same as `version`."""
+
     def __init__(
         self,
         *,
@@ -1701,10 +1736,11 @@ class GetIndexInfoResponse(_message.Message):
         max_batch_items: _builtins.int = ...,
         lease_ttl_ms: _builtins.int = ...,
         store_reachable: _builtins.bool = ...,
+        peer_version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer_version", b"peer_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "max_batch_items", b"max_batch_items", "max_match_chunks", b"max_match_chunks", "store", b"store", "store_reachable", b"store_reachable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "max_batch_items", b"max_batch_items", "max_match_chunks", b"max_match_chunks", "peer_version", b"peer_version", "store", b"store", "store_reachable", b"store_reachable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,7 +135,7 @@ class IndexServiceServicer(object):
 
     def OpenKeyspace(self, request, context):
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +165,7 @@ class IndexServiceServicer(object):
 
     def RegisterNode(self, request, context):
         """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+        FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

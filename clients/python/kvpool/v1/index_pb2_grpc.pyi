@@ -37,7 +37,7 @@ class IndexServiceStub:
     def __new__(cls, channel: _aio.Channel) -> IndexServiceAsyncStub: ...
     OpenKeyspace: _grpc.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
@@ -49,7 +49,7 @@ class IndexServiceStub:
     """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+    FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
     """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
@@ -102,7 +102,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenKeyspace: _aio.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]  # type: ignore[assignment]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _aio.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]  # type: ignore[assignment]
     """The tenant's keyspaces, ordered by name. No errors of its own."""
@@ -114,7 +114,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+    FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
@@ -170,7 +170,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.OpenKeyspaceResponse, _abc.Awaitable[_index_pb2.OpenKeyspaceResponse]]:
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
 
     @_abc_1.abstractmethod
@@ -206,7 +206,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RegisterNodeResponse, _abc.Awaitable[_index_pb2.RegisterNodeResponse]]:
         """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+        FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
         """
 
     @_abc_1.abstractmethod

@@ -144,6 +144,7 @@ class SessionOpen(_message.Message):
     PREVIOUS_DRAINED_FIELD_NUMBER: _builtins.int
     EXPECTED_INCARNATION_FIELD_NUMBER: _builtins.int
     WANTS_ARENA_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     peer_name: _builtins.str
     """Peer's name for logs and status, for example "agent-0". At most 128 characters."""
     previous_session_id: _builtins.bytes
@@ -158,6 +159,10 @@ class SessionOpen(_message.Message):
     def keyspaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKeyspace]:
         """Keyspaces the session may use: each must belong to the caller's tenant. More may be added by `add_keyspace`."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the peer speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -167,10 +172,11 @@ class SessionOpen(_message.Message):
         previous_drained: _builtins.bool = ...,
         expected_incarnation: _builtins.int = ...,
         wants_arena: _builtins.bool = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "peer_name", b"peer_name", "previous_drained", b"previous_drained", "previous_session_id", b"previous_session_id", "wants_arena", b"wants_arena"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "peer_name", b"peer_name", "previous_drained", b"previous_drained", "previous_session_id", b"previous_session_id", "version", b"version", "wants_arena", b"wants_arena"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,6 +223,7 @@ class SessionOpened(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     MAX_LEASES_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16-byte session id."""
     incarnation: _builtins.int
@@ -231,6 +238,10 @@ class SessionOpened(_message.Message):
     """A session may hold at most this many leases of each kind (window); more are RESOURCE_EXHAUSTED per item."""
     node_id: _builtins.bytes
     """16-byte node id of the pagestore."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the pagestore speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -241,10 +252,11 @@ class SessionOpened(_message.Message):
         heartbeat_interval_ms: _builtins.int = ...,
         max_leases: _builtins.int = ...,
         node_id: _builtins.bytes = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "max_leases", b"max_leases", "node_id", b"node_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "max_leases", b"max_leases", "node_id", b"node_id", "session_id", b"session_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +788,7 @@ class SessionRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, echoed in the answers; 0 for heartbeat and close."""
     @_builtins.property
@@ -814,6 +827,10 @@ class SessionRequest(_message.Message):
     def close(self) -> Global___SessionClose:
         """Normal end."""
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """Trace that the request belongs to. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -827,10 +844,11 @@ class SessionRequest(_message.Message):
         release: Global___ReleaseRequest | None = ...,
         heartbeat: Global___SessionHeartbeat | None = ...,
         close: Global___SessionClose | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "reserve", b"reserve", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "request_id", b"request_id", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "add_keyspace", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "close"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -1281,6 +1299,7 @@ class ReadPagesRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     KEYSPACES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     expected_incarnation: _builtins.int
     """Incarnation the reader expects, from a match; 0 means any."""
     frame_bytes: _builtins.int
@@ -1293,6 +1312,10 @@ class ReadPagesRequest(_message.Message):
     def keyspaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKeyspace]:
         """The spec of each keyspace that keys name."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the reader speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1323,11 @@ class ReadPagesRequest(_message.Message):
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         frame_bytes: _builtins.int = ...,
         keyspaces: _abc.Iterable[Global___SessionKeyspace] | None = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "frame_bytes", b"frame_bytes", "keys", b"keys", "keyspaces", b"keyspaces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "frame_bytes", b"frame_bytes", "keys", b"keys", "keyspaces", b"keyspaces", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1372,6 +1396,7 @@ class WritePagesOpen(_message.Message):
     EXPECTED_INCARNATION_FIELD_NUMBER: _builtins.int
     KEYSPACES_FIELD_NUMBER: _builtins.int
     REQUIRE_DURABLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     expected_incarnation: _builtins.int
     """Incarnation the writer expects; 0 means any."""
     require_durable: _builtins.bool
@@ -1380,16 +1405,21 @@ class WritePagesOpen(_message.Message):
     def keyspaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKeyspace]:
         """The spec of each keyspace that pages belong to."""
 
+    @_builtins.property
+    def version(self) -> _common_pb2.PeerVersion:
+        """What the writer speaks; unset: an early release."""
+
     def __init__(
         self,
         *,
         expected_incarnation: _builtins.int = ...,
         keyspaces: _abc.Iterable[Global___SessionKeyspace] | None = ...,
         require_durable: _builtins.bool = ...,
+        version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "require_durable", b"require_durable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "require_durable", b"require_durable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

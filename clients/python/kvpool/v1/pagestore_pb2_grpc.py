@@ -83,7 +83,7 @@ class PageStoreServiceServicer(object):
     def Session(self, request_iterator, context):
         """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
         session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -414,7 +414,7 @@ class PageTransferServiceServicer(object):
 
     def ReadPages(self, request, context):
         """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -422,7 +422,7 @@ class PageTransferServiceServicer(object):
 
     def WritePages(self, request_iterator, context):
         """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION).
+        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

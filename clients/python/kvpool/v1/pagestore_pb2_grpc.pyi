@@ -39,7 +39,7 @@ class PageStoreServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_pagestore_pb2.SessionRequest, _pagestore_pb2.SessionResponse]
     """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
     session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
     """
     Flush: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]
     """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
@@ -76,7 +76,7 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     Session: _aio.StreamStreamMultiCallable[_pagestore_pb2.SessionRequest, _pagestore_pb2.SessionResponse]  # type: ignore[assignment]
     """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
     session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
     """
     Flush: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]  # type: ignore[assignment]
     """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
@@ -116,7 +116,7 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.SessionResponse], _abc.AsyncIterator[_pagestore_pb2.SessionResponse]]:
         """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
         session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
         """
 
     @_abc_1.abstractmethod
@@ -193,11 +193,11 @@ class PageTransferServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PageTransferServiceAsyncStub: ...
     ReadPages: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ReadPagesRequest, _pagestore_pb2.PageFrame]
     """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
     """
     WritePages: _grpc.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]
     """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION).
+    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
     """
 
 @_typing.type_check_only
@@ -211,11 +211,11 @@ class PageTransferServiceAsyncStub(PageTransferServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReadPages: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ReadPagesRequest, _pagestore_pb2.PageFrame]  # type: ignore[assignment]
     """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
     """
     WritePages: _aio.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]  # type: ignore[assignment]
     """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION).
+    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
     """
 
 class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -232,7 +232,7 @@ class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.PageFrame], _abc.AsyncIterator[_pagestore_pb2.PageFrame]]:
         """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
         """
 
     @_abc_1.abstractmethod
@@ -242,7 +242,7 @@ class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.WritePagesResponse], _abc.AsyncIterator[_pagestore_pb2.WritePagesResponse]]:
         """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION).
+        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
         """
 
 def add_PageTransferServiceServicer_to_server(servicer: PageTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

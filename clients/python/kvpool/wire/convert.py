@@ -75,6 +75,14 @@ def enum_from_proto(value: int, kind: type[EnumT], name: str) -> EnumT:
         raise InvalidRequest(f"{name} {value} is unspecified or unknown; use one of {known}") from None
 
 
+def is_newer(value: int, kind: type[IntEnum]) -> bool:
+    """Whether an answer holds a value that only a newer release has a name for.
+
+    Such an answer is no error: the part of it that the value is about counts as not there.
+    """
+    return value > max(kind)
+
+
 def hashes_to_bytes(hashes: Iterable[bytes]) -> bytes:
     """Concatenate 16-byte hashes. Raises InvalidRequest with the index of a malformed one."""
     parts = list(hashes)

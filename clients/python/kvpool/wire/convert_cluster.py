@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
-from kvpool.wire.convert import check_count, check_id, check_optional_id, enum_from_proto
+from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
+from kvpool.wire.versions import own_version_to_proto
 
 _ENDPOINT_CHARACTERS_MAX = 1024
 _KEPT_PARTS = 1024
+_LAST_TIER = max(Tier)
 
 
 def node_info_to_proto(node: cluster.NodeInfo) -> index_pb2.NodeInfo:
@@ -123,6 +126,23 @@ def location_from_proto(message: common_pb2.Location) -> cluster.Location:
     )
 
 
+def known_locations_from_proto(messages: Iterable[common_pb2.Location]) -> tuple[cluster.Location, ...]:
+    """Without those in tiers that only a newer release knows. Raises InvalidRequest naming the malformed one."""
+    return tuple(
+        convert_items([one for one in messages if not is_newer(one.tier, Tier)], location_from_proto, "location")
+    )
+
+
+def known_nodes_from_proto(messages: Iterable[index_pb2.NodeInfo]) -> tuple[cluster.NodeInfo, ...]:
+    """Without those of kinds that only a newer release knows. Raises InvalidRequest."""
+    return tuple(node_info_from_proto(one) for one in messages if is_node_known(one))
+
+
+def is_node_known(message: index_pb2.NodeInfo) -> bool:
+    """Whether the node is of a kind that this release knows."""
+    return not is_newer(message.kind, cluster.NodeKind)
+
+
 def location_change_to_proto(change: cluster.LocationChange) -> index_pb2.LocationChange:
     """One change of an announce batch."""
     return index_pb2.LocationChange(
@@ -215,15 +235,21 @@ def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMat
     runs = tuple(
         cluster.MatchRun(
             chunk_count=check_count(run.chunk_count, "run.chunk_count", least=1),
-            locations=tuple([_known_location(place.SerializeToString()) for place in run.locations]),
+            locations=tuple(
+                [_known_location(place.SerializeToString()) for place in run.locations if place.tier <= _LAST_TIER]
+            ),
         )
         for run in message.runs
     )
     if sum(run.chunk_count for run in runs) != message.matched_chunks:
         raise InvalidRequest(f"runs do not sum up to matched_chunks {message.matched_chunks}")
-    named = [_known_node(node.SerializeToString()) for node in message.nodes]
+    for at, (told, run) in enumerate(zip(message.runs, runs, strict=True)):
+        if told.locations and not run.locations:  # from here on it is where only a newer release can go
+            runs = runs[:at]
+            break
+    named = [_known_node(node.SerializeToString()) for node in message.nodes if is_node_known(node)]
     return cluster.ChainMatch(
-        matched_chunks=message.matched_chunks, runs=runs, nodes={node.node_id: node for node in named}
+        matched_chunks=sum(run.chunk_count for run in runs), runs=runs, nodes={node.node_id: node for node in named}
     )
 
 
@@ -247,6 +273,7 @@ def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoRespon
         max_batch_items=info.max_batch_items,
         lease_ttl_ms=info.lease_ttl_ms,
         store_reachable=info.store_reachable,
+        peer_version=own_version_to_proto(),
     )
 
 

@@ -17,7 +17,7 @@ from kvpool.core.keyspace import (
     PayloadKind,
 )
 from kvpool.v1 import common_pb2, pagestore_pb2
-from kvpool.wire.convert import check_id, convert_items, enum_from_proto
+from kvpool.wire.convert import check_id, convert_items, enum_from_proto, is_newer
 
 
 def spec_to_proto(spec: KeyspaceSpec) -> common_pb2.KeyspaceSpec:
@@ -53,6 +53,13 @@ def _group_to_proto(group: KvGroup) -> common_pb2.KvGroup:
         attention=common_pb2.AttentionKind.ValueType(group.attention),
         window_tokens=group.window_tokens,
     )
+
+
+def is_spec_known(message: common_pb2.KeyspaceSpec) -> bool:
+    """Whether this release knows all that it says; if not, the keyspace is one of newer engines."""
+    known = (message.dtype, Dtype), (message.codec, Codec), (message.payload_kind, PayloadKind)
+    attention = [(group.attention, AttentionKind) for group in message.groups]
+    return not any(is_newer(value, kind) for value, kind in (*known, *attention))
 
 
 def spec_from_proto(message: common_pb2.KeyspaceSpec, name: str = "spec") -> KeyspaceSpec:

@@ -8,7 +8,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.core.retention import Retention, RetentionRange
 from kvpool.v1 import common_pb2
-from kvpool.wire.convert import check_count, check_id, convert_items, enum_from_proto
+from kvpool.wire.convert import check_count, check_id, convert_items, enum_from_proto, is_newer
 
 MAX_RETENTION_RANGES = 64
 
@@ -78,6 +78,11 @@ def policy_from_proto(message: common_pb2.KeyspacePolicy) -> KeyspacePolicy:
     )
     policy.check()
     return policy
+
+
+def is_policy_known(message: common_pb2.KeyspacePolicy) -> bool:
+    """Whether all that it says is known to this release; if not, the policy is left to nodes that are newer."""
+    return not is_newer(message.write_policy, WritePolicy) and not is_newer(message.staging, StagingMode)
 
 
 def versioned_policy_to_proto(versioned: VersionedPolicy) -> common_pb2.VersionedPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.core import cluster
 from kvpool.v1 import index_pb2
-from kvpool.wire.convert_cluster import node_info_from_proto, node_info_to_proto
+from kvpool.wire.convert_cluster import is_node_known, node_info_from_proto, node_info_to_proto
 
 
 def route_to_proto(answer: cluster.RouteAnswer) -> index_pb2.RouteResponse:
@@ -30,7 +30,7 @@ def route_from_proto(message: index_pb2.RouteResponse) -> cluster.RouteAnswer:
             matched_chunks=each.matched_chunks,
             score=each.score,
             arena_fill=each.arena_fill,
-            nodes=tuple(_node_from_proto(node) for node in each.nodes),
+            nodes=tuple(_node_from_proto(node) for node in each.nodes if is_node_known(node.node)),
         )
         for each in message.candidates
     )

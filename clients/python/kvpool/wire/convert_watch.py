@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from kvpool.core import cluster
-from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import index_pb2
-from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items
-from kvpool.wire.convert_cluster import location_from_proto, location_to_proto, node_info_from_proto, node_info_to_proto
+from kvpool.wire.convert import check_count, check_id, check_optional_id
+from kvpool.wire.convert_cluster import (
+    is_node_known,
+    known_locations_from_proto,
+    known_nodes_from_proto,
+    location_to_proto,
+    node_info_from_proto,
+    node_info_to_proto,
+)
 
 
 def index_event_to_proto(event: cluster.IndexEvent) -> index_pb2.WatchResponse:
@@ -35,15 +41,15 @@ def chunk_batch_to_proto(batch: cluster.ChunkBatch) -> index_pb2.ChunkEvents:
     return index_pb2.ChunkEvents(events=[_chunk_to_proto(event) for event in batch.events])
 
 
-def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent:
-    """Raises InvalidRequest for an event of no kind that this version knows."""
+def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEvent | None:
+    """None for an event that only a newer release knows. Raises InvalidRequest for a malformed one."""
     event: cluster.ChunkEvent | cluster.NodeEvent | cluster.ResyncEvent | cluster.ChunkBatch | cluster.HeartbeatEvent
     match message.WhichOneof("event"):
         case "chunk":
             event = _chunk_from_proto(message.chunk)
         case "chunks":
             event = cluster.ChunkBatch(events=tuple(_chunk_from_proto(chunk) for chunk in message.chunks.events))
-        case "node":
+        case "node" if is_node_known(message.node.node):
             event = cluster.NodeEvent(node=node_info_from_proto(message.node.node), alive=message.node.alive)
         case "heartbeat":
             event = cluster.HeartbeatEvent(
@@ -51,10 +57,10 @@ def index_event_from_proto(message: index_pb2.WatchResponse) -> cluster.IndexEve
                 watch_age_ms=check_count(message.heartbeat.watch_age_ms, "heartbeat.watch_age_ms"),
             )
         case "resync":
-            nodes = tuple(node_info_from_proto(node) for node in message.resync.nodes)
+            nodes = known_nodes_from_proto(message.resync.nodes)
             event = cluster.ResyncEvent(cause=message.resync.cause, nodes=nodes)
         case _:
-            raise InvalidRequest("a watch event of a kind that this version does not know")
+            return None
     return cluster.IndexEvent(position=message.position, event=event)
 
 
@@ -73,6 +79,6 @@ def _chunk_from_proto(message: index_pb2.ChunkEvent) -> cluster.ChunkEvent:
         keyspace=check_id(message.keyspace_id, "chunk.keyspace_id"),
         chunk_hash=message.chunk_hash,
         group_head_hash=check_optional_id(message.group_head_hash, "chunk.group_head_hash"),
-        locations=tuple(convert_items(message.locations, location_from_proto, "location")),
+        locations=known_locations_from_proto(message.locations),
         version=message.version,
     )

@@ -33,6 +33,7 @@ STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingPro
         errors.LeaseLost: grpc.StatusCode.FAILED_PRECONDITION,
         errors.SessionUnknown: grpc.StatusCode.FAILED_PRECONDITION,
         errors.SessionBusy: grpc.StatusCode.FAILED_PRECONDITION,
+        errors.WireVersionRefused: grpc.StatusCode.FAILED_PRECONDITION,
         errors.DrainBlocked: grpc.StatusCode.FAILED_PRECONDITION,
         errors.KeyspaceUnknown: grpc.StatusCode.NOT_FOUND,
         errors.NodeUnknown: grpc.StatusCode.NOT_FOUND,

@@ -4,8 +4,9 @@ Order, outermost first, and why:
 
 1. metrics: counts what the client sees, so it must be outside of everything that changes the outcome;
 2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
-3. auth: nobody spends work or time on a caller that is not known;
-4. deadline: nearest to the handler, whose run time it bounds.
+3. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
+4. auth: nobody spends work or time on a caller that is not known;
+5. deadline: nearest to the handler, whose run time it bounds.
 
 `aio_interceptors` and `sync_interceptors` build the list in that order.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_server.interceptors.auth import (
     AioAuth,
     Authenticator,
@@ -25,6 +27,7 @@ from kvpool_server.interceptors.auth import (
 from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
 from kvpool_server.interceptors.errors import AioErrors, SyncErrors
 from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
+from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
 
 __all__ = [
     "Authenticator",
@@ -39,14 +42,16 @@ __all__ = [
 
 
 def aio_interceptors(
-    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy
+    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy, tracer: Tracer = NO_TRACER
 ) -> Sequence[grpc.aio.ServerInterceptor]:
     """The interceptors of a grpc.aio server, outermost first."""
-    return [AioMetrics(metrics), AioErrors(), AioAuth(authenticator), AioDeadline(deadlines)]
+    tracing = [AioTracing(tracer)] if tracer.recording else []
+    return [AioMetrics(metrics), AioErrors(), *tracing, AioAuth(authenticator), AioDeadline(deadlines)]
 
 
 def sync_interceptors(
-    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy
+    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy, tracer: Tracer = NO_TRACER
 ) -> Sequence[grpc.ServerInterceptor]:
     """The interceptors of a thread-pool server, outermost first."""
-    return [SyncMetrics(metrics), SyncErrors(), SyncAuth(authenticator), SyncDeadline(deadlines)]
+    tracing = [SyncTracing(tracer)] if tracer.recording else []
+    return [SyncMetrics(metrics), SyncErrors(), *tracing, SyncAuth(authenticator), SyncDeadline(deadlines)]

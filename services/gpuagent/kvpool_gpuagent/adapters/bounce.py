@@ -7,11 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import numpy as np
 
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.errors import ArenaFull
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.adapters.budget import Budget
 
 _log = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ class BounceBuffers:
 class PeerClients:
     """One client per bulk endpoint, and the threads that run their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
+        self._tracer = tracer
         self._clients: dict[str, PageTransferClient] = {}
         self._lock = threading.Lock()  # calls ask for clients on their own threads
         self._threads = ThreadPoolExecutor(STREAM_THREADS, thread_name_prefix="stream")
@@ -74,12 +77,13 @@ class PeerClients:
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:
-                client = self._clients[endpoint] = PageTransferClient(endpoint)
+                client = self._clients[endpoint] = PageTransferClient(endpoint, tracer=self._tracer)
             return client
 
     async def run(self, job: Callable[[], None]) -> None:
         """Run a call on a thread. It goes on when its caller is cancelled: see BounceBuffers for who owns what then."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, job)
+        # With the caller's context: the call belongs to its trace.
+        await asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, job)
 
     def close(self) -> None:
         """End all connections; running calls fail, and are waited for."""

@@ -13,6 +13,7 @@ from kvpool.client.transfer_batches import PageToWrite
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.ports import PullItem, PushItem, RemoteSource, Stop
 
 _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are closed first
@@ -21,8 +22,11 @@ _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are close
 class GrpcPeerPages:
     """A ports.PeerPages. One connection per peer, shared by its pulls; an idle one is closed by gRPC after a minute."""
 
-    def __init__(self, *, metadata: Sequence[tuple[str, str]] = (), peers_max: int = _PEERS_MAX) -> None:
+    def __init__(
+        self, *, metadata: Sequence[tuple[str, str]] = (), peers_max: int = _PEERS_MAX, tracer: Tracer = NO_TRACER
+    ) -> None:
         """`metadata` goes with every call: this node's credentials."""
+        self._tracer = tracer
         self._metadata = metadata
         self._peers_max = peers_max
         self._lock = threading.Lock()
@@ -106,7 +110,8 @@ class GrpcPeerPages:
                 raise ServiceUnavailable("this pagestore is shutting down")
             peer = self._peers.get(endpoint)
             if peer is None:
-                peer = self._peers[endpoint] = _Peer(PageTransferClient(endpoint, metadata=self._metadata))
+                client = PageTransferClient(endpoint, metadata=self._metadata, tracer=self._tracer)
+                peer = self._peers[endpoint] = _Peer(client)
             self._peers.move_to_end(endpoint)
             peer.pull_count += 1
         try:

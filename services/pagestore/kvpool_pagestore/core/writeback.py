@@ -46,6 +46,7 @@ class DirtyPage:
     error: KvPoolError | None = None  # of the last try
     durable: bool = False
     state: WriteState = WriteState.WAITING
+    cause: object | None = None  # trace of the request that committed it
 
     @property
     def wanted(self) -> bool:

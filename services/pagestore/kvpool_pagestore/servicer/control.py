@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, page_key_from_proto
@@ -27,7 +28,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
     """`tenant` tells whose call is being handled."""
 
-    def __init__(self, engine: PageStoreEngine, tenant: Callable[[], str], limits: SessionLimits) -> None:
+    def __init__(
+        self, engine: PageStoreEngine, tenant: Callable[[], str], limits: SessionLimits, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._tracer = tracer
         self._engine = engine
         self._tenant = tenant
         self._limits = limits
@@ -40,7 +44,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
             raise InvalidRequest("the first message of a session must be `open`")
         request = session_request_from_proto(first.open, self._tenant())
         peer = await self._engine.open_session(request, first.open.expected_incarnation)
-        stream = SessionStream(self._engine, self._limits, peer)
+        stream = SessionStream(self._engine, self._limits, peer, self._tracer)
         async with aclosing(stream.answers(first.request_id, request_iterator)) as answers:
             async for answer in answers:
                 yield answer

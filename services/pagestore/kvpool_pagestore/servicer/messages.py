@@ -17,6 +17,7 @@ from kvpool.wire.convert import (
     page_metadata_from_proto,
 )
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
@@ -34,6 +35,7 @@ _ADMISSIONS = {Admission.EXISTS: pb.ADMISSION_EXISTS, Admission.PENDING: pb.ADMI
 
 
 def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionRequest:
+    check_peer_version(message.version, "the peer")
     if len(message.peer_name) > _MAX_PEER_NAME_CHARS:
         raise InvalidRequest(f"peer_name must be at most {_MAX_PEER_NAME_CHARS} characters")
     return SessionRequest(

@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded
+from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import common_pb2
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.versions import own_version_to_proto
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.servicer import messages
+from kvpool_pagestore.servicer.spans import AcquireSpan, note_committed, note_reserved, request_span
+from kvpool_server.logs import note_request
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +41,10 @@ class SessionLimits:
 class SessionStream:
     """Serves one stream. Whatever ends it, the session is over afterwards: closed if the peer said so, else ended."""
 
-    def __init__(self, engine: PageStoreEngine, limits: SessionLimits, peer: PeerSession) -> None:
+    def __init__(
+        self, engine: PageStoreEngine, limits: SessionLimits, peer: PeerSession, tracer: Tracer = NO_TRACER
+    ) -> None:
+        self._tracer = tracer
         self._engine = engine
         self._limits = limits
         self._peer = peer
@@ -81,6 +88,7 @@ class SessionStream:
                 heartbeat_interval_ms=limits.heartbeat_interval_ms,
                 max_leases=limits.max_leases,
                 node_id=limits.node_id,
+                version=own_version_to_proto(),
             ),
         )
 
@@ -102,6 +110,7 @@ class SessionStream:
             self._end(KvPoolError("the session failed; the log of the pagestore says why"))
 
     async def _serve(self, request: pb.SessionRequest) -> None:
+        note_request(request.request_id)
         try:
             await self._dispatch(request)
         except KvPoolError as error:
@@ -112,13 +121,11 @@ class SessionStream:
         kind = request.WhichOneof("kind")
         number = request.request_id
         if kind == "reserve":
-            items = messages.reserve_items_from_proto(request.reserve, self._limits.max_leases)
-            answers = await self._engine.pages.reserve(self._peer, items)
-            await self._answer(number, reserve=messages.reserve_results_to_proto(answers))
+            await self._reserve(request)
         elif kind == "commit":
-            self._start_commit(number, request.commit)
+            self._start_commit(request)
         elif kind == "acquire":
-            self._start_acquire(number, request.acquire)
+            self._start_acquire(request)
         elif kind == "release":
             self._engine.pages.release(self._peer, request.release.lease_ids, request.release.corrupt_lease_ids)
             await self._answer(number, release=pb.ReleaseResponse())
@@ -133,28 +140,41 @@ class SessionStream:
         else:
             raise InvalidRequest("`open` may come only once, as the first message; every message must have a kind")
 
-    def _start_commit(self, number: int, message: pb.CommitRequest) -> None:
+    async def _reserve(self, request: pb.SessionRequest) -> None:
+        with request_span(self._tracer, request, len(request.reserve.items)) as span:
+            items = messages.reserve_items_from_proto(request.reserve, self._limits.max_leases)
+            answers = await self._engine.pages.reserve(self._peer, items)
+            note_reserved(span, answers)
+        await self._answer(request.request_id, reserve=messages.reserve_results_to_proto(answers))
+
+    def _start_commit(self, request: pb.SessionRequest) -> None:
         self._take_turn()
-        task = asyncio.get_running_loop().create_task(self._commit(number, list(message.lease_ids)), name="commit")
+        task = asyncio.get_running_loop().create_task(self._commit(request), name="commit")
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
 
-    async def _commit(self, number: int, lease_ids: Sequence[int]) -> None:
+    async def _commit(self, request: pb.SessionRequest) -> None:
+        lease_ids = list(request.commit.lease_ids)
         try:
-            errors = await self._engine.pages.commit(self._peer, lease_ids)
-            await self._answer(number, commit=messages.lease_results_to_proto(errors))
+            with request_span(self._tracer, request, len(lease_ids)) as span:
+                errors = await self._engine.pages.commit(self._peer, lease_ids)
+                note_committed(span, errors)
+            await self._answer(request.request_id, commit=messages.lease_results_to_proto(errors))
         except KvPoolError as error:
             self._end(error)
         finally:
             self._in_flight -= 1
 
-    def _start_acquire(self, number: int, message: pb.AcquireRequest) -> None:
-        wanted = messages.wanted_pages_from_proto(message, self._limits.max_leases)
-        wait_s = messages.wait_s_from_proto(message)
+    def _start_acquire(self, request: pb.SessionRequest) -> None:
+        number = request.request_id
+        wanted = messages.wanted_pages_from_proto(request.acquire, self._limits.max_leases)
+        wait_s = messages.wait_s_from_proto(request.acquire)
         self._take_turn()
+        told = AcquireSpan(request_span(self._tracer, request, len(wanted)))
 
         def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
             self._in_flight -= final
+            told.settled(acquired, final)
             part = messages.acquired_to_proto(acquired, final)
             try:
                 self._outbox.put_nowait(pb.SessionResponse(request_id=number, acquire=part))
@@ -162,9 +182,11 @@ class SessionStream:
                 self._engine.sessions.end(self._peer, "its peer does not read")
 
         try:
-            self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
-        except KvPoolError:  # nothing was begun
+            with told.span.current():
+                self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
+        except KvPoolError as error:  # nothing was begun
             self._in_flight -= 1
+            told.refused(error)
             raise
 
     def _take_turn(self) -> None:

@@ -15,12 +15,12 @@ from kvpool.client.fds import offer_fd
 from kvpool.client.pool import KvPool
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.sync import BackgroundLoop
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 ResultT = TypeVar("ResultT")
 # The cluster is not there now, but it may come: everything else needs another configuration.
-_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable)
+_LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 _CLOSE_TIMEOUT_S = 10.0
 
 

@@ -1,0 +1,1 @@
+"""OpenTelemetry behind kvpool.core.tracing. Imported, and paid for, only where the environment asks for it."""

@@ -1,0 +1,90 @@
+"""What spans and logs tell of the requests of a session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextvars import copy_context
+
+from kvpool.core.errors import KvPoolError
+from kvpool.core.tracing import BYTES, NO_SPAN, PAGES, REQUEST_ID, SERVED_PAGES, Span, Tracer, rpc_attributes
+from kvpool.v1 import pagestore_pb2 as pb
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_pages import ReserveAnswer
+from kvpool_server.logs import fields
+
+_log = logging.getLogger(__name__)
+
+_RPC = rpc_attributes("PageStoreService", "Session")
+
+
+def request_span(tracer: Tracer, request: pb.SessionRequest, page_count: int) -> Span:
+    """The pagestore's span of a reserve, commit or acquire."""
+    if not tracer.recording:
+        return NO_SPAN
+    attributes = {**_RPC, PAGES: page_count, REQUEST_ID: request.request_id}
+    return tracer.request(f"pagestore.{request.WhichOneof('kind')}", request.trace, attributes=attributes)
+
+
+def note_reserved(span: Span, answers: Sequence[ReserveAnswer]) -> None:
+    """How a reserve ended; the rest are there already, or refused."""
+    if span.recording:
+        granted = sum(isinstance(answer, Grant) for answer in answers)
+        span.set({SERVED_PAGES: granted})
+        _note_errors(span, answers)
+        _log.debug("reserve ended", extra=fields(pages=len(answers), served_pages=granted))
+
+
+def note_committed(span: Span, errors: Sequence[KvPoolError | None]) -> None:
+    """How a commit ended."""
+    if span.recording:
+        span.set({SERVED_PAGES: errors.count(None)})
+        _note_errors(span, errors)
+        _log.debug("commit ended", extra=fields(pages=len(errors), served_pages=errors.count(None)))
+
+
+def _note_errors(span: Span, answers: Sequence[object]) -> None:
+    error = next((answer for answer in answers if isinstance(answer, KvPoolError)), None)
+    if error is not None:
+        span.fail(error)
+
+
+class AcquireSpan:
+    """The span of an acquire, whose items settle one after another."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self._context = copy_context()  # of the request: the last item may settle in that of a disk read or a pull
+        self._pages: dict[str, int] = {}  # by where they came from, misses as "miss"
+        self._size_bytes = 0
+
+    def settled(self, acquired: Sequence[Acquired], final: bool) -> None:
+        """Some items are decided; the span ends with the last of them."""
+        if not self.span.recording:
+            return
+        for one in acquired:
+            source = one.source.value if one.source is not None else "miss"
+            self._pages[source] = self._pages.get(source, 0) + 1
+            if one.grant is not None:
+                self._size_bytes += one.grant.slot.page.page_bytes
+            if one.error is not None:
+                self.span.fail(one.error)
+        if final:
+            self._end()
+
+    def _end(self) -> None:
+        hit_count = sum(count for source, count in self._pages.items() if source != "miss")
+        told = {f"kvpool.pages.{source}": count for source, count in self._pages.items()}
+        self.span.set({**told, SERVED_PAGES: hit_count, BYTES: self._size_bytes})
+        self._context.run(self._log_end, hit_count)
+        self.span.end()
+
+    def _log_end(self, hit_count: int) -> None:
+        with self.span.current():
+            _log.debug("acquire ended", extra=fields(pages=sum(self._pages.values()), served_pages=hit_count))
+
+    def refused(self, error: KvPoolError) -> None:
+        """Nothing was begun."""
+        self.span.fail(error)
+        self.span.end()

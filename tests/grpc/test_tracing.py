@@ -1,0 +1,205 @@
+"""One request followed from an engine's own span over every border between processes, in spans and in log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from opentelemetry import trace
+
+from kvpool.client.hashing import Chain
+from kvpool.client.pool import KvPool
+from kvpool.testing import eventually
+from kvpool.v1 import index_pb2, pagestore_pb2
+from kvpool_server.logs import LogFormat, LogLevel, configure_logs, show_trace_of
+from tests.fixtures.agent import SPEC, EngineProcess
+from tests.fixtures.traced_cluster import Collector, Host, names, traced_host, traced_index
+
+CHUNKS = 3
+TOKENS = np.random.default_rng(5).integers(0, 1 << 30, CHUNKS * SPEC.chunk_tokens + 1, dtype=np.uint32)
+
+
+@pytest.fixture
+def log_lines() -> Iterator[io.StringIO]:
+    """JSON lines at level debug, as a service writes them; the root logger is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure_logs(service="test", level=LogLevel.DEBUG, log_format=LogFormat.JSON, stream=stream)
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def block_table(engine: EngineProcess) -> list[int]:
+    return [int(block) for block in engine.blocks.ravel()]
+
+
+async def store(pool: KvPool, engine: EngineProcess, chain: Chain) -> None:
+    engine.compute(chain, range(CHUNKS))
+    ticket = await pool.store(chain, block_table(engine), first_chunk=0, end_chunk=CHUNKS)
+    assert (await ticket.report(10.0)).stored_chunks == CHUNKS
+
+
+async def load_as_one_request(host: Host, pool: KvPool, engine: EngineProcess) -> tuple[Chain, int]:
+    """Match and load inside of the engine's own span; its trace id."""
+    chain = pool.chain(TOKENS)
+
+    async def found() -> bool:
+        return (await pool.match(chain)).matched_chunks == CHUNKS
+
+    await eventually(found)
+    engines_own: Any = host.tracer
+    with engines_own._tracer.start_as_current_span("llm_request") as span:
+        match = await pool.match(chain)
+        report = await pool.load(chain, block_table(engine), first_chunk=0, end_chunk=match.matched_chunks)
+    assert report.loaded_chunks == CHUNKS
+    assert engine.holds(chain, range(CHUNKS))
+    return chain, span.get_span_context().trace_id
+
+
+async def test_one_request_is_one_trace_across_all_services(log_lines: io.StringIO) -> None:
+    collector = Collector()
+    async with (
+        traced_index(collector) as index,
+        traced_host("a", index, collector) as a,
+        traced_host("b", index, collector) as b,
+    ):
+        show_trace_of(a.tracer)
+        pool_a, engine_a = await a.open_pool()
+        await store(pool_a, engine_a, pool_a.chain(TOKENS))
+        pool_b, engine_b = await b.open_pool()
+        _, trace_id = await load_as_one_request(b, pool_b, engine_b)
+        await pool_a.close()
+        await pool_b.close()
+
+    def one(name: str) -> Any:
+        return collector.named(name, trace_id)[0]
+
+    assert collector.lineage(one("index.store.read")) == [
+        "index/index.store.read",
+        "index/index.match",
+        "gpuagent-b/kvpool.index.match",
+        "gpuagent-b/gpuagent.match",
+        "engine-b/kvpool.match",
+        "engine-b/llm_request",
+    ]
+    assert collector.lineage(one("kvpool.v1.PageTransferService/ReadPages")) == [
+        "pagestore-a/kvpool.v1.PageTransferService/ReadPages",
+        "pagestore-b/pagestore.pull",
+        "pagestore-b/pagestore.acquire",
+        "gpuagent-b/kvpool.pagestore.acquire",
+        "gpuagent-b/gpuagent.load",
+        "engine-b/kvpool.load",
+        "engine-b/llm_request",
+    ]
+    assert collector.lineage(one("gpuagent.verify_and_scatter"))[1] == "gpuagent-b/gpuagent.load"
+    assert one("kvpool.load").attributes["kvpool.tokens.remote"] == CHUNKS * SPEC.chunk_tokens
+    assert one("pagestore.acquire").attributes["kvpool.pages.remote"] == CHUNKS * 2
+    assert all(span.status.status_code is not trace.StatusCode.ERROR for _, span in collector.spans(trace_id))
+    lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
+    told = {line["logger"]: line for line in lines if line.get("trace_id") == f"{trace_id:032x}"}
+    spans = {f"{span.context.span_id:016x}" for _, span in collector.spans(trace_id)}
+    for part in ("kvpool_gpuagent", "kvpool_index", "kvpool_pagestore"):
+        line = next(line for logger, line in told.items() if logger.startswith(part))
+        assert line["span_id"] in spans
+        assert line["request_id"] > 0
+
+
+async def test_a_store_is_one_trace_and_its_write_back_is_linked_to_it() -> None:
+    collector = Collector()
+    async with traced_index(collector) as index, traced_host("a", index, collector) as a:
+        pool, engine = await a.open_pool()
+        await store(pool, engine, pool.chain(TOKENS))
+        await a.running.engine.flush("tenant", b"")
+        await pool.close()
+    root = collector.named("kvpool.store")[0]
+    in_trace = names(collector.spans(root.context.trace_id))
+    assert in_trace == {
+        "engine-a/kvpool.store",
+        "gpuagent-a/gpuagent.store",
+        "gpuagent-a/kvpool.pagestore.reserve",
+        "pagestore-a/pagestore.reserve",
+        "gpuagent-a/gpuagent.gather_and_seal",
+        "gpuagent-a/kvpool.pagestore.commit",
+        "pagestore-a/pagestore.commit",
+    }
+    assert collector.attributes("kvpool.store")["kvpool.chunks.served"] == CHUNKS
+    commit = collector.named("pagestore.commit")[0]
+    write_backs = collector.named("pagestore.write_back")
+    assert write_backs
+    for write_back in write_backs:
+        assert write_back.parent is None
+        assert write_back.context.trace_id != root.context.trace_id
+        assert {link.context.span_id for link in write_back.links} <= {commit.context.span_id}
+
+
+async def test_a_page_on_disk_is_promoted_as_a_part_of_the_request() -> None:
+    collector = Collector()
+    async with traced_index(collector) as index, traced_host("a", index, collector, staging="transit") as a:
+        pool, engine = await a.open_pool()
+        await store(pool, engine, pool.chain(TOKENS))
+        await a.running.engine.flush("tenant", b"")
+        engine.clear()
+        _, trace_id = await load_as_one_request(a, pool, engine)
+        await pool.close()
+    promoted = collector.named("pagestore.promote", trace_id)
+    assert len(promoted) == CHUNKS * 2
+    assert collector.lineage(promoted[0])[1:4] == [
+        "pagestore-a/pagestore.acquire",
+        "gpuagent-a/kvpool.pagestore.acquire",
+        "gpuagent-a/gpuagent.load",
+    ]
+    assert collector.attributes("pagestore.acquire", trace_id)["kvpool.pages.disk"] == CHUNKS * 2
+
+
+async def test_no_span_tells_what_a_prompt_says() -> None:
+    collector = Collector()
+    async with traced_index(collector) as index, traced_host("a", index, collector) as a:
+        pool, engine = await a.open_pool()
+        chain = pool.chain(TOKENS)
+        await store(pool, engine, chain)
+        await load_as_one_request(a, pool, engine)
+        await pool.close()
+    told = " ".join(str(dict(span.attributes or {})) for _, span in collector.spans())
+    assert chain.hashes[0].hex() not in told
+    assert all(
+        not isinstance(value, tuple) for _, span in collector.spans() for value in (span.attributes or {}).values()
+    )
+    assert not any(str(token) in told for token in TOKENS[:8])
+
+
+async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() -> None:
+    collector, traceparent = Collector(), f"00-{'a' * 32}-{'b' * 16}-01"
+    async with traced_index(collector) as index:
+        await index.stub.ListNodes(index_pb2.ListNodesRequest())
+        assert collector.spans() == []
+        await index.stub.ListNodes(index_pb2.ListNodesRequest(), metadata=(("traceparent", traceparent),))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await index.stub.OpenKeyspace(index_pb2.OpenKeyspaceRequest(name="chat"))
+        with pytest.raises(grpc.aio.AioRpcError):  # a malformed context is none, and no error
+            await index.stub.Place(index_pb2.PlaceRequest(), metadata=(("traceparent", "x" * 55),))
+    (carried,) = collector.named("kvpool.v1.IndexService/ListNodes")
+    assert carried.parent is not None and f"{carried.parent.span_id:016x}" == "b" * 16
+    refused = collector.attributes("kvpool.v1.IndexService/OpenKeyspace")
+    assert (refused["error.type"], refused["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)
+    assert collector.named("kvpool.v1.IndexService/Place")[0].parent is None
+
+
+async def test_a_refused_page_stream_tells_its_status() -> None:
+    collector = Collector()
+    async with traced_index(collector) as index, traced_host("a", index, collector) as a:
+        bulk_endpoint = a.node.bulk_endpoint
+        async with grpc.aio.insecure_channel(bulk_endpoint) as channel:
+            read: Any = channel.unary_stream("/kvpool.v1.PageTransferService/ReadPages")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read(pagestore_pb2.ReadPagesRequest(keys=[b"short"]).SerializeToString()).read()
+    told = collector.attributes("kvpool.v1.PageTransferService/ReadPages")
+    assert (told["error.type"], told["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)
