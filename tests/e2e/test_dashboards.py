@@ -42,7 +42,7 @@ def test_every_panel_has_data(tmp_path: Path) -> None:
                 offset = next(rounds)
                 tokens = [token + offset for token in TOKENS]
                 cluster.store(tokens)
-                cluster.load(tokens)
+                cluster.match_and_load(tokens)
                 waiting.difference_update([one for one in waiting if prometheus.query(filled(one))])
                 return not waiting
 
