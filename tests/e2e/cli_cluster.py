@@ -71,6 +71,12 @@ class Cluster:
         with _Engine(self.state) as engine:
             return engine.load(tokens)
 
+    def match_and_load(self, tokens: list[int]) -> LoadReport:
+        """As `load`, by an engine that has asked how much there is."""
+        with _Engine(self.state) as engine:
+            engine.match(tokens)
+            return engine.load(tokens)[0]
+
     def kill_everything(self) -> None:
         """As a power cut does."""
         state = self.state
@@ -108,6 +114,9 @@ class _Engine:
         ticket = self._pool.store(chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count)
         report = ticket.report(30)
         assert report.stored_chunks == chain.chunk_count, report
+
+    def match(self, tokens: list[int]) -> None:
+        self._pool.match(self._pool.chain(tokens))
 
     def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
         chain = self._pool.chain(tokens)

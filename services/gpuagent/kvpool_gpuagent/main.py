@@ -111,6 +111,8 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
         link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
+        for direction, bytes_per_s in (await asyncio.to_thread(engine.device.measure_link)).items():
+            engine.metrics.link_bandwidth.labels(direction).set(bytes_per_s)
         await server.start()
         await server.set_serving(True)
         linking = asyncio.ensure_future(link.start())

@@ -26,6 +26,7 @@ from kvpool_gpuagent.session import EngineMatch
 MAX_NAME_LENGTH = 128
 MAX_HANDLES = 4096  # a K and a V tensor of 500 layers, with scales, is half of it
 MAX_EVENTS = 1024
+_MAX_COMPUTE_US_PER_TOKEN = 1e7
 
 
 def handles_from_proto(messages: Sequence[gpuagent_pb2.MemoryHandle]) -> tuple[MappedHandle, ...]:
@@ -119,6 +120,12 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         retention_ranges=ranges,
         prompt_tokens=prompt_tokens,
     )
+
+
+def compute_speed_from_proto(request: gpuagent_pb2.EngineLoadRequest) -> float:
+    """Seconds a token; 0.0 for what is unknown or no such figure."""
+    us_per_token = request.compute_us_per_token
+    return us_per_token / 1e6 if 0.0 < us_per_token <= _MAX_COMPUTE_US_PER_TOKEN else 0.0
 
 
 def event_of(request: gpuagent_pb2.EngineRequest) -> EngineEvent | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvpool_gpuagent.core.bandwidth import LoadSource
+
 _PREFIX = "kvpool_gpuagent_"
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -57,11 +59,27 @@ class AgentMetrics:
         self.loaded_tokens = self._counter(
             "loaded_tokens_total", "Prompt tokens loaded for engines, by source.", "source"
         )
+        for counter in (
+            self.matched_chunks,
+            self.loaded_bytes,
+            self.loaded_tokens,
+        ):  # there from the start, as rates need
+            for source in LoadSource:
+                counter.labels(source.name.lower())
         self.failed_chunks = self._counter("failed_chunks_total", "Chunks that were not loaded, by reason.", "reason")
         self.verification_failures = self._counter(
             "verification_failures_total", "Pages that failed their check in the agent."
         )
         self.bandwidth = self._gauge("load_bandwidth_bytes_per_second", "Measured load bandwidth by source.", "source")
+        self.link_bandwidth = self._gauge(
+            "link_bandwidth_bytes_per_second", "What a plain copy reached at the start, by direction.", "direction"
+        )
+        self.saved_seconds = self._counter(
+            "saved_seconds_total", "What computing the loaded tokens would have taken, as engines say, less the loads."
+        )
+        self.lost_seconds = self._counter(
+            "lost_seconds_total", "By how much loads took longer than computing would have, as engines say."
+        )
 
     def _stores(self) -> None:
         self.store_duration = self._seconds("store_duration_seconds", "Wall time of one store.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -198,6 +198,10 @@ class Device(Protocol):
 
         Both block and may run in any thread. The device has nothing of the segment mapped after the undoing.
         """
+        ...
+
+    def measure_link(self) -> Mapping[str, float]:
+        """Bytes per second of plain copies between engine memory and the host's, by direction. Blocks; for metrics."""
         ...
 
     async def close(self) -> None:

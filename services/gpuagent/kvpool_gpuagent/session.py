@@ -23,6 +23,7 @@ from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
 from kvpool_gpuagent.launches import SessionLaunches
+from kvpool_gpuagent.load_counts import count_load
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -169,9 +170,19 @@ class EngineSession:
         return outcome
 
     async def load(
-        self, request_id: int, span: ChunkSpan, wait_s: float, report: ReportProgress, after: UsedEvent
+        self,
+        request_id: int,
+        span: ChunkSpan,
+        wait_s: float,
+        report: ReportProgress,
+        after: UsedEvent,
+        *,
+        compute_s_per_token: float = 0.0,
     ) -> LoadOutcome:
-        """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched."""
+        """Load chunks, after the engine's work; see LoadRun. Raises InvalidRequest before anything is touched.
+
+        compute_s_per_token: of the engine, were it to compute them; 0 if unknown.
+        """
         cache, loop = traced(self._ready_cache(), self._tracer), asyncio.get_running_loop()
         check_load(span, self.rank, max_chunks=self._config.max_request_chunks)
         started_s = loop.time()
@@ -188,7 +199,8 @@ class EngineSession:
                 layers_per_progress=self._layers_per_progress,
             )
             outcome = await run.run(report, running.stop, started_s + wait_s, passed)
-        self._count_load(run.loaded_bytes, loop.time() - started_s, outcome)
+        duration_s = loop.time() - started_s
+        count_load(self._metrics, self._bandwidths, run.loaded_bytes, duration_s, outcome, compute_s_per_token)
         if outcome.error is not None:
             self._locations.forget(span)
         return outcome
@@ -278,17 +290,6 @@ class EngineSession:
     def _estimated(self, run: SourceRun) -> tuple[int, LoadSource, float]:
         run_bytes = chunk_bytes(self.rank.spec, self.rank.grid, self.rank.shards) * run.chunk_count
         return run.chunk_count, run.source, self._bandwidths.estimate_ms(run.source, run_bytes)
-
-    def _count_load(self, loaded_bytes: dict[LoadSource, int], duration_s: float, outcome: LoadOutcome) -> None:
-        metrics = self._metrics
-        used = [source for source, size_bytes in loaded_bytes.items() if size_bytes]
-        if len(used) == 1:  # a mixture says nothing about either
-            self._bandwidths.record(used[0], loaded_bytes[used[0]], duration_s)
-            metrics.bandwidth.labels(used[0].name.lower()).set(self._bandwidths.bytes_per_s(used[0]))
-        for source, tokens in outcome.tokens.items():
-            metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
-        if outcome.error is not None:
-            metrics.failed_chunks.labels(outcome.error.reason).inc(len(outcome.failed_chunks))
 
 
 async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) -> None:

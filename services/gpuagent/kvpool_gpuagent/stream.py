@@ -15,7 +15,14 @@ from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_pro
 from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
 from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
-from kvpool_gpuagent.messages import event_of, load_done_to_proto, match_to_proto, span_from_proto, store_done_to_proto
+from kvpool_gpuagent.messages import (
+    compute_speed_from_proto,
+    event_of,
+    load_done_to_proto,
+    match_to_proto,
+    span_from_proto,
+    store_done_to_proto,
+)
 from kvpool_gpuagent.outbox import Outbox
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.request_spans import request_span, tell_end
@@ -254,7 +261,8 @@ class EngineStream:
             progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
             self._send(request.request_id, Response(load_progress=progress))
 
-        outcome = await session.load(request.request_id, span_from_proto(request.load), wait_s, report, after)
+        span, speed_s = span_from_proto(request.load), compute_speed_from_proto(request.load)
+        outcome = await session.load(request.request_id, span, wait_s, report, after, compute_s_per_token=speed_s)
         return Response(load_done=load_done_to_proto(outcome))
 
     async def _ask_kept(self, request_id: int, chunk_count: int) -> bool:

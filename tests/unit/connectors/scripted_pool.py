@@ -71,7 +71,13 @@ class ScriptedPool:
             count += 1
         return [EngineMatchRun(count, EngineSource.REMOTE, self.estimated_load_ms)] if count else []
 
-    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> "ScriptedLoad":
+    def begin_load(
+        self,
+        span: ChunkSpan,
+        timeout_s: float,
+        on_released: Callable[[], None],
+        compute_us_per_token: float = 0.0,
+    ) -> "ScriptedLoad":
         self.loads.append(span)
         self.timeouts_s.append(timeout_s)
         limit = len(span.blocks) if self.load_limit is None else self.load_limit

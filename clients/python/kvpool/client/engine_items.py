@@ -155,7 +155,9 @@ def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutc
     )
 
 
-def load_to_proto(span: ChunkSpan, wait_ms: int, after: EngineEvent | None = None) -> gpuagent_pb2.EngineLoadRequest:
+def load_to_proto(
+    span: ChunkSpan, wait_ms: int, after: EngineEvent | None = None, compute_us_per_token: float = 0.0
+) -> gpuagent_pb2.EngineLoadRequest:
     """A load of consecutive chunks."""
     return gpuagent_pb2.EngineLoadRequest(
         chunks=[
@@ -171,6 +173,7 @@ def load_to_proto(span: ChunkSpan, wait_ms: int, after: EngineEvent | None = Non
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
         wait_ms=wait_ms,
         after=engine_event_to_proto(after) if after is not None else None,
+        compute_us_per_token=compute_us_per_token,
     )
 
 

@@ -58,9 +58,9 @@ class EngineSession:
         self._hold = plan.new_hold()
         self._holds: set[StoreHandle | LoadHandle] = set()
         self._releasing: asyncio.Task[None] | None = None
+        self.compute_us_per_token = 0.0  # of the engine's own prefills, if its owner measures them: for metrics alone
         self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
-        self._registered = gpuagent_pb2.EngineRegistered()
-        self._ready = gpuagent_pb2.EngineReady()
+        self._registered, self._ready = gpuagent_pb2.EngineRegistered(), gpuagent_pb2.EngineReady()
         self._grid = ShardGrid.of(plan.spec)
         channel = open_channel(plan.endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
@@ -170,8 +170,7 @@ class EngineSession:
         """How much of a chain, from chunk 0 on, can be had. raises: StoreUnavailable, DeadlineExceeded, ..."""
         request = gpuagent_pb2.EngineMatchRequest(chunk_hashes=hashes_to_bytes(chunk_hashes), held_chunks=held_chunks)
         limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
-        response = await self._stream.ask(_Request(match=request), limit_s)
-        return match_from_proto(response.match)
+        return match_from_proto((await self._stream.ask(_Request(match=request), limit_s)).match)
 
     async def store(
         self,
@@ -200,7 +199,8 @@ class EngineSession:
     ) -> LoadHandle:
         """Begin a load, as `store` does. after: GPU work that may still read what the blocks held before."""
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
-        await self._begin(_Request(load=load_to_proto(span, max(1, round(wait_s * 1e3)), after)), handle, after)
+        load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, self.compute_us_per_token)
+        await self._begin(_Request(load=load), handle, after)
         return handle
 
     def give_back(self, event: EngineEvent | None) -> None:

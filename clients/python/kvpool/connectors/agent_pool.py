@@ -93,11 +93,18 @@ class AgentPool:
             raise found.error
         return found.runs
 
-    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> RunningLoad:
+    def begin_load(
+        self,
+        span: ChunkSpan,
+        timeout_s: float,
+        on_released: Callable[[], None],
+        compute_us_per_token: float = 0.0,
+    ) -> RunningLoad:
         """See PrefixPool."""
         pool, after, started_s = self._reached(), self._memory.record(), time.perf_counter()
 
         async def begin() -> LoadTicket:
+            pool.session.compute_us_per_token = compute_us_per_token
             return pool.begin_load(
                 self._chain(span.chain),
                 _block_table(span),

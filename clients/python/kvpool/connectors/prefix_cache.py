@@ -161,7 +161,8 @@ class PrefixCache:
                 estimated_ms = sum(run.estimated_load_ms for run in runs)
             if blocks:
                 span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
-                load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks))
+                compute_us = self._cost.compute_ms_per_token * 1e3
+                load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks), compute_us)
         except KvPoolError as error:
             failure = str(error)
             _log.warning("kvpool: computing instead of loading: %s", failure)

@@ -77,11 +77,18 @@ class PrefixPool(Protocol):
     def match(self, chain: Sequence[bytes], held_chunks: int) -> Sequence[EngineMatchRun]:
         """What the pool has of a chain after its first `held_chunks`. Raises KvPoolError."""
 
-    def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> RunningLoad:
+    def begin_load(
+        self,
+        span: ChunkSpan,
+        timeout_s: float,
+        on_released: Callable[[], None],
+        compute_us_per_token: float = 0.0,
+    ) -> RunningLoad:
         """Begin to load chunks into the engine's blocks, as many as come in time, and return.
 
         It goes on to its end, which is soon, when nobody waits for it. Comes after the work on the blocks that the
         calling thread has given to its GPU. Raises KvPoolError if nothing was begun; then on_released is not called.
+        compute_us_per_token: of this engine, for what is shown of the time that loads save; 0 if unknown.
         """
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:

@@ -808,6 +808,7 @@ class EngineLoadRequest(_message.Message):
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    COMPUTE_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -816,6 +817,10 @@ class EngineLoadRequest(_message.Message):
     """Heads of the chain groups that the chunks fall into, in order."""
     wait_ms: _builtins.int
     """Give up after this many milliseconds; what is not in by then is failed. 0 means 30000."""
+    compute_us_per_token: _builtins.float
+    """Microseconds in which the engine would compute one prompt token itself, as it has measured; 0 to 1e7, 0: unknown, as is anything else. For the agent's metrics
+    alone: what loads save.
+    """
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunk]:
         """Consecutive chunks."""
@@ -833,10 +838,11 @@ class EngineLoadRequest(_message.Message):
         group_head_hashes: _builtins.bytes = ...,
         wait_ms: _builtins.int = ...,
         after: Global___EngineEvent | None = ...,
+        compute_us_per_token: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chunks", b"chunks", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

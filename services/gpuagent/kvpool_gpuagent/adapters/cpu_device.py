@@ -9,7 +9,7 @@ import asyncio
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvpool.core.errors import InvalidRequest, NotServed
@@ -20,6 +20,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
+from kvpool_gpuagent.adapters.link_speed import cpu_link
 from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; the mmap module of Python 3.11 does not name it
@@ -88,6 +89,10 @@ class CpuDevice:
         if isinstance(segment.view.obj, mmap.mmap):
             _populate(segment.view.obj)
         return lambda: None
+
+    def measure_link(self) -> Mapping[str, float]:
+        """See ports.Device.measure_link."""
+        return cpu_link()
 
     async def close(self) -> None:
         """See ports.Device.close."""

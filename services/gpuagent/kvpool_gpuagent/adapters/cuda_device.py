@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from kvpool.core.errors import KvPoolError, NotServed
@@ -22,6 +22,7 @@ from kvpool_gpuagent.adapters.gpu_cache import GpuCache
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
 from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
+from kvpool_gpuagent.adapters.link_speed import gpu_link
 from kvpool_gpuagent.adapters.page_sums import address_of
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
 from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
@@ -117,6 +118,10 @@ class CudaDevice:
             except CudaError as error:
                 _log.warning("an arena segment of %d bytes could not be pinned: %s", size_bytes, error)
             return undo.pop_all().close
+
+    def measure_link(self) -> Mapping[str, float]:
+        """See ports.Device.measure_link."""
+        return gpu_link(self.runtime.device)
 
     async def close(self) -> None:
         """See ports.Device.close."""

@@ -106,6 +106,7 @@ class LoadPlans:
             timeout_s=self.cost.deadline_s(
                 token_count, self._settings.load_timeout_min_s, self._settings.load_timeout_s
             ),
+            compute_us_per_token=self.cost.compute_ms_per_token * 1e3,
         )
         size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
         self._running[request_id] = _Running(order, plan, size_bytes, self._now_s())

@@ -24,6 +24,7 @@ class LoadOrder:
     first_token: int
     end_token: int
     timeout_s: float
+    compute_us_per_token: float = 0.0  # were the engine to compute them; 0 if not known
 
     def failed_blocks(self, end_chunk: int, chunk_tokens: int, block_tokens: int) -> set[int]:
         """Blocks to be computed, when only chunks before end_chunk have come in."""

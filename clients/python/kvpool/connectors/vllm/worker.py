@@ -131,6 +131,7 @@ class WorkerSide:
 
     def _begin_layers(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadTicket:
         chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+        pool.session.compute_us_per_token = order.compute_us_per_token
         return pool.begin_load(chain, blocks, **self._span(order), after=after)
 
     def _layer_load_ended(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> None:
@@ -146,6 +147,7 @@ class WorkerSide:
 
     async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadReport:
         chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+        pool.session.compute_us_per_token = order.compute_us_per_token
         report = await pool.load(chain, blocks, **self._span(order), after=after)
         # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
         await report.hold.wait()

@@ -1,0 +1,144 @@
+"""What vLLM says of its use of the pool, beside its own figures. Other engines are seen through their agents."""
+
+from __future__ import annotations
+
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row
+from tools.dashboards.words import HERE, or_zero, quantile, rate
+
+_POOL = "vllm:kvpool_"
+
+
+def _pool(name: str, legend: str) -> Query:
+    return Query(rate(f"{_POOL}{name}_total", where=HERE), legend)
+
+
+USERS = Row(
+    "What users see",
+    (
+        Panel(
+            title="Time to first token",
+            unit="s",
+            description="As vLLM measures it.",
+            queries=tuple(
+                Query(quantile(share, "vllm:time_to_first_token_seconds", where=HERE), f"p{share * 100:g}")
+                for share in (0.5, 0.9, 0.99)
+            ),
+        ),
+        Panel(
+            title="Inter-token latency",
+            unit="s",
+            description="As vLLM measures it: loads and stores must not be seen here.",
+            queries=tuple(
+                Query(quantile(share, "vllm:inter_token_latency_seconds", where=HERE), f"p{share * 100:g}")
+                for share in (0.5, 0.9, 0.99)
+            ),
+        ),
+        Panel(
+            title="Requests",
+            description="Running, and waiting; one whose load is under way waits.",
+            queries=(
+                Query(f"sum(vllm:num_requests_running{{{HERE}}})", "running"),
+                Query(f"sum(vllm:num_requests_waiting{{{HERE}}})", "waiting"),
+            ),
+        ),
+    ),
+)
+
+TOKENS = Row(
+    "Where prompts come from",
+    (
+        Panel(
+            title="Prompt tokens",
+            stacked=True,
+            description="A second: found in vLLM's own cache, and loaded out of the pool by tier.",
+            queries=(
+                Query(rate("vllm:prefix_cache_hits_total", where=HERE), "own cache"),
+                _pool("staging_tokens", "staging"),
+                _pool("disk_tokens", "disk"),
+                _pool("remote_tokens", "remote"),
+            ),
+        ),
+        Panel(
+            title="Prompt tokens asked for",
+            description="A second.",
+            queries=(Query(rate("vllm:prompt_tokens_total", where=HERE), "prompt tokens"),),
+        ),
+        Panel(
+            title="Offered, declined, loaded",
+            description="Chunks a second. Declined: computing was estimated to be quicker than loading.",
+            queries=(
+                _pool("offered_chunks", "offered"),
+                _pool("declined_chunks", "declined"),
+                _pool("loaded_chunks", "loaded"),
+                _pool("failed_load_chunks", "failed"),
+            ),
+        ),
+        Panel(
+            title="Speed of loads",
+            unit="Bps",
+            description="Bytes over the seconds of each load, as the engine sees them.",
+            queries=(
+                Query(
+                    or_zero(
+                        f"{rate(_POOL + 'loaded_bytes_total', where=HERE)}"
+                        f" / {rate(_POOL + 'load_seconds_total', where=HERE)}"
+                    ),
+                    "loads",
+                ),
+            ),
+        ),
+        Panel(
+            title="Stored",
+            unit="Bps",
+            description="By the engines of this dashboard.",
+            queries=(_pool("stored_bytes", "stored"),),
+        ),
+        Panel(
+            title="Look-ups",
+            unit="reqps",
+            description="And those that got no answer in time: their requests computed.",
+            queries=(_pool("lookups", "look-ups"), _pool("failed_lookups", "failed")),
+        ),
+    ),
+)
+
+CACHE = Row(
+    "vLLM's own cache",
+    (
+        Panel(
+            title="In use",
+            unit="percentunit",
+            minimum=0,
+            maximum=1,
+            description="Of its KV cache.",
+            queries=(Query(f"vllm:kv_cache_usage_perc{{{HERE}}}", "{{instance}}"),),
+        ),
+        Panel(
+            title="Hit rate",
+            unit="percentunit",
+            minimum=0,
+            maximum=1,
+            description="Of the tokens that it was asked for.",
+            queries=(
+                Query(
+                    f"{rate('vllm:prefix_cache_hits_total', where=HERE)}"
+                    f" / {rate('vllm:prefix_cache_queries_total', where=HERE)}",
+                    "own cache",
+                ),
+            ),
+        ),
+        Panel(
+            title="Preemptions",
+            description="A second: requests that lost their blocks to others.",
+            queries=(Query(rate("vllm:num_preemptions_total", where=HERE), "preemptions"),),
+        ),
+    ),
+)
+
+ENGINES = Dashboard(
+    uid="kvpool-engines",
+    title="kvpool: engines",
+    description="vLLM's users, prompts and own cache, beside what it loads and stores.",
+    instances="vllm:num_requests_running",
+    rows=(USERS, TOKENS, CACHE),
+)
