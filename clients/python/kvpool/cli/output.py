@@ -48,6 +48,23 @@ def size_from_text(text: str) -> int:
     return int(text)
 
 
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def duration_from_text(text: str) -> float:
+    """Seconds of "90s", "15m", "24h", "7d" or "2w". Raises ValueError, as argparse wants it."""
+    duration_s = float(text[:-1]) * _SECONDS_OF[text[-1]] if text[-1:] in _SECONDS_OF else 0.0
+    if not 0 < duration_s < 1e10:
+        raise ValueError(f"{text!r} is no duration; write 90s, 15m, 24h, 7d or 2w")
+    return duration_s
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Have a person at a terminal agree; a program is taken to know what it does. Raises CommandFailed."""
+    if not yes and sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CommandFailed("nothing was done; answer y, or give --yes")
+
+
 def print_json(document: Mapping[str, Any]) -> None:
     """A document for programs, on stdout."""
     print(json.dumps(document, indent=2))
