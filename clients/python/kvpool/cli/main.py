@@ -47,7 +47,7 @@ COMMANDS = {
         ("kvpool top", "kvpool top --index index-0:7100 --interval 5", "kvpool top --once --json"),
     ),
     "doctor": Command(
-        "doctor",
+        "doctor.command",
         "look for what commonly goes wrong on this machine and in the cluster, with its cure",
         ("kvpool doctor", "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB"),
     ),
