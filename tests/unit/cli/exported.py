@@ -13,9 +13,7 @@ from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 
 HASH_KEY = b"k" * 32
-SPEC = KeyspaceSpec(
-    model_id="tiny", model_revision="1", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=16
-)
+SPEC = KeyspaceSpec(model_id="tiny", model_revision="1", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=16)
 MANIFEST = Manifest(name="tiny", tenant="default", spec=SPEC, key_check=key_check(HASH_KEY), created_by="kvpool test")
 (PAYLOAD_BYTES,) = MANIFEST.payload_sizes()
 

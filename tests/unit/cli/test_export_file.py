@@ -151,7 +151,7 @@ def test_a_keyspace_of_huge_pages_takes_no_memory(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         (b'"layer_groups": 1', b'"layer_groups": 2', "grid of 2 x 1"),
-        (b'"tiny"', b'[1234]', "cannot be read"),
+        (b'"tiny"', b"[1234]", "cannot be read"),
         (b'"encoding": "6b', b'"encoding": "6c', "refused"),
         (b'"keyspace_id": "', b'"keyspace_ix": "', "cannot be read"),
     ],

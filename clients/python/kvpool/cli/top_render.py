@@ -103,8 +103,8 @@ def _hits(total: Figures) -> str:
 
 def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]:
     wide = columns >= 110
-    names = max([4, *(len(row.host) for row in hosts)])
-    names = min(names, columns - 62 if not wide else columns - 100)
+    longest = max([4, *(len(row.host) for row in hosts)])
+    names = max(8, min(longest, columns - (100 if wide else 62)))
     titles = {
         "name": "HOST",
         "read": "READ",

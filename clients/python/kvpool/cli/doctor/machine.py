@@ -60,8 +60,8 @@ def shared_memory(machine: Machine) -> Finding:
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     larger = f"{-(-(wanted + wanted // 8) >> 30)}G"
     grow = (
-        f"mount -o remount,size={larger} {directory}; with Docker --shm-size {larger.lower()}; in Kubernetes an emptyDir "
-        "of medium Memory with that sizeLimit"
+        f"mount -o remount,size={larger} {directory}; with Docker --shm-size {larger.lower()}; in Kubernetes an "
+        "emptyDir of medium Memory with that sizeLimit"
     )
     if kinds.get(str(directory)) not in ("tmpfs", "hugetlbfs", None):
         return bad("shm", f"{directory} is {kinds[str(directory)]}, no memory", "name a tmpfs by --shm-dir")
