@@ -133,6 +133,7 @@ def test_pinned_chunks_outlive_a_storm_and_a_restart(tmp_path: Path) -> None:
         cluster.run("down")
 
         cluster.run("up", "--detach", "--agents", "0", *TINY_TIERS)
+        opened(cluster, "large", LARGE)  # its own Redis keeps nothing: names come back with the first engine
         assert cluster.json("match", str(tmp_path / "prompt.json"))["matched_chunks"] == 8
         kept = cluster.json("evict", str(tmp_path / "prompt.json"), "--yes")["nodes"][0]
         assert kept["evicted_pages"] == 0 and kept["pinned_pages"] == pinned["nodes"][0]["pages"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import queue
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -110,16 +110,16 @@ class Looking:
         self._target = target
         self._interval_s = interval_s
         self._views: queue.Queue[View | str] = queue.Queue(maxsize=1)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: run(self._look_on()), name="top", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     def __enter__(self) -> Looking:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._loop.call_soon_threadsafe(self._end)
+        self._thread.join()  # a node that does not answer holds it up for no longer than a look may take
 
     def next(self, timeout_s: float) -> View | str | None:
         """The next view, or why there is none; None if there is nothing new yet."""
@@ -128,19 +128,27 @@ class Looking:
         except queue.Empty:
             return None
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, contextlib.suppress(asyncio.CancelledError):
+            runner.run(self._look_on())
+
+    def _end(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
     async def _look_on(self) -> None:
         before: Look | None = None
-        while not self._stop.is_set():
+        while True:
             try:
                 async with open_index(self._target) as index:
-                    while not self._stop.is_set():
+                    while True:
                         now = await look(self._target, index)
                         self._tell(view(before or now, now))
                         before = now
-                        await self._pause()
+                        await asyncio.sleep(self._interval_s)
             except (CommandFailed, KvPoolError) as error:
                 self._tell(str(error))
-                await self._pause()
+                await asyncio.sleep(self._interval_s)
 
     def _tell(self, news: View | str) -> None:
         """Replace what was not shown yet."""
@@ -151,15 +159,9 @@ class Looking:
             except queue.Full:
                 self.next(0)
 
-    async def _pause(self) -> None:
-        await asyncio.to_thread(self._stop.wait, self._interval_s)
-
 
 def to_document(seen: View) -> dict[str, Any]:
     """The document of `--once --json`: rates are per second."""
     document = asdict(seen)
     document["total"]["hit_share"] = seen.total.hit_share
     return {"version": 1, **document}
-
-
-Next = Callable[[float], "View | str | None"]

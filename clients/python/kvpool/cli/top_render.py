@@ -61,7 +61,7 @@ def _head(view: View, clock: str) -> list[Line]:
     store = f"{view.store} ok" if view.store_reachable else f"{view.store} NOT REACHABLE"
     hosts = f"{len(view.hosts)} hosts, {sum(row.pagestores for row in view.hosts)} pagestores"
     agents = f"{sum(row.agents for row in view.hosts)} agents"
-    title = f"kvpool top  {clock}  index {view.index} ({store})  {hosts}, {agents}"
+    title = f"kvpool top {clock}  {hosts}, {agents}  {store}  index {view.index}"
     read = sum(total.read_bytes.values())
     sources = ", ".join(f"{source} {_rate(total.read_bytes[source])}" for source in SOURCES)
     tokens = sum(total.tokens.values())
@@ -102,9 +102,9 @@ def _hits(total: Figures) -> str:
 
 
 def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]:
-    wide = columns >= 110
+    wide = columns >= 120
     longest = max([4, *(len(row.host) for row in hosts)])
-    names = max(8, min(longest, columns - (100 if wide else 62)))
+    names = max(8, min(longest, columns - (110 if wide else 66)))
     titles = {
         "name": "HOST",
         "read": "READ",
@@ -114,7 +114,7 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
         "state": "STATE",
     }
     titles[sort] += "*"
-    more = ["PAGES", "SESSIONS"] if wide else []
+    more = ["PAGES", "SESSIONS", "TOKENS/s"] if wide else []
     head = _columns(
         titles["name"],
         names,
@@ -134,7 +134,12 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
             f"{sum(figures.evicted.values()):,.0f}",
         ]
         if wide:
-            cells += [f"{figures.staging_pages + figures.disk_pages:,.0f}", f"{figures.sessions:,.0f}"]
+            tokens = sum(figures.tokens.values())
+            cells += [
+                f"{figures.staging_pages + figures.disk_pages:,.0f}",
+                f"{figures.sessions:,.0f}",
+                f"{tokens:,.0f}",
+            ]
         style = PLAIN if row.is_well else BAD
         lines.append(Line(_columns(row.host, names, cells, ", ".join(row.states) or "ok"), style))
     return lines
@@ -142,8 +147,8 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
 
 def _columns(name: str, name_chars: int, cells: Sequence[str], state: str) -> str:
     shown = name if len(name) <= name_chars else f"{name[: name_chars - 1]}~"
-    widths = (8, 6, 11, 11, 9, 10, 9)
-    figures = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
+    widths = (8, 5, 11, 11, 8, 11, 8, 10)  # the beginning of them on a narrow terminal
+    figures = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
     return f"{shown:<{name_chars}}{figures}  {state}"
 
 
