@@ -14,5 +14,5 @@ pytestmark = pytest.mark.e2e
 
 def test_the_adapter_serves_lmcaches_own_interface(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
-        told = run_check("lmcache", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
+        told = run_check("lmcache_check", {"settings": cluster.settings(), "pagestore_pid": cluster.store().pid})
     assert told["checked"]

@@ -22,7 +22,7 @@ class DirectPoolConfig:
     host_id: str = ""  # of this machine, as its pagestore has it: its pages are listed first
     match_timeout_s: float = 0.5  # of one look-up
     load_timeout_s: float = 5.0  # of one call that reads
-    store_timeout_s: float = 10.0  # of one call that writes
+    store_timeout_s: float = 5.0  # of one call that writes; SGLang waits 10 s for its threads to end
     connect_timeout_s: float = 1.0
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
     pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once

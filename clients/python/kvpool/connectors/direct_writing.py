@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
-from kvpool.connectors.direct_reading import all_ended
+from kvpool.connectors.direct_reading import all_ended, in_thread
 from kvpool.connectors.direct_values import OpenSpace, WantedPage
-from kvpool.core.errors import ArenaFull, KvPoolError
+from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import page_bytes, payload_view, seal
 
 _log = logging.getLogger(__name__)
 _THERE = (Admission.EXISTS, Admission.PENDING)
+_COMMIT_AT_LEAST_S = 0.5  # pages that are filled are worth a moment more
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ async def write_window(
     fill: Callable[[int, int, memoryview], None],
 ) -> WindowWritten:
     """Write what is admitted of a window. Returns (also when cancelled) only after the last copy."""
-    written = WindowWritten()
+    written, ends_at_s = WindowWritten(), asyncio.get_running_loop().time() + wait_s
     items = [
         ReserveItem(
             space.page_key(page.chunk, page.shard), page_bytes(space.payload_bytes(page.shard)), page.chunk.metadata
@@ -54,7 +55,7 @@ async def write_window(
             written.good.add(page)
         elif written.error is None:
             written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
-    await _fill(session, space, reserved, wait_s, threads, fill, written)
+    await _fill(session, space, reserved, ends_at_s, threads, fill, written)
     return written
 
 
@@ -62,7 +63,7 @@ async def _fill(
     session: PageStoreSession,
     space: OpenSpace,
     reserved: Sequence[tuple[WantedPage, Slot]],
-    wait_s: float,
+    ends_at_s: float,
     threads: Executor,
     fill: Callable[[int, int, memoryview], None],
     written: WindowWritten,
@@ -70,10 +71,10 @@ async def _fill(
     ready: list[tuple[WantedPage, Slot]] = []
 
     async def fill_one(page: WantedPage, slot: Slot) -> None:
-        if await asyncio.get_running_loop().run_in_executor(threads, _fill_page, session, space, page, slot, fill):
+        if await in_thread(threads, _fill_page, session, space, page, slot, fill):
             ready.append((page, slot))
 
-    copies = [asyncio.create_task(fill_one(page, slot)) for page, slot in reserved]
+    copies = [asyncio.create_task(fill_one(page, slot), name="kvpool copy") for page, slot in reserved]
     try:
         await all_ended(copies)
     except BaseException:
@@ -83,7 +84,8 @@ async def _fill(
     unfilled = [slot.lease_id for _, slot in reserved if slot.lease_id not in filled]
     if unfilled:
         session.abort_soon(unfilled)
-    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=wait_s)
+    left_s = max(_COMMIT_AT_LEAST_S, ends_at_s - asyncio.get_running_loop().time())
+    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s)
     for (page, _), error in zip(ready, errors, strict=True):
         if error is None:
             written.good.add(page)
@@ -103,6 +105,8 @@ def _fill_page(
     size_bytes = space.payload_bytes(page.shard)
     key = space.page_key(page.chunk, page.shard)
     try:
+        if slot.page_bytes != page_bytes(size_bytes):
+            raise InvalidRequest(f"a slot of {slot.page_bytes} bytes was given for one of {page_bytes(size_bytes)}")
         with session.slot_view(slot) as view:
             with payload_view(view, size_bytes) as payload:
                 fill(page.position, page.shard, payload)
