@@ -84,6 +84,7 @@ def test_prefixes_are_carried_to_a_fresh_cluster(old: Cluster, tokens: str, tmp_
 
 def opened(cluster: Cluster, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
     """A keyspace of the cluster, as an engine would open it."""
+
     async def open_it() -> OpenedKeyspace:
         index = IndexClient(ClientConfig(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
         try:

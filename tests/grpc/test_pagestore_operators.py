@@ -64,6 +64,6 @@ async def test_a_malformed_listing_is_refused() -> None:
             try:
                 for wrong in ({"keyspace": b"short"}, {"most_read": -1}, {"most_read": 1025}):
                     with pytest.raises(InvalidRequest):
-                        _ = [chunk async for chunk in control.list_chunks(**wrong)]  # type: ignore[arg-type]
+                        _ = [chunk async for chunk in control.list_chunks(**wrong)]
             finally:
                 await control.close()

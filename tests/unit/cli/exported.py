@@ -28,7 +28,7 @@ def metadata(number: int, **changes: int) -> PageMetadata:
         parent_hash=chunk_hash(number - 1) if number > 1 else ROOT_HASH,
         chunk_index=number - 1,
         group_head_hash=chunk_hash(group_head_index(number - 1) + 1),
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
 
 

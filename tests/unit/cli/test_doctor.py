@@ -8,13 +8,14 @@ import json
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.cli.doctor import cluster, machine, storage
+from kvpool.cli.doctor import cluster
 from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_status
 from kvpool.cli.doctor.command import render, to_document
 from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
@@ -71,7 +72,7 @@ def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     ("limit", "level"), [(256, Level.BAD), (4096, Level.WARNING), (resource.RLIM_INFINITY, Level.OK), (65536, Level.OK)]
 )
 def test_few_descriptors_are_told_of(limit: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     assert levels(list(descriptors()))["nofile"] is level
 
 
@@ -134,7 +135,7 @@ def test_a_file_system_that_cannot_write_past_its_cache_is_warned_of(
             raise OSError(errno.EINVAL, "Invalid argument")
         return opened(path, flags, *more, **named)
 
-    monkeypatch.setattr(storage.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert levels(list(examine_directory(tmp_path, 1)))["direct_io"] is Level.WARNING
     assert not os.listdir(tmp_path)
 
@@ -160,7 +161,7 @@ class ScriptedRedis:
         pass
 
     def time(self) -> tuple[int, int]:
-        return int(cluster.time.time() + self._skew_s), 500_000
+        return int(time.time() + self._skew_s), 500_000
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         {"chunk_hashes": hashes(range(4097))},
     ):
         with pytest.raises(InvalidRequest):
-            WantedGone(keyspace=KEYSPACE, **wrong)  # type: ignore[arg-type]
+            WantedGone(keyspace=KEYSPACE, **wrong)
 
 
 async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() -> None:

@@ -83,7 +83,7 @@ class ExportReader:
 
     def chunks(self) -> Iterator[FileChunk]:
         """All chunks; after the last one, `end` is known and the file was whole. raises: ExportRefused."""
-        while not is_end(kind := self._file.peek(1)[:1]):  # type: ignore[attr-defined]  # what open("rb") gives has it
+        while not is_end(kind := self._file.peek(1)[:1]):
             if not kind:
                 raise self._refused("it was cut off; export it again (the same command goes on where it stopped)")
             yield self._chunk()

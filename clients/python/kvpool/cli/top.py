@@ -90,8 +90,10 @@ async def look(target: Target, index: IndexClient) -> Look:
     looks = []
     for node in nodes:
         found = metrics[node.info.metrics_url]
-        is_text = isinstance(found, str)
-        looks.append(NodeLook(node=node, samples=None if is_text else found, trouble=found if is_text else ""))
+        if isinstance(found, str):
+            looks.append(NodeLook(node=node, samples=None, trouble=found))
+        else:
+            looks.append(NodeLook(node=node, samples=found))
     return Look(
         at_s=time.monotonic(),
         index=target.index_endpoint,

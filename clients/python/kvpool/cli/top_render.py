@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpool.cli.output import size
 from kvpool.cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
@@ -45,7 +46,7 @@ def render(
 
 def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
     """Hosts as they are shown; the largest first where a figure decides, those in trouble where the state does."""
-    keys = {
+    keys: dict[str, Callable[[HostRow], Any]] = {
         "name": lambda row: 0.0,
         "state": lambda row: (row.is_well, not row.states),
         "read": lambda row: -sum(row.figures.read_bytes.values()),
@@ -53,7 +54,8 @@ def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
         "staging": lambda row: -_share(row.figures.staging_used_bytes, row.figures.staging_capacity_bytes),
         "evicted": lambda row: -sum(row.figures.evicted.values()),
     }
-    return sorted(hosts, key=lambda row: (keys[sort](row), natural(row.host)))
+    first = keys[sort]
+    return sorted(hosts, key=lambda row: (first(row), natural(row.host)))
 
 
 def _head(view: View, clock: str) -> list[Line]:
