@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_writeback import WriteBack
+
+_log = logging.getLogger(__name__)
 
 MAX_EVICT_CHUNKS = 4096
 _CHUNKS_A_TURN = 64  # of the event loop: a chunk may have 64 pages
@@ -95,6 +98,13 @@ class Evicting:
                         on_disk.append(key)
         if on_disk:
             await self._delete(on_disk)
+        _log.info(
+            "evicted %d pages of keyspace %s as asked, %d pinned and %d that are not durable stay",
+            evicted.page_count,
+            keyspace.keyspace.hex(),
+            evicted.pinned_count,
+            evicted.undurable_count,
+        )
         return evicted
 
     def _chunk_hashes(self, wanted: WantedGone) -> list[bytes]:
