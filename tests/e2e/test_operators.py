@@ -127,6 +127,8 @@ def test_pinned_chunks_outlive_a_storm_and_a_restart(tmp_path: Path) -> None:
         cluster.run("import", str(tmp_path / "prompt.kvpx"))
         pinned = cluster.json("pin", str(tmp_path / "prompt.json"), "--for", "1h")
         assert pinned["nodes"][0]["pages"] >= 8
+        (group,) = cluster.json("pin", "--list")["groups"]
+        assert (group["keyspace"], group["first_chunk"], group["chunks"]) == ("large", 0, 8)
         # More than staging and disk hold: what is not pinned pushes itself out.
         cluster.run("import", str(tmp_path / "other.kvpx"))
         assert cluster.json("match", str(tmp_path / "prompt.json"))["matched_chunks"] == 8

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from kvpool.cli.export_source import PageFetcher, PlannedChunk, batches, plan_of_listings
+from kvpool.cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.chunks import ROOT_HASH
@@ -109,7 +109,10 @@ async def test_listings_of_several_nodes_are_one_plan_in_chain_order() -> None:
             page_reads_per_minute=0.0,
         )
 
-    planned = plan_of_listings([(info, listed(number, 3)) for number in (2, 0, 1, 5)] + [(info, listed(0, 2))])
+    plan = ListedPlan()
+    for number, shards in ((2, 3), (0, 3), (1, 3), (5, 3), (0, 2)):
+        plan.add(info, listed(number, shards))
+    planned = plan.planned()
     assert [chunk.chunk_hash for chunk in planned] == [page_key(number).chunk_hash for number in (0, 1, 2)]
     assert planned[0].sources == ((info, 3), (info, 2))
     assert [len(part) for part in batches(planned, 32 << 20)] == [2, 1]

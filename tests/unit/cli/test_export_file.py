@@ -221,6 +221,19 @@ def test_an_unfinished_export_of_another_keyspace_is_left_alone(tmp_path: Path) 
     assert partial.read_bytes() == other.pack()
 
 
+def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text("[1, 2, 3]")
+    with pytest.raises(CommandFailed, match="is no export"):
+        write_file(path)
+    assert path.read_text() == "[1, 2, 3]"
+    write_file(tmp_path / "file.kvpx", 1)
+    write_file(tmp_path / "file.kvpx", 2)
+    assert read_all(tmp_path / "file.kvpx") == [0, 1]
+    with pytest.raises(CommandFailed, match="directory"):
+        write_file(tmp_path)
+
+
 def test_two_exports_into_one_file_are_refused(tmp_path: Path) -> None:
     first = ExportWriter(tmp_path / "file.kvpx", MANIFEST)
     with pytest.raises(CommandFailed, match="another export"):

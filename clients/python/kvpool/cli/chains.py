@@ -34,7 +34,7 @@ class Chain:
 
 
 def add_tokens(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
-    """Declare the token file and the keyspace."""
+    """Declare the token file and the keyspace. nargs "?": the file may be left out."""
     text = "token ids as a JSON list or separated by blanks; - is stdin"
     parser.add_argument("tokens", metavar="FILE", help=text, **({} if nargs is None else {"nargs": nargs}))  # type: ignore[arg-type]
     parser.add_argument("--keyspace", default="", metavar="NAME", help="needed where there is more than one")

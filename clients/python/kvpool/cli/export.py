@@ -12,21 +12,22 @@ from typing import Any
 from kvpool import __version__
 from kvpool.cli.chains import chain_of, read_tokens
 from kvpool.cli.export_file import ExportWriter
-from kvpool.cli.export_source import PageFetcher, PlannedChunk, batches, plan_of_chain, plan_of_listings
+from kvpool.cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches, plan_of_chain
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size
 from kvpool.cli.progress import Progress
 from kvpool.cli.targets import (
     Target,
     add_target,
+    describe_node,
     find_target,
     keyspace_of_name,
     live_pagestores,
-    on_pagestores,
     open_index,
+    open_pagestore,
     run,
 )
 from kvpool.client.index import IndexClient, OpenedKeyspace
-from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
+from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest, key_check
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
@@ -108,17 +109,19 @@ async def _plan(
                 planned.setdefault(chunk.chunk_hash, chunk)
         return list(planned.values())
 
-    async def listing(control: PageStoreControl) -> list[ListedChunk]:
-        return [chunk async for chunk in control.list_chunks(opened.keyspace, timeout_s=_LIST_TIMEOUT_S)]
+    listed = ListedPlan()
 
-    answers = await on_pagestores(target, await live_pagestores(index), listing)
-    failed = [(node, answer) for node, answer in answers if isinstance(answer, KvPoolError)]
-    if failed:
-        node, error = failed[0]
-        raise CommandFailed(f"pagestore {node.info.host_id} does not list its chunks: {error.message}")
-    return plan_of_listings(
-        (node.info, chunk) for node, answer in answers if not isinstance(answer, KvPoolError) for chunk in answer
-    )
+    async def listing(node: NodeInfo) -> None:
+        try:
+            async with open_pagestore(target, node.endpoint) as control:
+                async for chunk in control.list_chunks(opened.keyspace, timeout_s=_LIST_TIMEOUT_S):
+                    listed.add(node, chunk)
+        except KvPoolError as error:
+            raise CommandFailed(f"pagestore {describe_node(node)} does not list its chunks: {error.message}") from error
+
+    nodes = await live_pagestores(index)
+    await asyncio.gather(*(listing(node.info) for node in nodes))
+    return listed.planned()
 
 
 def _write(output: Path, manifest: Manifest, opened: OpenedKeyspace, planned: Sequence[PlannedChunk]) -> Exported:

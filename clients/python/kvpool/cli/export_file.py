@@ -19,6 +19,7 @@ from kvpool.core.export_format import (
     CHUNK_HEAD_BYTES,
     END_BYTES,
     HEAD_BYTES,
+    MAGIC,
     ChainCheck,
     Digest,
     End,
@@ -128,6 +129,21 @@ class ExportReader:
         return ExportRefused(f"{self._path} is refused at byte {self._file.tell()}: {why}")
 
 
+def _check_replaceable(path: Path) -> None:
+    """An earlier export may be replaced, nothing else: a FILE of tokens is easily named in its place."""
+    if path.is_dir():
+        raise CommandFailed(f"{path} is a directory; name a file in it")
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
+    if head != MAGIC:
+        raise CommandFailed(f"{path} exists and is no export; the OUTPUT comes before the FILEs of tokens")
+
+
 class ExportWriter:
     """Writes FILE.partial, which becomes FILE when it is whole. What an earlier export left there is gone on with."""
 
@@ -138,8 +154,7 @@ class ExportWriter:
         self.chain = ChainCheck()
         self.pages_bytes = 0
         self._digest: Digest = new_digest()
-        if path.is_dir():
-            raise CommandFailed(f"{path} is a directory; name a file in it")
+        _check_replaceable(path)
         try:
             self._file: BinaryIO = self._partial.open("ab")
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,14 +71,22 @@ async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
     return planned
 
 
-def plan_of_listings(listed: Iterable[tuple[NodeInfo, ListedChunk]]) -> list[PlannedChunk]:
-    """Everything that nodes listed, in chain order; chunks whose chain is not whole have no use and are left out."""
-    parents: dict[bytes, bytes] = {}
-    sources: dict[bytes, list[tuple[NodeInfo, int]]] = {}
-    for node, chunk in listed:
-        parents[chunk.chunk_hash] = chunk.metadata.parent_hash
-        sources.setdefault(chunk.chunk_hash, []).append((node, chunk.staging_shards | chunk.disk_shards))
-    return [PlannedChunk(one, parents[one], tuple(sources[one])) for one in in_chain_order(parents)]
+class ListedPlan:
+    """Everything that nodes list, gathered as it comes: a keyspace may have a million chunks."""
+
+    def __init__(self) -> None:
+        self._parents: dict[bytes, bytes] = {}
+        self._sources: dict[bytes, tuple[tuple[NodeInfo, int], ...]] = {}
+
+    def add(self, node: NodeInfo, chunk: ListedChunk) -> None:
+        """A node holds shards of a chunk."""
+        self._parents.setdefault(chunk.chunk_hash, chunk.metadata.parent_hash)
+        held = (node, chunk.staging_shards | chunk.disk_shards)
+        self._sources[chunk.chunk_hash] = (*self._sources.get(chunk.chunk_hash, ()), held)
+
+    def planned(self) -> list[PlannedChunk]:
+        """In chain order; chunks whose chain is not whole have no use and are left out."""
+        return [PlannedChunk(one, self._parents[one], self._sources[one]) for one in in_chain_order(self._parents)]
 
 
 def batches(planned: Sequence[PlannedChunk], chunk_bytes: int) -> Iterator[Sequence[PlannedChunk]]:

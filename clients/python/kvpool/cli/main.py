@@ -61,7 +61,11 @@ COMMANDS = {
     "pin": Command(
         "pin",
         "keep the chunks of a token sequence from being evicted, for a time",
-        ("kvpool pin system-prompt.json --keyspace llama --for 7d", "kvpool pin system-prompt.json --forever"),
+        (
+            "kvpool pin system-prompt.json --keyspace llama --for 7d",
+            "kvpool pin system-prompt.json --forever",
+            "kvpool pin --list",
+        ),
     ),
     "unpin": Command(
         "pin", "end the pins of a token sequence's chunks", ("kvpool unpin system-prompt.json",), "declare_unpin"

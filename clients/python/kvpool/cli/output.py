@@ -18,7 +18,7 @@ class CommandFailed(Exception):
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
     """Columns padded to their widest cell; `right` names the columns of numbers."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
 
     def line(values: Sequence[str]) -> str:
@@ -29,6 +29,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(headers), line(["-" * width for width in widths]), *(line(row) for row in cells)])
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from nodes."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def size(size_bytes: float) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import Chain, add_tokens, chain_of, read_tokens
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, duration_from_text, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, duration_from_text, print_json, table
+from kvpool.cli.pin_list import list_pins, wall_time
 from kvpool.cli.targets import Target, add_target, find_target, live_pagestores, on_pagestores, open_index, run
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import LiveNode
@@ -26,7 +27,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "and counts against the node's max_pinned_share; it does not bring pages that nobody holds."
     )
     add_target(parser)
-    add_tokens(parser)
+    add_tokens(parser, nargs="?")
+    parser.add_argument("--list", action="store_true", help="show what is pinned, instead of a FILE")
     until = parser.add_mutually_exclusive_group()
     until.add_argument(
         "--for", dest="for_s", type=duration_from_text, default=86_400.0, metavar="TIME", help="such as 12h; default 1d"
@@ -42,11 +44,15 @@ def declare_unpin(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_tokens(parser)
     parser.add_argument("--json", action="store_true", help="a document for programs")
-    parser.set_defaults(run=run_pin, for_s=0.0, forever=False)
+    parser.set_defaults(run=run_pin, for_s=0.0, forever=False, list=False)
 
 
 def run_pin(arguments: argparse.Namespace) -> int:
     """Pin on every pagestore; exit code 1 unless all did it and anything was there."""
+    if bool(arguments.tokens) == arguments.list:
+        raise CommandFailed("name a FILE of tokens to pin, or give --list; not both")
+    if arguments.list:
+        return list_pins(arguments)
     until_us = PINNED_FOREVER_US if arguments.forever else int((time.time() + arguments.for_s) * 1e6)
     if not arguments.for_s:
         until_us = 0
@@ -127,7 +133,7 @@ def render(pinned: Pinned) -> str:
     elif pinned.until_us == PINNED_FOREVER_US:
         head = f"{what} are pinned until `kvpool unpin`"
     else:
-        head = f"{what} are pinned until {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(pinned.until_us / 1e6))}"
+        head = f"{what} are pinned until {wall_time(pinned.until_us)}"
     if not pinned.page_count and not pinned.failed:
         head = f"no node holds any of the {what}: let an engine store them first"
     return f"{head}\n\n{table(['pagestore', 'host', 'pages', 'error'], rows, right=[2])}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.cli.output import size
+from kvpool.cli.output import printable, size
 from kvpool.cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
 
 SORTS = ("name", "state", "read", "write", "staging", "evicted")
@@ -41,7 +41,7 @@ def render(
     hidden = len(hosts) - len(shown)
     drawn.append(Line(f"{hidden} more hosts: arrows and page keys scroll" if hidden else "", DIM))
     drawn += _hot_lines(view.hot[:hot_rows], columns)
-    return [Line(line.text[:columns], line.style) for line in drawn[:lines]]
+    return [Line(printable(line.text)[:columns], line.style) for line in drawn[:lines]]
 
 
 def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import curses
+import os
 import time
 from collections.abc import Callable
 
+from kvpool.cli.output import CommandFailed
 from kvpool.cli.top_render import BAD, DIM, HEAD, PLAIN, SORTS, Line, render
 from kvpool.cli.top_view import View
 
@@ -14,7 +16,12 @@ _QUIT = {ord("q"), ord("Q"), 27}
 
 
 def show(next_view: Callable[[float], View | str | None], sort: str) -> None:
-    """Draw what `next_view` gives until q is pressed."""
+    """Draw what `next_view` gives until q is pressed. Raises CommandFailed for a terminal that curses does not know."""
+    try:
+        curses.setupterm()
+    except curses.error as error:
+        term = os.environ.get("TERM", "")
+        raise CommandFailed(f"TERM is {term!r}: {error}; set TERM=xterm-256color, or give --once") from error
     curses.wrapper(lambda window: _Screen(window, next_view, sort).run())
 
 
