@@ -72,7 +72,7 @@ async def test_a_page_that_one_node_has_spoilt_or_not_comes_from_another() -> No
                 PlannedChunk(page_key(number).chunk_hash, ROOT_HASH, sources)
                 for number, sources in ((1, both), (2, both), (3, both), (4, both), (5, ((first.node, 1),)))
             ]
-            with PageFetcher(MANIFEST) as fetcher:
+            with PageFetcher(MANIFEST, PageTransferClient) as fetcher:
                 fetched = await asyncio.to_thread(fetcher.fetch, planned)
                 failures = fetcher.failures
     assert [chunk is not None for chunk in fetched] == [True, True, True, False, False], failures
@@ -87,7 +87,7 @@ async def test_a_node_that_is_gone_is_told_of() -> None:
         async with served(world) as node:
             gone = node.node
     planned = [PlannedChunk(page_key(1).chunk_hash, ROOT_HASH, ((gone, 3),))]
-    with PageFetcher(MANIFEST) as fetcher:
+    with PageFetcher(MANIFEST, PageTransferClient) as fetcher:
         assert await asyncio.to_thread(fetcher.fetch, planned) == [None]
         assert fetcher.failures == {"SERVICE_UNAVAILABLE": 2}
 

@@ -15,7 +15,7 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_clear import Clearing
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_evict import Evicted, Evicting, WantedGone
+from kvpool_pagestore.engine_evict import Evicting
 from kvpool_pagestore.engine_listing import Listing
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
 from kvpool_pagestore.engine_movement import Movement
@@ -79,7 +79,10 @@ class PageStoreEngine:
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
         )
         self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
-        self._evicting = Evicting(self._ledger, self._disk, self._write_back, self._clearing.one_at_a_time, clock)
+        alone = self._clearing.one_at_a_time
+        self.evicting = Evicting(
+            self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
+        )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.sessions = PeerSessions(
@@ -197,7 +200,10 @@ class PageStoreEngine:
         """
         chosen = set(self._chosen(tenant, keyspace))
         counts = await self._write_back.flush(chosen) if self._write_back is not None else (0, 0)
-        await self._told()
+        try:
+            await self._announcer.wait_announced()
+        except StoreUnavailable as error:
+            _log.warning("flushed, but the index does not know yet: %s", error)
         return counts
 
     async def _flush_all(self) -> None:
@@ -207,15 +213,6 @@ class PageStoreEngine:
     async def clear(self, tenant: str, keyspace: bytes) -> int:
         """Drop pages from staging, disk and index; how many. keyspace: empty means all of the tenant's."""
         return await self._tasks.finish(self._clearing.clear(self._chosen(tenant, keyspace)), "clear")
-
-    async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
-        """Give chunks up before their time. Raises StoreFault, InvalidRequest."""
-        known = self._keyspaces.find(wanted.keyspace)
-        if known is None or known.tenant != tenant:
-            return Evicted()  # as if it did not exist
-        evicted = await self._tasks.finish(self._evicting.evict(known, wanted), "evict")
-        await self._told()
-        return evicted
 
     def gauges(self) -> StoreGauges:
         """What is true now."""
@@ -276,13 +273,6 @@ class PageStoreEngine:
         return asyncio.run_coroutine_threadsafe(read(), loop).result(_GAUGES_TIMEOUT_S)
 
     # Inside
-
-    async def _told(self) -> None:
-        """Wait until the index knows what has changed, if it can be reached."""
-        try:
-            await self._announcer.wait_announced()
-        except StoreUnavailable as error:
-            _log.warning("done, but the index does not know yet: %s", error)
 
     def _chosen(self, tenant: str, keyspace: bytes) -> list[bytes]:
         """The tenant's keyspaces, or the one named; none if it has no pages here or is another tenant's."""

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
-from kvpool.core.errors import InvalidRequest, StoreFault
+from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.keyspaces import Keyspace
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 
 _log = logging.getLogger(__name__)
@@ -55,20 +57,40 @@ class Evicting:
 
     def __init__(
         self,
+        keyspaces: KeyspaceBook,
         ledger: Ledger,
         disk: DiskTier | None,
         write_back: WriteBack | None,
+        announcer: Announcer,
         one_at_a_time: asyncio.Lock,
+        tasks: EngineTasks,
         clock: Clock,
     ) -> None:
+        self._keyspaces = keyspaces
+        self._announcer = announcer
+        self._tasks = tasks
         self._ledger = ledger
         self._disk = disk
         self._write_back = write_back
         self._one_at_a_time = one_at_a_time
         self._clock = clock
 
-    async def evict(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
-        """What became of it. Raises StoreFault; what was named is not served any more then, but may be on disk."""
+    async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
+        """What became of it; the index knows, if it can be reached. It goes on when the caller leaves.
+
+        Raises StoreFault: what was named is not served any more, but may still be on disk.
+        """
+        known = self._keyspaces.find(wanted.keyspace)
+        if known is None or known.tenant != tenant:
+            return Evicted()  # as if it did not exist
+        evicted = await self._tasks.finish(self._alone(known, wanted), "evict")
+        try:
+            await self._announcer.wait_announced()
+        except StoreUnavailable as error:
+            _log.warning("evicted, but the index does not know yet: %s", error)
+        return evicted
+
+    async def _alone(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
         async with self._one_at_a_time:
             if wanted.staging_only or self._disk is None or self._write_back is None:
                 return await self._evict(keyspace, wanted)

@@ -40,7 +40,7 @@ async def test_what_is_named_goes_from_staging_disk_and_index_and_nothing_else()
             peer = await open_session(running)
             await store(running, peer, range(6))
             await running.engine.flush(TENANT, b"")
-            assert await running.engine.evict(TENANT, gone([1, 2, 99])) == Evicted(page_count=2)
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2, 99])) == Evicted(page_count=2)
             assert durable(world) == {0, 3, 4, 5}, "it is gone from the disk when the call answers"
             assert running.engine.gauges().staging_pages == 4
             assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 0
@@ -57,7 +57,7 @@ async def test_a_page_that_waits_for_its_write_or_is_read_goes_too() -> None:
             await store(running, peer, [1, 2])
             held = await acquire_one(running, peer, wanted(1))
             assert held.grant is not None
-            assert await running.engine.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
             assert (await acquire_one(running, peer, wanted(1))).grant is None
             running.engine.pages.release(peer, [held.grant.lease_id])
             await running.engine.flush(TENANT, b"")
@@ -72,7 +72,7 @@ async def test_staging_only_gives_up_what_is_durable_and_nothing_that_is_not() -
             await store(running, peer, [1])
             await running.engine.flush(TENANT, b"")
             await store(running, peer, [2])
-            evicted = await running.engine.evict(TENANT, gone([1, 2], staging_only=True))
+            evicted = await running.engine.evicting.evict(TENANT, gone([1, 2], staging_only=True))
             assert evicted == Evicted(page_count=1, undurable_count=1)
             assert world.index.shards(1, Tier.STAGING) == 0 and world.index.shards(1, Tier.DISK) == 1
             assert world.index.shards(2, Tier.STAGING) == 1
@@ -85,9 +85,9 @@ async def test_pinned_pages_stay_unless_it_is_asked_for() -> None:
             await store(running, await open_session(running), [1, 2])
             await running.engine.flush(TENANT, b"")
             assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
-            assert await running.engine.evict(TENANT, gone([1, 2])) == Evicted(page_count=1, pinned_count=1)
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=1, pinned_count=1)
             assert [chunk.metadata.chunk_index for chunk in await listed(running, pinned_only=True)] == [1]
-            assert await running.engine.evict(TENANT, gone([1], with_pinned=True)) == Evicted(page_count=1)
+            assert await running.engine.evicting.evict(TENANT, gone([1], with_pinned=True)) == Evicted(page_count=1)
             assert durable(world) == set() and running.engine.gauges().pinned_bytes == 0
 
 
@@ -97,9 +97,12 @@ async def test_a_whole_keyspace_and_the_keyspace_of_another() -> None:
         async with running_engine(world) as running:
             await store(running, await open_session(running), range(5))
             await running.engine.flush(TENANT, b"")
-            assert await running.engine.evict("another", everything) == Evicted()
-            assert await running.engine.evict(TENANT, WantedGone(keyspace=b"x" * 16, whole_keyspace=True)) == Evicted()
-            assert await running.engine.evict(TENANT, everything) == Evicted(page_count=5)
+            assert await running.engine.evicting.evict("another", everything) == Evicted()
+            assert (
+                await running.engine.evicting.evict(TENANT, WantedGone(keyspace=b"x" * 16, whole_keyspace=True))
+                == Evicted()
+            )
+            assert await running.engine.evicting.evict(TENANT, everything) == Evicted(page_count=5)
             assert durable(world) == set()
 
 
@@ -111,7 +114,7 @@ async def test_a_disk_that_fails_is_said_and_nothing_is_served() -> None:
             await running.engine.flush(TENANT, b"")
             world.memory.fault = StoreFault("the disk is gone")
             with pytest.raises(StoreFault):
-                await running.engine.evict(TENANT, gone([1]))
+                await running.engine.evicting.evict(TENANT, gone([1]))
             world.memory.fault = None
             assert (await acquire_one(running, peer, wanted(1))).grant is None
 
@@ -132,7 +135,7 @@ async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() ->
             peer = await open_session(running)
             await store(running, peer, range(20))
             await running.engine.flush(TENANT, b"")
-            await running.engine.evict(TENANT, gone([3], staging_only=True))
+            await running.engine.evicting.evict(TENANT, gone([3], staging_only=True))
             chunks = {chunk.metadata.chunk_index: chunk for chunk in await listed(running)}
             assert set(chunks) == set(range(20))
             assert (chunks[3].staging_shards, chunks[3].disk_shards) == (0, 1)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvpool.cli.targets import (
     live_pagestores,
     open_index,
     open_pagestore,
+    open_transfer,
     run,
 )
 from kvpool.client.index import IndexClient, OpenedKeyspace
@@ -96,7 +98,7 @@ async def _export(target: Target, arguments: argparse.Namespace, tokens: Sequenc
         planned = await _plan(target, index, opened, named.name, tokens)
     if not planned:
         raise CommandFailed(f"the cluster holds nothing of it in keyspace {named.name}; see `kvpool match`")
-    return await asyncio.to_thread(_write, arguments.output, manifest, opened, planned)
+    return await asyncio.to_thread(_write, target, arguments.output, manifest, opened, planned)
 
 
 async def _plan(
@@ -124,7 +126,9 @@ async def _plan(
     return listed.planned()
 
 
-def _write(output: Path, manifest: Manifest, opened: OpenedKeyspace, planned: Sequence[PlannedChunk]) -> Exported:
+def _write(
+    target: Target, output: Path, manifest: Manifest, opened: OpenedKeyspace, planned: Sequence[PlannedChunk]
+) -> Exported:
     exported = Exported(output=str(output), keyspace=manifest.name)
     chunk_bytes = sum(map(page_bytes, manifest.payload_sizes()))
     writer = ExportWriter(output, manifest)
@@ -132,7 +136,7 @@ def _write(output: Path, manifest: Manifest, opened: OpenedKeyspace, planned: Se
         exported.earlier_chunks = len(writer.chain)
         left = [chunk for chunk in planned if chunk.chunk_hash not in writer.chain]
         progress = Progress("export", len(planned) * chunk_bytes, done_before_bytes=writer.pages_bytes)
-        with PageFetcher(manifest) as fetcher:
+        with PageFetcher(manifest, partial(open_transfer, target)) as fetcher:
             for part in batches(left, chunk_bytes):
                 for chunk in fetcher.fetch(part):
                     if chunk is not None and not writer.chain.fault(chunk.chunk_hash, chunk.metadata):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -99,10 +99,11 @@ def batches(planned: Sequence[PlannedChunk], chunk_bytes: int) -> Iterator[Seque
 class PageFetcher:
     """Reads chunks from nodes' page streams, from several nodes at once. Blocking. Use as a context manager."""
 
-    def __init__(self, manifest: Manifest, metadata: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, manifest: Manifest, open_client: Callable[[str], PageTransferClient]) -> None:
+        """open_client: makes the client of a bulk endpoint."""
         self._keyspace, self._spec = manifest.keyspace, manifest.spec
         self._payload_sizes = manifest.payload_sizes()
-        self._credentials = metadata
+        self._open_client = open_client
         self._clients: dict[str, PageTransferClient] = {}
         self._threads = ThreadPoolExecutor(_NODES_AT_ONCE, "export")
         self.failures: dict[str, int] = {}  # why pages could not be read, and how often
@@ -139,7 +140,9 @@ class PageFetcher:
         return fetched
 
     def _read(self, endpoint: str, pages: Sequence[_Page]) -> None:
-        client = self._clients.setdefault(endpoint, PageTransferClient(endpoint, metadata=self._credentials))
+        client = self._clients.get(endpoint)
+        if client is None:  # a node's pages are read by one thread at a time
+            client = self._clients[endpoint] = self._open_client(endpoint)
 
         def settled(item: int, error: KvPoolError | None, hit: bool) -> None:
             page = pages[item]

@@ -9,7 +9,7 @@ from enum import Enum
 from types import TracebackType
 
 from kvpool.cli.export_file import FileChunk
-from kvpool.cli.targets import Target, live_pagestores, on_pagestores
+from kvpool.cli.targets import Target, live_pagestores, on_pagestores, open_transfer
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.transfer import PageToWrite, PageTransferClient
@@ -138,7 +138,9 @@ class ImportTarget:
     def _write(self, node: LiveNode, chunks: Sequence[FileChunk]) -> list[bytes]:
         """Chunks of which the node now has every page. Blocking."""
         endpoint = node.info.bulk_endpoint
-        client = self._clients.setdefault(endpoint, PageTransferClient(endpoint))
+        client = self._clients.get(endpoint)
+        if client is None:  # a node's pages are written by one thread at a time
+            client = self._clients[endpoint] = open_transfer(self._target, endpoint)
         items = [
             PageToWrite(key=PageKey(self._keyspace, chunk.chunk_hash, shard), page=page, metadata=chunk.metadata)
             for chunk in chunks

@@ -15,6 +15,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.index import IndexClient, NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.client.transfer import PageTransferClient
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 
@@ -89,6 +90,11 @@ async def open_agent(target: Target, endpoint: str) -> AsyncIterator[AgentContro
         yield control
     finally:
         await control.close()
+
+
+def open_transfer(target: Target, endpoint: str) -> PageTransferClient:
+    """A client of one pagestore's page streams; blocking. Close it."""
+    return PageTransferClient(endpoint, metadata=client_config(target).metadata)
 
 
 async def on_every_pagestore(

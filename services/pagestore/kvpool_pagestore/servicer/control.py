@@ -126,7 +126,7 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
             staging_only=request.staging_only,
             with_pinned=request.with_pinned,
         )
-        evicted = await self._engine.evict(self._tenant(), wanted)
+        evicted = await self._engine.evicting.evict(self._tenant(), wanted)
         return pb.EvictResponse(
             page_count=evicted.page_count,
             pinned_page_count=evicted.pinned_count,
