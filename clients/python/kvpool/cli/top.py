@@ -36,7 +36,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     add_target(parser)
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (default 2)")
-    parser.add_argument("--sort", choices=SORTS, default="name", help="order of hosts (default name)")
+    parser.add_argument(
+        "--sort", choices=SORTS, default="state", help="order of hosts (default state: those in trouble first)"
+    )
     parser.add_argument("--once", action="store_true", help="two looks, one print, no terminal needed")
     parser.add_argument("--json", action="store_true", help="with --once: a document for programs")
     parser.set_defaults(run=run_top)

@@ -9,7 +9,7 @@ from typing import Any
 from kvpool.cli.output import printable, size
 from kvpool.cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
 
-SORTS = ("name", "state", "read", "write", "staging", "evicted")
+SORTS = ("state", "name", "read", "write", "staging", "evicted")
 PLAIN, HEAD, BAD, DIM = "plain", "head", "bad", "dim"
 _BAR_CHARS = 20
 _HOT_ROWS = 5  # in 24 lines; more where there is room
@@ -25,7 +25,7 @@ class Line:
 
 
 def render(
-    view: View, *, columns: int, lines: int, sort: str = "name", first_host: int = 0, clock: str = ""
+    view: View, *, columns: int, lines: int, sort: str = "state", first_host: int = 0, clock: str = ""
 ) -> list[Line]:
     """At most `lines` lines. first_host: how many hosts were scrolled by."""
     if columns < _SMALLEST[0] or lines < _SMALLEST[1]:
