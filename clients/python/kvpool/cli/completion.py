@@ -75,54 +75,69 @@ def walk(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterat
 
 def bash_script(paths: list[Path]) -> str:
     """Looks for the longest path among the words before the cursor, then offers what may follow it."""
-    cases = []
-    for path in paths:
-        words = [name for name, _ in path.actions] + list(path.values) + [option.flag for option in path.options]
-        cases.append(f'    "{path.key}") words="{" ".join(words)}" ;;')
-    values = [
-        f'    "{path.key} {option.flag}") words="{" ".join(option.values)}"; return 0 ;;'
-        for path in paths
-        for option in path.options
-        if option.takes_value
-    ]
-    known = " ".join(f"[{_quoted(path.key)}]=1" for path in paths if path.words)
+    known = " ".join(f'["{path.key}"]=1' for path in paths if path.words)
     return f"""# Completion of kvpool for bash: eval "$(kvpool completion bash)"
 declare -A _kvpool_paths=({known})
-_kvpool_words() {{  # sets words to what may follow path $1; with an option as $2, to its values
-  words=""
-  case "$1 $2" in
-{chr(10).join(values)}
-  esac
-  [[ -n $2 ]] && return 1
-  case "$1" in
-{chr(10).join(cases)}
-  esac
-}}
+{_cases(paths)}
 _kvpool() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} path="" words word
+  local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} at="" offered="" word
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-    local longer="${{path:+$path }}$word"
-    [[ -n ${{_kvpool_paths[$longer]:-}} ]] && path=$longer
+    local longer="${{at:+$at }}$word"
+    [[ -n ${{_kvpool_paths[$longer]:-}} ]] && at=$longer
   done
   COMPREPLY=()
-  if [[ $before == -* ]] && _kvpool_words "$path" "$before"; then
-    [[ -n $words ]] && COMPREPLY=($(compgen -W "$words" -- "$current")) || COMPREPLY=($(compgen -f -- "$current"))
+  if [[ $before == -* ]] && _kvpool_offer "$at" "$before"; then
+    [[ -n $offered ]] && COMPREPLY=($(compgen -W "$offered" -- "$current")) \\
+      || COMPREPLY=($(compgen -f -- "$current"))
     return
   fi
-  _kvpool_words "$path" ""
-  COMPREPLY=($(compgen -W "$words" -- "$current"))
+  _kvpool_offer "$at" ""
+  COMPREPLY=($(compgen -W "$offered" -- "$current"))
   [[ ${{#COMPREPLY[@]}} -eq 0 && $current != -* ]] && COMPREPLY=($(compgen -f -- "$current"))
 }}
 complete -o filenames -F _kvpool kvpool"""
 
 
 def zsh_script(paths: list[Path]) -> str:
-    """The script for bash, through zsh's own bridge."""
-    return f"""# Completion of kvpool for zsh: eval "$(kvpool completion zsh)"
-autoload -Uz compinit bashcompinit
-(( $+functions[compdef] )) || compinit
-bashcompinit
-{bash_script(paths).partition(chr(10))[2]}"""
+    """The same way in zsh's own words."""
+    known = " ".join(f'"{path.key}" 1' for path in paths if path.words)
+    return f"""#compdef kvpool
+# Completion of kvpool for zsh: eval "$(kvpool completion zsh)" in ~/.zshrc
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
+typeset -gA _kvpool_paths
+_kvpool_paths=({known})
+{_cases(paths)}
+_kvpool() {{
+  local before=${{words[CURRENT-1]}} at="" offered="" word longer
+  for word in "${{(@)words[2,CURRENT-1]}}"; do
+    longer="${{at:+$at }}$word"
+    [[ -n ${{_kvpool_paths[$longer]}} ]] && at=$longer
+  done
+  if [[ $before == -* ]] && _kvpool_offer "$at" "$before"; then
+    if [[ -n $offered ]]; then compadd -- ${{=offered}}; else _files; fi
+    return
+  fi
+  _kvpool_offer "$at" ""
+  compadd -- ${{=offered}}
+  [[ ${{words[CURRENT]}} == -* || -z $at ]] || _files
+}}
+compdef _kvpool kvpool"""
+
+
+def _cases(paths: list[Path]) -> str:
+    """A function for bash and zsh: sets `offered` to what may follow a path, or to the values of an option there."""
+    below = []
+    for path in paths:
+        words = [name for name, _ in path.actions] + list(path.values) + [option.flag for option in path.options]
+        below.append(f'    "{path.key}") offered="{" ".join(words)}" ;;')
+    values = [
+        f'    "{path.key} {option.flag}") offered="{" ".join(option.values)}"; return 0 ;;'
+        for path in paths
+        for option in path.options
+        if option.takes_value
+    ]
+    lines = ["_kvpool_offer() {", '  offered=""', '  case "$1 $2" in', *values, "  esac", "  [[ -n $2 ]] && return 1"]
+    return "\n".join([*lines, '  case "$1" in', *below, "  esac", "}"])
 
 
 def fish_script(paths: list[Path]) -> str:
@@ -154,7 +169,3 @@ def _plain(text: str) -> str:
 
 def _single(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
