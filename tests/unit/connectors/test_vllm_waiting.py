@@ -13,10 +13,12 @@ import pytest
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.sync import BackgroundLoop
-from kvpool.connectors.vllm import scheduler as scheduler_module
+from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
 from tests.unit.connectors.vllm_worlds import BLOCKS, World
+
+_HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
 
 
 def test_however_many_requests_wait_a_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +43,12 @@ def test_a_step_begins_so_many_lookups_and_hashes_so_many_prompts(monkeypatch: p
     world = World(FakePool(3))
     world.link.held = True
     hashed: list[str] = []
-    hash_prompt = scheduler_module.request_chain
 
     def count(request: Any, *others: Any) -> Chain:
         hashed.append(request.request_id)
-        return hash_prompt(request, *others)
+        return request_chain(request, *others)
 
-    monkeypatch.setattr(scheduler_module, "request_chain", count)
+    monkeypatch.setattr(_HASHING, count)
     requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
     for request in requests:
         world.match(request)
@@ -123,14 +124,13 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
     world = World(FakePool(0), store="prefill")
     for name in ("bad", "good"):
         world.side.on_new_request(a_request(64, name))
-    hash_prompt = scheduler_module.request_chain
 
     def fail(request: Any, *others: Any) -> Chain:
         if request.request_id == "bad":
             raise RuntimeError("planted")
-        return hash_prompt(request, *others)
+        return request_chain(request, *others)
 
-    monkeypatch.setattr(scheduler_module, "request_chain", fail)
+    monkeypatch.setattr(_HASHING, fail)
     orders = world.build({"bad": 64, "good": 64})
     assert [order.request_id for order in orders.stores] == ["good"]
     assert "planted" in caplog.text
@@ -213,13 +213,12 @@ def test_a_step_hashes_so_many_tokens_also_of_requests_that_wait_for_anothers_lo
     world = World(FakePool(3))
     world.load(a_request(120, "first"))
     hashed: list[str] = []
-    hash_prompt = scheduler_module.request_chain
 
     def count(request: Any, *others: Any) -> Chain:
         hashed.append(request.request_id)
-        return hash_prompt(request, *others)
+        return request_chain(request, *others)
 
-    monkeypatch.setattr(scheduler_module, "request_chain", count)
+    monkeypatch.setattr(_HASHING, count)
     requests = [a_request(120, f"r{number}") for number in range(12)]
     assert {world.match(request) for request in requests} == {None}
     assert len(hashed) == 5
