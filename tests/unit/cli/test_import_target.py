@@ -154,3 +154,13 @@ async def test_what_is_there_or_has_expired_is_not_stored(monkeypatch: pytest.Mo
     assert list(nodes.written) == [chunk_hash(3)]
     again, _, _, _ = await stored(monkeypatch, chunks[:1], held=held, copies=2)
     assert again == [Placed.STORED]
+
+
+async def test_a_cluster_that_takes_no_pages_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nowhere(self: Index, keyspace: bytes, head: bytes, *, count: int) -> list[NodeInfo]:
+        return []
+
+    monkeypatch.setattr(Index, "place", nowhere)
+    placed, _, into, _ = await stored(monkeypatch, CHAIN[:2])
+    assert placed == [Placed.FAILED, Placed.FAILED]
+    assert list(into.failures) == ["no node takes new pages; see `kvpool status`"]

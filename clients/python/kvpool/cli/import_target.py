@@ -105,6 +105,8 @@ class ImportTarget:
                     if node.node_id in self._nodes:  # one that has come since we looked is passed over
                         by_node.setdefault(node.node_id, []).append(by_hash[chunk_hash])
             if not by_node:
+                if lacking and not attempt:
+                    self.failures["no node takes new pages; see `kvpool status`"] = len(lacking)
                 break
             taken = await asyncio.gather(
                 *(asyncio.to_thread(self._write, self._nodes[node], of_node) for node, of_node in by_node.items())

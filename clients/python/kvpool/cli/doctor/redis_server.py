@@ -120,13 +120,15 @@ def _policy(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _persistence(name: str, client: Any, info: Mapping[str, Any]) -> Iterator[Finding]:
+    import redis
+
     appends = str(info.get("aof_enabled", "0")) == "1"
     if info.get("rdb_last_bgsave_status", "ok") != "ok" or info.get("aof_last_write_status", "ok") != "ok":
         yield bad("redis_persistence", f"{name} could not write to its disk", "make room on its disk; see its log")
         return
     try:
         saves = bool(client.config_get("save").get("save"))
-    except Exception as error:  # hosted servers forbid CONFIG
+    except redis.ResponseError as error:  # hosted servers forbid CONFIG
         if not appends:
             yield skipped("redis_persistence", f"{name} does not tell whether it saves ({error})")
         return

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvpool.cli.doctor.finding import Finding, bad, warning, well
@@ -19,7 +20,7 @@ def examine_directory(path: Path, wanted_bytes: int) -> Iterator[Finding]:
     """wanted_bytes: the budget of the disk tier; 0: not known."""
     try:
         found = os.statvfs(path)
-        used = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+        used = _used_bytes(path)
     except OSError as error:
         yield bad(
             "data_dir", f"{path} cannot be used: {error.strerror}", "make it, for the user that the pagestore runs as"
@@ -39,6 +40,16 @@ def examine_directory(path: Path, wanted_bytes: int) -> Iterator[Finding]:
             "inodes", f"{path} has {found.f_favail} inodes left of {found.f_files}", "remove small files there"
         )
     yield _direct(path)
+
+
+def _used_bytes(path: Path) -> int:
+    """Of the files there; a pagestore at work makes and removes them meanwhile. Raises OSError."""
+    total = 0
+    for directory, _, names in os.walk(path, onerror=None):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total
 
 
 def _direct(path: Path) -> Finding:
