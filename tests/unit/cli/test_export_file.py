@@ -66,6 +66,24 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert bytes(chunks[7].pages[0]) == bytes(page(8))
 
 
+def test_a_file_that_was_changed_since_it_was_verified_is_refused_at_its_first_other_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "file.kvpx"
+    write_file(path, 3)
+    with ExportReader(path) as first:
+        assert len(list(first.chunks())) == len(first.marks) == 3
+    with ExportReader(path, read_before=first.marks) as again:
+        assert len(list(again.chunks())) == 3
+    path.write_bytes(forged(one_chunk(1) + one_chunk(2, priority=7) + one_chunk(3), 3))
+    with ExportReader(path, read_before=first.marks) as other:
+        chunks = other.chunks()
+        assert next(chunks).metadata == metadata(1)
+        with pytest.raises(ExportRefused, match="changed while"):
+            next(chunks)
+    write_file(path, 4)
+    with ExportReader(path, read_before=first.marks) as longer, pytest.raises(ExportRefused, match="changed while"):
+        list(longer.chunks())
+
+
 def test_retention_survives(tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
     kept = metadata(1, ttl_ms=5, priority=-100, pinned_until_us=(1 << 63) - 1, prompt_tokens=7, expires_us=9)

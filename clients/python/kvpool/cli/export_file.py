@@ -20,6 +20,7 @@ from kvpool.core.export_format import (
     END_BYTES,
     HEAD_BYTES,
     MAGIC,
+    SUM_BYTES,
     ChainCheck,
     Digest,
     End,
@@ -50,9 +51,14 @@ class FileChunk:
 class ExportReader:
     """Reads a file once, front to back. Nothing is taken from it that was not verified. Use as a context manager."""
 
-    def __init__(self, path: Path) -> None:
-        """raises: CommandFailed for a file that cannot be read, ExportRefused for one that is none of ours."""
+    def __init__(self, path: Path, *, read_before: Sequence[bytes] | None = None) -> None:
+        """read_before: the `marks` of a whole reading; a file that was changed since is refused before it is used.
+
+        raises: CommandFailed for a file that cannot be read, ExportRefused for one that is none of ours.
+        """
         self._path = path
+        self._read_before = read_before
+        self.marks: list[bytes] = []  # of all up to the end of each chunk
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -87,7 +93,9 @@ class ExportReader:
         while not is_end(kind := self._file.peek(1)[:1]):
             if not kind:
                 raise self._refused("it was cut off; export it again (the same command goes on where it stopped)")
-            yield self._chunk()
+            chunk = self._chunk()
+            self._mark()
+            yield chunk
             self.good_bytes = self._file.tell()
         digest = self.digest.digest()
         end = end_of(self._file.read(END_BYTES))
@@ -116,6 +124,12 @@ class ExportReader:
         self.chain.add(chunk_hash, metadata)
         self.pages_bytes += self._chunk_bytes
         return FileChunk(chunk_hash=chunk_hash, metadata=metadata, pages=tuple(pages))
+
+    def _mark(self) -> None:
+        self.marks.append(self.digest.digest()[:SUM_BYTES])
+        at = len(self.marks)
+        if self._read_before is not None and self._read_before[at - 1 : at] != self.marks[-1:]:
+            raise self._refused("it was changed while it was read; import it again")
 
     def _take(self, size_bytes: int) -> bytes:
         try:

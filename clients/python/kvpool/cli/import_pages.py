@@ -49,6 +49,7 @@ class Imported:
 
     manifest: Manifest
     end: End
+    marks: Sequence[bytes]
     name: str = ""
     stored_chunks: int = 0
     present_chunks: int = 0
@@ -82,7 +83,7 @@ def _verified(path: Path, digest: str) -> Imported:
         assert reader.end is not None
         if digest and reader.end.digest.hex() != digest.lower():
             raise ExportRefused(f"{path} has the digest {reader.end.digest.hex()} and not the one that was named")
-        return Imported(manifest=reader.manifest, end=reader.end)
+        return Imported(manifest=reader.manifest, end=reader.end, marks=reader.marks)
 
 
 async def _import(target: Target, arguments: argparse.Namespace, imported: Imported) -> None:
@@ -115,7 +116,7 @@ async def _store(
 ) -> None:
     async with ImportTarget(target, index, opened, imported.manifest.spec, arguments.copies) as into:
         await into.look()
-        with ExportReader(arguments.file) as reader:
+        with ExportReader(arguments.file, read_before=imported.marks) as reader:
             if reader.manifest != imported.manifest:
                 raise ExportRefused(f"{arguments.file} was changed while it was read; import it again")
             progress = Progress("import", reader.size_bytes)
@@ -126,7 +127,7 @@ async def _store(
                 progress.show(reader.good_bytes)
             progress.end()
             if reader.end != imported.end:
-                raise ExportRefused(f"{arguments.file} was changed while it was read; clear what was imported of it")
+                raise ExportRefused(f"{arguments.file} was changed after its last page; what was stored is whole")
         await into.finish()
         imported.failures = into.failures
 
