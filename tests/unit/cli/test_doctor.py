@@ -223,6 +223,16 @@ def test_clocks_are_compared(skew_s: float | None, level: Level, monkeypatch: py
     assert levels(found)["clock"] is level
 
 
+def test_versions_of_nodes_are_compared() -> None:
+    def of(version: str) -> dict[tuple[str, str], float]:
+        return {("kvpool_process_info", version): 1.0, ("kvpool_pagestore_leases", ""): 0.0}
+
+    assert cluster.versions({"a": "does not answer", "b": {}}) == []
+    assert levels(cluster.versions({"a": of("0.2.0"), "b": of("0.2.1")})) == {"node_versions": Level.OK}
+    (mixed,) = cluster.versions({"a": of("0.2.0"), "b": of("0.3.0"), "c": of("0.3.0")})
+    assert mixed.level is Level.WARNING and "1 of 0.2.0, 2 of 0.3.0" in mixed.message
+
+
 def test_problems_and_versions_of_a_cluster_are_told() -> None:
     document: dict[str, Any] = {
         "index": {"version": "0.1.9"},

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -14,9 +15,11 @@ from urllib.parse import urlsplit
 
 from kvpool import __version__
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool.cli.top_metrics import Samples, fetch_all
 
 _CONNECT_TIMEOUT_S = 2.0
 _AT_ONCE = 32
+_INFO = "kvpool_process_info"
 _SKEW_S = 2.0  # the Date of an answer has whole seconds
 
 
@@ -83,8 +86,24 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
     findings += unreached or (
         [well("reachable", f"all {len(asked)} addresses of nodes can be reached")] if asked else []
     )
-    findings += await _clocks([node["metrics_url"] for node in nodes if node["metrics_url"]])
+    urls = [node["metrics_url"] for node in nodes if node["metrics_url"]]
+    findings += await _clocks(urls)
+    findings += versions(await fetch_all(urls))
     return findings
+
+
+def versions(metrics: Mapping[str, Samples | str]) -> list[Finding]:
+    """Of the nodes whose /metrics can be reached: one minor version apart is fine while an upgrade goes on."""
+    found: Counter[str] = Counter()
+    for samples in metrics.values():
+        found.update(label for name, label in (samples if not isinstance(samples, str) else ()) if name == _INFO)
+    if not found:
+        return []
+    told = ", ".join(f"{count} of {name}" for name, count in sorted(found.items()))
+    if len({_release(name) for name in found}) > 1:
+        cure = "upgrade the rest, one minor version at a time; a mixture is for the time of a rolling upgrade only"
+        return [warning("node_versions", f"nodes have several versions: {told}", cure)]
+    return [well("node_versions", f"nodes: {told}")]
 
 
 async def _clocks(urls: Sequence[str]) -> list[Finding]:
