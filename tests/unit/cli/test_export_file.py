@@ -113,7 +113,10 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
     write_file(path, 2)
     whole = path.read_bytes()
     # The MAC is the cluster's to check: it is keyed.
-    places = [*range(0, len(MANIFEST.pack()) + CHUNK_HEAD_BYTES + 80, 3), *range(len(whole) - END_BYTES, len(whole) - 32)]
+    places = [
+        *range(0, len(MANIFEST.pack()) + CHUNK_HEAD_BYTES + 80, 3),
+        *range(len(whole) - END_BYTES, len(whole) - 32),
+    ]
     for at in places + random.Random(1).sample(range(len(whole) - 32), 100):
         spoilt = bytearray(whole)
         spoilt[at] ^= 1 << at % 8

@@ -129,7 +129,7 @@ async def _store(
             if reader.end != imported.end:
                 raise ExportRefused(f"{arguments.file} was changed after its last page; what was stored is whole")
         await into.finish()
-        imported.failures = into.failures
+        imported.failures = dict(into.failures)
 
 
 def _kept(chunk: FileChunk, keep_pins: bool) -> FileChunk:

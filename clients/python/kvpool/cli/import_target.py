@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from types import TracebackType
@@ -22,6 +23,7 @@ from kvpool.core.page import PageKey
 
 _WRITE_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 120.0
+_STREAMS = 4  # to one node at once: each waits for the disk, and writes of all of them become durable together
 _PLACED_MAX = 16  # nodes that the index names for a chain
 
 
@@ -52,7 +54,7 @@ class ImportTarget:
         self._heads: dict[bytes, bytes] = {}  # first chunk of a chain, by chunk
         self._placed: dict[bytes, list[NodeInfo]] = {}  # by first chunk
         self._used: set[bytes] = set()
-        self.failures: dict[str, int] = {}
+        self.failures: Counter[str] = Counter()  # why pages were not taken
 
     async def __aenter__(self) -> ImportTarget:
         return self
@@ -108,11 +110,15 @@ class ImportTarget:
                 if lacking and not attempt:
                     self.failures["no node takes new pages; see `kvpool status`"] = len(lacking)
                 break
-            taken = await asyncio.gather(
-                *(asyncio.to_thread(self._write, self._nodes[node], of_node) for node, of_node in by_node.items())
-            )
-            for chunk_hash in (each for of_node in taken for each in of_node):
-                lacking[chunk_hash] -= 1
+            streams = [
+                asyncio.to_thread(self._write, self._nodes[node], self._client(self._nodes[node]), part)
+                for node, of_node in by_node.items()
+                for part in _parts(of_node)
+            ]
+            for taken, failures in await asyncio.gather(*streams):
+                self.failures.update(failures)
+                for chunk_hash in taken:
+                    lacking[chunk_hash] -= 1
             lacking = {chunk_hash: copies for chunk_hash, copies in lacking.items() if copies > 0}
         for chunk in chunks:
             failed = chunk.chunk_hash in lacking
@@ -137,12 +143,19 @@ class ImportTarget:
         self._heads[chunk.chunk_hash] = head
         return head
 
-    def _write(self, node: LiveNode, chunks: Sequence[FileChunk]) -> list[bytes]:
-        """Chunks of which the node now has every page. Blocking."""
+    def _client(self, node: LiveNode) -> PageTransferClient:
         endpoint = node.info.bulk_endpoint
         client = self._clients.get(endpoint)
-        if client is None:  # a node's pages are written by one thread at a time
+        if client is None:
             client = self._clients[endpoint] = open_transfer(self._target, endpoint)
+        self._used.add(node.info.node_id)
+        return client
+
+    def _write(
+        self, node: LiveNode, client: PageTransferClient, chunks: Sequence[FileChunk]
+    ) -> tuple[list[bytes], Counter[str]]:
+        """Chunks of which the node now has every page, and why it did not take others. Blocking."""
+        failures: Counter[str] = Counter()
         items = [
             PageToWrite(key=PageKey(self._keyspace, chunk.chunk_hash, shard), page=page, metadata=chunk.metadata)
             for chunk in chunks
@@ -154,7 +167,7 @@ class ImportTarget:
             if admission is Admission.REJECTED or error is not None:
                 failed.add(items[item].key.chunk_hash)
                 reason = f"{error.reason} at {node.info.host_id}" if error is not None else "rejected"
-                self.failures[reason] = self.failures.get(reason, 0) + 1
+                failures[reason] += 1
 
         client.write_pages(
             [(self._keyspace, self._spec)],
@@ -163,5 +176,10 @@ class ImportTarget:
             timeout_s=_WRITE_TIMEOUT_S,
             require_durable=node.load.disk_capacity_bytes > 0,
         )
-        self._used.add(node.info.node_id)
-        return [chunk.chunk_hash for chunk in chunks if chunk.chunk_hash not in failed]
+        return [chunk.chunk_hash for chunk in chunks if chunk.chunk_hash not in failed], failures
+
+
+def _parts(chunks: Sequence[FileChunk]) -> list[Sequence[FileChunk]]:
+    """As many as there are streams; chunks that follow each other go together."""
+    step = -(-len(chunks) // _STREAMS)
+    return [chunks[start : start + step] for start in range(0, len(chunks), step)]
