@@ -25,9 +25,9 @@ from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cl
 
 pytestmark = pytest.mark.e2e
 
-# Chunks of 512 KiB, so that few of them fill a small disk tier.
+# Chunks of one page of 512 KiB, so that few of them fill a small disk tier.
 LARGE = KeyspaceSpec(
-    model_id="large", model_revision="1", groups=(KvGroup(4, 8, 64),), dtype=Dtype.BF16, chunk_tokens=64
+    model_id="large", model_revision="1", groups=(KvGroup(16, 1, 128),), dtype=Dtype.BF16, chunk_tokens=64
 )
 TINY_TIERS = ("--arena-bytes", "16MiB", "--disk-bytes", "64MiB")
 

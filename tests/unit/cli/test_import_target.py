@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvpool.cli.targets import Target
 from kvpool.client.index import OpenedKeyspace
 from kvpool.client.transfer import PageToWrite
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
-from kvpool.core.errors import KvPoolError, QuotaExceeded
+from kvpool.core.errors import ArenaFull, KvPoolError, QuotaExceeded
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Admission
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash, metadata, page
@@ -144,6 +145,25 @@ async def test_chunks_that_nobody_takes_failed(monkeypatch: pytest.MonkeyPatch) 
     assert sum(into.failures.values()) == 6
     fewer, _, _, _ = await stored(monkeypatch, CHAIN[:1], copies=4)
     assert fewer == [Placed.FAILED], "four copies on three nodes are not what was asked"
+
+
+async def test_a_node_without_room_for_now_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    asked: list[bytes] = []
+
+    def slow(endpoint: str, wanted: bytes) -> KvPoolError | None:
+        asked.append(wanted)
+        return ArenaFull("full") if asked.count(wanted) < 3 else None
+
+    placed, nodes, into, _ = await stored(monkeypatch, CHAIN[:2], refuse=slow)
+    assert placed == [Placed.STORED, Placed.STORED] and not into.failures
+    assert set(map(tuple, nodes.written.values())) == {("host-0:7201",)} and pauses
+
+    pauses.clear()
+    never, _, into, _ = await stored(monkeypatch, CHAIN[:1], refuse=lambda endpoint, wanted: ArenaFull("full"))
+    assert never == [Placed.FAILED] and sum(into.failures.values()) == 3
+    assert 180 <= sum(pauses) < 200, "a minute for each of three nodes"
 
 
 async def test_what_is_there_or_has_expired_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:

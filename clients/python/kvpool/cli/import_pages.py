@@ -198,6 +198,6 @@ def render(imported: Imported, verify_only: bool) -> str:
         + (f", {imported.expired_chunks} had expired" if imported.expired_chunks else "")
     )
     if imported.failed_chunks:
-        why = ", ".join(f"{count} pages: {reason}" for reason, count in imported.failures.items())
+        why = ", ".join(f"{count} chunks: {reason}" for reason, count in imported.failures.items())
         lines.append(f"{imported.failed_chunks} chunks could not be stored ({why}); mend that and import again")
     return "\n".join(lines)

@@ -16,13 +16,16 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import LiveNode, NodeInfo
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import ArenaFull, KvPoolError, Overloaded
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 
 _WRITE_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 120.0
+_BUSY_S = 60.0  # without any page taken
+_PAUSE_FIRST_S = 0.05
+_PAUSE_LAST_S = 2.0
 _STREAMS = 4  # to one node at once: each waits for the disk, and writes of all of them become durable together
 _PLACED_MAX = 16  # nodes that the index names for a chain
 
@@ -154,20 +157,46 @@ class ImportTarget:
     def _write(
         self, node: LiveNode, client: PageTransferClient, chunks: Sequence[FileChunk]
     ) -> tuple[list[bytes], Counter[str]]:
-        """Chunks of which the node now has every page, and why it did not take others. Blocking."""
+        """Chunks of which the node now has every page, and why it did not take others. Blocking.
+
+        A node that has no room for now is waited for: its disk is slower than we are.
+        """
         failures: Counter[str] = Counter()
+        taken: list[bytes] = []
+        left, pause_s, waited_s = chunks, _PAUSE_FIRST_S, 0.0
+        while left:
+            errors = self._write_once(node, client, left)
+            busy = [chunk for chunk in left if isinstance(errors.get(chunk.chunk_hash), ArenaFull | Overloaded)]
+            taken += [chunk.chunk_hash for chunk in left if chunk.chunk_hash not in errors]
+            gives_up = len(busy) == len(left) and waited_s >= _BUSY_S
+            for error in errors.values():
+                if gives_up or not isinstance(error, ArenaFull | Overloaded):
+                    failures[f"{error.reason} at {node.info.host_id}"] += 1
+            if gives_up or not busy:
+                break
+            if len(busy) < len(left):
+                pause_s, waited_s = _PAUSE_FIRST_S, 0.0
+            time.sleep(pause_s)
+            waited_s += pause_s
+            left, pause_s = busy, min(2 * pause_s, _PAUSE_LAST_S)
+        return taken, failures
+
+    def _write_once(
+        self, node: LiveNode, client: PageTransferClient, chunks: Sequence[FileChunk]
+    ) -> dict[bytes, KvPoolError]:
+        """Why the node has not every page of a chunk; of several causes, one that waiting does not cure."""
         items = [
             PageToWrite(key=PageKey(self._keyspace, chunk.chunk_hash, shard), page=page, metadata=chunk.metadata)
             for chunk in chunks
             for shard, page in enumerate(chunk.pages)
         ]
-        failed: set[bytes] = set()
+        errors: dict[bytes, KvPoolError] = {}
 
         def settled(item: int, admission: Admission, error: KvPoolError | None) -> None:
             if admission is Admission.REJECTED or error is not None:
-                failed.add(items[item].key.chunk_hash)
-                reason = f"{error.reason} at {node.info.host_id}" if error is not None else "rejected"
-                failures[reason] += 1
+                at, cause = items[item].key.chunk_hash, error or KvPoolError("rejected")
+                if at not in errors or isinstance(errors[at], ArenaFull | Overloaded):
+                    errors[at] = cause
 
         client.write_pages(
             [(self._keyspace, self._spec)],
@@ -176,7 +205,7 @@ class ImportTarget:
             timeout_s=_WRITE_TIMEOUT_S,
             require_durable=node.load.disk_capacity_bytes > 0,
         )
-        return [chunk.chunk_hash for chunk in chunks if chunk.chunk_hash not in failed], failures
+        return errors
 
 
 def _parts(chunks: Sequence[FileChunk]) -> list[Sequence[FileChunk]]:
