@@ -147,6 +147,10 @@ class ClientNode:
             await self._timed("load", self._load(chain, count))
         elif choice < 0.97:
             await self._timed("flush", self._flush())
+        elif choice < 0.985:
+            hashes = [key_of(chain, position, 0).chunk_hash for position in range(count)]
+            evict = self._control.evict(KEYSPACE, hashes, staging_only=choice < 0.975, timeout_s=5.0)
+            await self._timed("evict", evict)
         else:
             await self._timed("clear", self._control.clear(timeout_s=5.0))
 

@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from kvpool import __version__
 from kvpool_server.listen import startup_error
 
 _log = logging.getLogger(__name__)
@@ -25,14 +26,17 @@ def new_registry() -> CollectorRegistry:
     """A registry that already holds the metrics of this process: CPU, memory, descriptors, start time."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_MemoryCollector())
+    registry.register(_ProcessCollector())
     return registry
 
 
-class _MemoryCollector(Collector):
-    """Resident memory by kind: arena pages are shmem, and must not look like a leak of the heap."""
+class _ProcessCollector(Collector):
+    """Version, and resident memory by kind: arena pages are shmem, and must not look like a leak of the heap."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        info = GaugeMetricFamily("kvpool_process_info", "1, of the version that this process has.", labels=["version"])
+        info.add_metric([__version__], 1.0)
+        yield info
         family = GaugeMetricFamily(
             "kvpool_process_resident_bytes", "Resident memory of this process by kind.", labels=["kind"]
         )

@@ -15,6 +15,8 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.engine_clear import Clearing
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_evict import Evicting
+from kvpool_pagestore.engine_listing import Listing
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth
 from kvpool_pagestore.engine_movement import Movement
 from kvpool_pagestore.engine_pages import PageCalls
@@ -85,6 +87,10 @@ class PageStoreEngine:
             policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
         )
         self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
+        alone = self._clearing.one_at_a_time
+        self.evicting = Evicting(
+            self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
+        )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.sessions = PeerSessions(
@@ -129,6 +135,8 @@ class PageStoreEngine:
         )
         self.movement.attach(self._announcer, self.pages)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
+        most_read = self.movement.replication.most_read
+        self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)
 
     # Life
 

@@ -13,7 +13,7 @@ from kvpool_pagestore.engine_writeback import WriteBack
 
 
 class Clearing:
-    """One clear at a time."""
+    """One clear at a time. one_at_a_time: held by whoever holds back the writes of a keyspace."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class Clearing:
         self._write_back = write_back
         self._announcer = announcer
         self._truth = truth
-        self._one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another
+        self.one_at_a_time = asyncio.Lock()  # the end of one would let writes start beneath another
 
     async def clear(self, keyspaces: Sequence[bytes]) -> int:
         """How many pages there were. Raises StoreFault."""
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             return sum([await self._clear_one(keyspace) for keyspace in keyspaces])
 
     async def _clear_one(self, keyspace: bytes) -> int:

@@ -136,6 +136,13 @@ class DiskTier:
             self._forget(key)
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
+    async def delete(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
+        for key in keys:
+            self._forget(key)
+        await self._deletions.run(keys, self._deletions.begin())
+        await self._measure()
+
     async def delete_keyspace(self, keyspace: bytes, on_gone: Callable[[PageKey], None]) -> None:
         """Forget a keyspace, durably. Raises StoreFault; some of it may be left. Writes of it must be held back.
 

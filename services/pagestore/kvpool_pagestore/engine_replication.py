@@ -80,6 +80,10 @@ class Replication:
         if self._hot.enabled and self._hot.used(key.keyspace + key.chunk_hash, self._clock.monotonic_s()):
             self._add(key, group_head_hash, self._limits.hot_copies)
 
+    def most_read(self, count: int) -> list[tuple[bytes, float]]:
+        """Chunks (keyspace id + hash) whose pages are leased most now, with leases a minute; none where none count."""
+        return self._hot.most_used(count, self._clock.monotonic_s())
+
     def stop(self) -> None:
         """Begin no more copies; those under way end by themselves."""
         self._stopped = True

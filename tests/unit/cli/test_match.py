@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.match import Found, FoundRun, best_tier, read_tokens, render, to_document
+from kvpool.cli.chains import read_tokens
+from kvpool.cli.match import Found, FoundRun, best_tier, render, to_document
 from kvpool.cli.output import CommandFailed
 from kvpool.core.cluster import Location, NodeInfo, NodeKind
 from kvpool.core.outcome import Tier

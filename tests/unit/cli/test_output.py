@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.cli.output import EXIT_USAGE, fail, size, size_from_text, table
+from kvpool.cli.output import EXIT_USAGE, duration_from_text, fail, size, size_from_text, table
 from kvpool.core.errors import StartupFailed
 
 
@@ -43,3 +43,20 @@ def test_a_failure_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> 
     assert fail(StartupFailed("first\n  second"), code=EXIT_USAGE) == EXIT_USAGE
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "kvpool: first second\n")
+
+
+def test_what_a_terminal_would_obey_is_not_printed() -> None:
+    assert table(["host"], [["\x1b[2Jhost\x00"]]).splitlines()[-1] == "?[2Jhost?"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("1.5m", 90), ("24h", 86_400), ("7d", 604_800), ("2w", 1_209_600)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert duration_from_text(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "5", "5y", "-1s", "0s", "nans", "1e99d"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"duration|float"):
+        duration_from_text(text)

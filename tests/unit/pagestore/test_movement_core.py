@@ -142,3 +142,16 @@ def test_a_pace_is_never_exceeded(sizes: list[int], idle_s: float) -> None:
     for first in range(len(begun)):
         sent = sum(size for _, size in begun[first:-1])
         assert sent <= 100.0 * (begun[-1][0] - begun[first][0]) + 1e-6
+
+
+def test_chunks_used_most_come_first_and_cool() -> None:
+    hot = HotChunks(uses_per_minute=10, capacity=100)
+    for second in range(600):
+        hot.used(b"steady", float(second))
+        if second % 10 == 0:
+            hot.used(b"seldom", float(second))
+    (first, rate), (second_name, slow) = hot.most_used(2, 600.0)
+    assert (first, second_name) == (b"steady", b"seldom")
+    assert 55 < rate < 65 and 5 < slow < 7, "of a use a second some 60 a minute"
+    assert hot.most_used(1, 660.0)[0][1] < 0.6 * rate
+    assert hot.most_used(0, 600.0) == []

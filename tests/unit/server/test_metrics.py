@@ -6,6 +6,7 @@ from http.client import HTTPConnection
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from kvpool import __version__
 from kvpool.core.errors import StartupFailed
 from kvpool_server.metrics import new_registry, start_metrics_server
 
@@ -30,6 +31,7 @@ def test_serves_the_registry_and_the_process() -> None:
         assert "kvpool_test_pages_total 3.0" in text
         assert "process_resident_memory_bytes" in text
         assert 'kvpool_process_resident_bytes{kind="anon"}' in text
+        assert f'kvpool_process_info{{version="{__version__}"}} 1.0' in text
         assert get(port, "/etc/passwd")[0] == 404
     finally:
         stop()

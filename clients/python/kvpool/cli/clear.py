@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, table
 from kvpool.cli.targets import add_target, find_target, on_every_pagestore, run
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
@@ -25,10 +24,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
     """Clear every pagestore; exit code 1 unless all did it. A person at a terminal is asked first."""
     target = find_target(arguments)
     what = f"all pages of keyspace {arguments.keyspace}" if arguments.keyspace else "all pages of all keyspaces"
-    if not arguments.yes and sys.stdin.isatty():
-        answer = input(f"Drop {what} from every pagestore? Engines compute them again. [y/N] ")
-        if answer.strip().lower() not in ("y", "yes"):
-            raise CommandFailed("nothing was dropped; answer y, or give --yes")
+    ask(f"Drop {what} from every pagestore? Engines compute them again.", yes=arguments.yes)
 
     async def clear(control: PageStoreControl, keyspace: bytes) -> int:
         return await control.clear(keyspace, timeout_s=CLEAR_TIMEOUT_S)

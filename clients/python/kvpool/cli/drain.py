@@ -8,9 +8,9 @@ import sys
 from contextlib import aclosing
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, size
-from kvpool.cli.targets import Target, add_target, find_target, open_index, open_pagestore, run
+from kvpool.cli.targets import Target, add_target, find_target, live_pagestores, open_index, open_pagestore, run
 from kvpool.client.pagestore_control import DrainProgress
-from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.cluster import NodeInfo
 
 _SHOWN_EVERY_S = 1.0
 
@@ -34,7 +34,10 @@ def run_drain(arguments: argparse.Namespace) -> int:
 
 
 async def _drain(target: Target, name: str, cancel: bool, timeout_s: float | None) -> int:
-    node = await _find(target, name)
+    if not name:
+        raise CommandFailed("name the pagestore to drain; `kvpool status` has them all")
+    async with open_index(target) as index:
+        node = (await live_pagestores(index, name))[0].info
     shown_s = float("-inf")
     progress: DrainProgress | None = None
     async with open_pagestore(target, node.endpoint) as pagestore:
@@ -52,19 +55,6 @@ async def _drain(target: Target, name: str, cancel: bool, timeout_s: float | Non
     print(_line(node, progress))
     print("every page has another live copy and the lease has ended; the process serves reads until it is stopped")
     return EXIT_OK if not progress.remaining_chunk_count else EXIT_FAILED
-
-
-async def _find(target: Target, name: str) -> NodeInfo:
-    """Raises CommandFailed unless exactly one pagestore has that name."""
-    async with open_index(target) as index:
-        nodes = [node.info for node in await index.list_nodes(NodeKind.PAGESTORE)]
-    exact = [node for node in nodes if name in (node.endpoint, node.host_id, node.node_id.hex())]
-    found = exact or [node for node in nodes if name and node.node_id.hex().startswith(name.lower())]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(f"{node.node_id.hex()[:8]} ({node.host_id}, {node.endpoint})" for node in nodes) or "none"
-    what = f"{len(found)} pagestores are called" if found else "no live pagestore is called"
-    raise CommandFailed(f"{what} {name!r}; live: {known}")
 
 
 def _line(node: NodeInfo, progress: DrainProgress) -> str:

@@ -20,26 +20,109 @@ SUPPORTED_MACHINES = ("x86_64", "aarch64")
 
 
 @dataclass(frozen=True, slots=True)
-class _Command:
-    """module: below kvpool.cli; its `declare(parser)` is called, and it is imported, only when the command is used."""
+class Command:
+    """module: below kvpool.cli; `function` of it declares the command, and it is imported, only when it is used."""
 
     module: str
     summary: str
+    examples: tuple[str, ...]
+    function: str = "declare"
 
 
 COMMANDS = {
-    "up": _Command("up", "start a cluster on this machine: Redis, index, pagestores, agents"),
-    "down": _Command("down", "drain and end the cluster that `kvpool up` started"),
-    "status": _Command("status", "nodes, their arenas and disks, keyspaces"),
-    "logs": _Command("logs", "show logs of the cluster's processes"),
-    "flush": _Command("flush", "wait until every page is durable"),
-    "drain": _Command("drain", "move a pagestore's pages to others, then end its lease"),
-    "clear": _Command("clear", "drop the pages of a keyspace, or all"),
-    "match": _Command("match", "how much of a token sequence the cluster holds, and where"),
-    "policy": _Command("policy", "what pagestores do with a keyspace: disk writes, staging, replicas, quota"),
-    "replay": _Command("replay", "hit rate of a trace of requests, by eviction policy and capacity"),
-    "route": _Command("route", "which hosts would serve a token sequence best, by what they hold of it"),
-    "bench": _Command("bench", "measure pages, matches, the GPU path, or any OpenAI-compatible server"),
+    "up": Command(
+        "up",
+        "start a cluster on this machine: Redis, index, pagestores, agents",
+        ("kvpool up --pagestores 2", "kvpool up --detach --arena-bytes 4GiB --disk-bytes 64GiB"),
+    ),
+    "down": Command("down", "drain and end the cluster that `kvpool up` started", ("kvpool down",)),
+    "status": Command(
+        "status",
+        "nodes, their arenas and disks, keyspaces; whether anything is wrong",
+        ("kvpool status", "kvpool status --index index-0:7100 --check --json"),
+    ),
+    "top": Command(
+        "top",
+        "live view: tiers, bandwidth, hits, hot chains, each node",
+        ("kvpool top", "kvpool top --index index-0:7100 --interval 5", "kvpool top --once --json"),
+    ),
+    "doctor": Command(
+        "doctor.command",
+        "look for what commonly goes wrong on this machine and in the cluster, with its cure",
+        ("kvpool doctor", "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB"),
+    ),
+    "logs": Command("logs", "show logs of the cluster's processes", ("kvpool logs", "kvpool logs pagestore-0 -n 50")),
+    "flush": Command("flush", "wait until every page is durable", ("kvpool flush --timeout 120",)),
+    "drain": Command(
+        "drain",
+        "move a pagestore's pages to others, then end its lease",
+        ("kvpool drain host-3", "kvpool drain --cancel 5f3a"),
+    ),
+    "pin": Command(
+        "pin",
+        "keep the chunks of a token sequence from being evicted, for a time",
+        (
+            "kvpool pin system-prompt.json --keyspace llama --for 7d",
+            "kvpool pin system-prompt.json --forever",
+            "kvpool pin --list",
+        ),
+    ),
+    "unpin": Command(
+        "pin", "end the pins of a token sequence's chunks", ("kvpool unpin system-prompt.json",), "declare_unpin"
+    ),
+    "evict": Command(
+        "evict",
+        "give up chunks before their time: of a token sequence, or of a keyspace",
+        (
+            "kvpool evict tokens.json --keyspace llama --from-token 2048",
+            "kvpool evict --keyspace llama --whole-keyspace --staging-only --node host-3",
+        ),
+    ),
+    "clear": Command("clear", "drop the pages of a keyspace, or all", ("kvpool clear --keyspace llama --yes",)),
+    "export": Command(
+        "export",
+        "write the pages of prefixes, or of a keyspace, to one portable verified file",
+        ("kvpool export llama.kvpx --keyspace llama", "kvpool export prompts.kvpx system-*.json --keyspace llama"),
+    ),
+    "import": Command(
+        "import_pages",
+        "store the pages of an exported file, once all of it is verified",
+        (
+            "kvpool import llama.kvpx",
+            "kvpool import llama.kvpx --copies 2 --digest 9f86d0...",
+            "kvpool import --verify-only llama.kvpx",
+        ),
+    ),
+    "match": Command(
+        "match",
+        "how much of a token sequence the cluster holds, and where",
+        ("kvpool match tokens.json --keyspace llama", "echo 1 2 3 | kvpool match -"),
+    ),
+    "route": Command(
+        "route",
+        "which hosts would serve a token sequence best, by what they hold of it",
+        ("kvpool route tokens.json --keyspace llama --json",),
+    ),
+    "policy": Command(
+        "policy",
+        "what pagestores do with a keyspace: disk writes, staging, replicas, quota",
+        ("kvpool policy set llama --write-policy write-through --replicas 2 --quota 10GiB", "kvpool policy show"),
+    ),
+    "replay": Command(
+        "replay",
+        "hit rate of a trace of requests, by eviction policy and capacity",
+        ("kvpool replay trace.jsonl --policy chain --capacity 10%",),
+    ),
+    "bench": Command(
+        "bench",
+        "measure pages, matches, the GPU path, or any OpenAI-compatible server",
+        ("kvpool bench pages", "kvpool bench serve --base-url http://host:8000 --rate 4 --requests 400"),
+    ),
+    "completion": Command(
+        "completion",
+        "print a script that completes commands and options in bash, zsh or fish",
+        ('eval "$(kvpool completion bash)"', "kvpool completion fish > ~/.config/fish/completions/kvpool.fish"),
+    ),
 }
 
 
@@ -48,6 +131,8 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvpool",
         description="Share the KV cache of common prompt prefixes between LLM inference engines.",
+        epilog="`kvpool COMMAND --help` has its options and examples. Exit codes: 0 done, 1 failed or something is "
+        "wrong, 2 not understood or could not start.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
@@ -59,11 +144,23 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
-            name, help=command.summary, description=command.summary.capitalize() + ".", allow_abbrev=False
+            name,
+            help=command.summary,
+            description=command.summary.capitalize() + ".",
+            formatter_class=HelpWithExamples,
+            allow_abbrev=False,
         )
         if name in argv:
-            import_module(f"kvpool.cli.{command.module}").declare(sub)
+            getattr(import_module(f"kvpool.cli.{command.module}"), command.function)(sub)
+            sub.epilog = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
     return parser
+
+
+class HelpWithExamples(argparse.HelpFormatter):
+    """Fills paragraphs as usual, but leaves the examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

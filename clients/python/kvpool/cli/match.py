@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, table
+from kvpool.cli.chains import add_tokens, read_tokens
+from kvpool.cli.output import EXIT_OK, print_json, table
 from kvpool.cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import chunk_hashes, group_head_index
@@ -21,8 +19,7 @@ from kvpool.core.outcome import Tier
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool match`."""
     add_target(parser)
-    parser.add_argument("tokens", metavar="FILE", help="token ids as a JSON list or separated by blanks; - is stdin")
-    parser.add_argument("--keyspace", default="", metavar="NAME", help="needed where there is more than one")
+    add_tokens(parser)
     parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
     parser.set_defaults(run=run_match)
 
@@ -66,22 +63,6 @@ def run_match(arguments: argparse.Namespace) -> int:
     else:
         print(render(found))
     return EXIT_OK
-
-
-def read_tokens(name: str) -> list[int]:
-    """Token ids of a file, or of stdin. Raises CommandFailed."""
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{name} cannot be read: {error}") from error
-    try:
-        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except ValueError as error:
-        raise CommandFailed(f"{name} is neither a JSON list nor integers separated by blanks: {error}") from error
-    wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < 1 << 32), None)
-    if wrong is not None:
-        raise CommandFailed(f"{name}: {json.dumps(wrong)[:40]} is no token id (0 to 2**32 - 1)")
-    return tokens
 
 
 async def look_up(target: Target, keyspace_name: str, tokens: Sequence[int]) -> Found:

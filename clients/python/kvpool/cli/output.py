@@ -18,7 +18,7 @@ class CommandFailed(Exception):
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
     """Columns padded to their widest cell; `right` names the columns of numbers."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
 
     def line(values: Sequence[str]) -> str:
@@ -29,6 +29,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(headers), line(["-" * width for width in widths]), *(line(row) for row in cells)])
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from nodes."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def size(size_bytes: float) -> str:
@@ -46,6 +51,23 @@ def size_from_text(text: str) -> int:
         if text.endswith(suffix):
             return int(float(text.removesuffix(suffix)) * factor)
     return int(text)
+
+
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def duration_from_text(text: str) -> float:
+    """Seconds of "90s", "15m", "24h", "7d" or "2w". Raises ValueError, as argparse wants it."""
+    duration_s = float(text[:-1]) * _SECONDS_OF[text[-1]] if text[-1:] in _SECONDS_OF else 0.0
+    if not 0 < duration_s < 1e10:
+        raise ValueError(f"{text!r} is no duration; write 90s, 15m, 24h, 7d or 2w")
+    return duration_s
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Have a person at a terminal agree; a program is taken to know what it does. Raises CommandFailed."""
+    if not yes and sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CommandFailed("nothing was done; answer y, or give --yes")
 
 
 def print_json(document: Mapping[str, Any]) -> None:

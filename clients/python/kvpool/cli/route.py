@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpool.cli.match import read_tokens
+from kvpool.cli.chains import add_tokens, read_tokens
 from kvpool.cli.output import EXIT_OK, print_json, table
 from kvpool.cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
 from kvpool.core.chunks import chunk_hashes
@@ -15,8 +15,7 @@ from kvpool.core.cluster import ChainQuery, RouteAnswer
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool route`."""
     add_target(parser)
-    parser.add_argument("tokens", metavar="FILE", help="token ids as a JSON list or separated by blanks; - is stdin")
-    parser.add_argument("--keyspace", default="", metavar="NAME", help="needed where there is more than one")
+    add_tokens(parser)
     parser.add_argument("--all", action="store_true", help="also hosts that hold nothing of the prefix")
     parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
     parser.set_defaults(run=run_route)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, size, table
 from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run
+from kvpool.cli.top_view import natural
 from kvpool.client.index import NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreStatus
 from kvpool.core.cluster import LiveNode, NodeKind
@@ -23,17 +24,24 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool status`."""
     add_target(parser)
     parser.add_argument("--json", action="store_true", help="a document for programs; its fields stay what they are")
+    parser.add_argument(
+        "--check", action="store_true", help="for monitoring: print only what is wrong; exit code 1 if anything is"
+    )
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print it; exit code 1 if the store or any node that has a lease cannot be reached."""
+    """Print it; exit code 1 if the store or any node that has a lease cannot be reached, or for any --check."""
     target = find_target(arguments)
     document = run(read_status(target))
     if arguments.json:
         print_json(document)
+    elif arguments.check:
+        print("\n".join(document["problems"]) or f"ok: {_summary(document['nodes'])}")
     else:
         print(render(document))
+    if arguments.check:
+        return EXIT_FAILED if document["problems"] else EXIT_OK
     well = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])
     return EXIT_OK if well else EXIT_FAILED
 
@@ -48,7 +56,7 @@ async def read_status(target: Target) -> dict[str, Any]:
             nodes, keyspaces = await asyncio.gather(index.list_nodes(), index.list_keyspaces())
         described = await asyncio.gather(*(_node(target, node) for node in nodes))
         documents = [_keyspace(keyspace) for keyspace in keyspaces]
-    return {
+    document: dict[str, Any] = {
         "version": STATUS_VERSION,
         "index": {"endpoint": target.index_endpoint, "version": info.version, "lease_ttl_ms": info.lease_ttl_ms},
         "store": {
@@ -56,10 +64,28 @@ async def read_status(target: Target) -> dict[str, Any]:
             "reachable": info.store_reachable,
             "description": target.state.store if target.state else "",
         },
-        "nodes": list(described),
+        "nodes": sorted(described, key=lambda node: (natural(node["host_id"]), node["kind"], node["endpoint"])),
         "keyspaces": documents,
         "processes": _processes(target),
     }
+    return document | {"problems": problems(document)}
+
+
+def problems(document: dict[str, Any]) -> list[str]:
+    """One line for each thing that somebody should look after; a node that is drained on purpose is none."""
+    found = [] if document["store"]["reachable"] else ["the index's store is not reachable: matches miss everywhere"]
+    nodes = document["nodes"]
+    if document["store"]["reachable"] and not any(node["kind"] == "pagestore" for node in nodes):
+        found.append("no pagestore has a lease: nothing can be stored")
+    for node in nodes:
+        name = f"{node['kind']} {node['node_id'][:8]} ({node['host_id']})"
+        if node["error"]:
+            found.append(f"{name} does not answer: {node['error']}")
+        if node["disk"]["fault"]:
+            state = node["disk"].get("state", "").replace("_", "-")
+            found.append(f"{name}: its disk tier is {state or 'out of service'}: {node['disk']['fault']}")
+    found += [f"{process['name']} is not running" for process in document["processes"] if not process["alive"]]
+    return found
 
 
 async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
@@ -152,6 +178,7 @@ def render(document: dict[str, Any]) -> str:
         f"store: {store['kind']}, {reachable}{described}",
         "",
         _node_table(document["nodes"]) if document["nodes"] else "no nodes are registered",
+        *([_summary(document["nodes"])] if len(document["nodes"]) > 1 else []),
         *_faults(document["nodes"]),
         "",
         _keyspace_table(document["keyspaces"]) if document["keyspaces"] else "no keyspaces are open",
@@ -180,6 +207,17 @@ def _node_table(nodes: Sequence[dict[str, Any]]) -> str:
         for node in nodes
     ]
     return table(headers, rows, right=[4, 5, 9])
+
+
+def _summary(nodes: Sequence[dict[str, Any]]) -> str:
+    stores = [node for node in nodes if node["kind"] == "pagestore"]
+    tiers = [
+        f"{tier} {_use({part: sum(node[tier][part] for node in stores) for part in ('used_bytes', 'capacity_bytes')})}"
+        for tier in ("arena", "disk")
+    ]
+    draining = sum(node["draining"] for node in nodes)
+    parts = [f"{len(stores)} pagestores", f"{len(nodes) - len(stores)} agents", *tiers]
+    return ", ".join([*parts, *([f"{draining} draining"] if draining else [])])
 
 
 def _faults(nodes: Sequence[dict[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,8 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.index import IndexClient, NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
-from kvpool.core.cluster import LiveNode, NodeKind
+from kvpool.client.transfer import PageTransferClient
+from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 
 ResultT = TypeVar("ResultT")
@@ -91,6 +92,11 @@ async def open_agent(target: Target, endpoint: str) -> AsyncIterator[AgentContro
         await control.close()
 
 
+def open_transfer(target: Target, endpoint: str) -> PageTransferClient:
+    """A client of one pagestore's page streams; blocking. Close it."""
+    return PageTransferClient(endpoint, metadata=client_config(target).metadata)
+
+
 async def on_every_pagestore(
     target: Target, keyspace_name: str, call: Callable[[PageStoreControl, bytes], Awaitable[ResultT]]
 ) -> list[tuple[LiveNode, ResultT | KvPoolError]]:
@@ -100,14 +106,43 @@ async def on_every_pagestore(
     """
     async with open_index(target) as index:
         keyspace = (await keyspace_of_name(index, keyspace_name)).keyspace if keyspace_name else b""
-        nodes = await index.list_nodes(NodeKind.PAGESTORE)
+        nodes = await live_pagestores(index)
+    return await on_pagestores(target, nodes, lambda control: call(control, keyspace))
+
+
+async def live_pagestores(index: IndexClient, name: str = "") -> list[LiveNode]:
+    """All of them, or the one called so by node id (the beginning is enough), host id or endpoint.
+
+    Raises CommandFailed if there is none, or more than one is called so.
+    """
+    nodes = await index.list_nodes(NodeKind.PAGESTORE)
+    if not name and nodes:
+        return nodes
     if not nodes:
         raise CommandFailed("no pagestore is registered at the index; see `kvpool status`")
+    exact = [node for node in nodes if name in (node.info.endpoint, node.info.host_id, node.info.node_id.hex())]
+    found = exact or [node for node in nodes if node.info.node_id.hex().startswith(name.lower())]
+    if len(found) == 1:
+        return found
+    known = ", ".join(describe_node(node.info) for node in nodes)
+    what = f"{len(found)} pagestores are called" if found else "no live pagestore is called"
+    raise CommandFailed(f"{what} {name!r}; live: {known}")
+
+
+def describe_node(info: NodeInfo) -> str:
+    """A node as people may name it."""
+    return f"{info.node_id.hex()[:8]} ({info.host_id}, {info.endpoint})"
+
+
+async def on_pagestores(
+    target: Target, nodes: Sequence[LiveNode], call: Callable[[PageStoreControl], Awaitable[ResultT]]
+) -> list[tuple[LiveNode, ResultT | KvPoolError]]:
+    """Call these at once; per node its answer or error."""
 
     async def one(node: LiveNode) -> ResultT | KvPoolError:
         try:
             async with open_pagestore(target, node.info.endpoint) as control:
-                return await call(control, keyspace)
+                return await call(control)
         except KvPoolError as error:
             return error
 

@@ -1,4 +1,4 @@
-"""Control calls of a pagestore: flush, clear, status."""
+"""Control calls of a pagestore: status, and what operators want done with pages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import grpc
 
 from kvpool.client.channel import Endpoints, closed_channel_error
 from kvpool.client.config import ClientConfig
+from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
+from kvpool.wire.convert import check_id, page_metadata_from_proto
 from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
@@ -58,6 +60,27 @@ class DrainProgress:
     kept_page_count: int
     remaining_chunk_count: int
     done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictOutcome:
+    """Pages given up, and those that stayed: pinned, or (staging only) without a copy on the node's disk."""
+
+    page_count: int
+    pinned_count: int
+    undurable_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedChunk:
+    """What one pagestore holds of a chunk; see the proto message of that name."""
+
+    keyspace: bytes
+    chunk_hash: bytes
+    metadata: PageMetadata
+    staging_shards: int
+    disk_shards: int
+    page_reads_per_minute: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +152,58 @@ class PageStoreControl:
         )
         answer = await self._endpoints.call(lambda stub: stub.Pin, request, timeout_s=timeout_s)
         return answer.page_count
+
+    async def evict(
+        self,
+        keyspace: bytes,
+        chunk_hashes: Sequence[bytes] | None,
+        *,
+        staging_only: bool = False,
+        with_pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> EvictOutcome:
+        """Give chunks up before their time; None: all of the keyspace. raises: StoreFault."""
+        request = pagestore_pb2.EvictRequest(
+            keyspace_id=keyspace,
+            chunk_hashes=chunk_hashes or (),
+            whole_keyspace=chunk_hashes is None,
+            staging_only=staging_only,
+            with_pinned=with_pinned,
+        )
+        answer = await self._endpoints.call(lambda stub: stub.Evict, request, timeout_s=timeout_s)
+        return EvictOutcome(
+            page_count=answer.page_count,
+            pinned_count=answer.pinned_page_count,
+            undurable_count=answer.undurable_page_count,
+        )
+
+    async def list_chunks(
+        self, keyspace: bytes = b"", *, most_read: int = 0, pinned_only: bool = False, timeout_s: float | None = None
+    ) -> AsyncGenerator[ListedChunk]:
+        """Chunks that the node holds, or the `most_read` of them; empty keyspace: all the tenant's. Close it."""
+        request = pagestore_pb2.ListChunksRequest(keyspace_id=keyspace, most_read=most_read, pinned_only=pinned_only)
+        call = None
+        try:
+            call = self._endpoints.stub().ListChunks(
+                request, timeout=timeout_s, metadata=self._endpoints.config.metadata
+            )
+            async for answer in call:
+                for chunk in answer.chunks:
+                    yield ListedChunk(
+                        keyspace=check_id(chunk.keyspace_id, "keyspace_id"),
+                        chunk_hash=check_id(chunk.chunk_hash, "chunk_hash"),
+                        metadata=page_metadata_from_proto(chunk.metadata),
+                        staging_shards=chunk.staging_shards,
+                        disk_shards=chunk.disk_shards,
+                        page_reads_per_minute=chunk.page_reads_per_minute,
+                    )
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        except grpc.aio.UsageError as error:
+            raise closed_channel_error(error) from error
+        finally:
+            if call is not None:
+                call.cancel()
 
     async def prefetch(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> int:
         """Begin to bring pages from the node's disk to its staging tier; how many were begun."""

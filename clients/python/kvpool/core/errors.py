@@ -224,6 +224,12 @@ class Stopped(KvPoolError):
     advice = "ask again if it is still wanted"
 
 
+class ExportRefused(KvPoolError):
+    """A file of exported pages is damaged, forged, or of another keyspace; nothing of it was used."""
+
+    reason = "EXPORT_REFUSED"
+
+
 class StartupFailed(KvPoolError):
     """A process cannot start as configured: one clear line, exit code 2."""
 

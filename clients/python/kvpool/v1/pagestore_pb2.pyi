@@ -1290,6 +1290,174 @@ class DrainResponse(_message.Message):
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
+class EvictRequest(_message.Message):
+    """Request of Evict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    WHOLE_KEYSPACE_FIELD_NUMBER: _builtins.int
+    STAGING_ONLY_FIELD_NUMBER: _builtins.int
+    WITH_PINNED_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    whole_keyspace: _builtins.bool
+    """All chunks of the keyspace instead; then there are no hashes."""
+    staging_only: _builtins.bool
+    """True to give up staged pages only, and of those only what is also on this node's disk: nothing is lost."""
+    with_pinned: _builtins.bool
+    """True to give up pinned pages too."""
+    @_builtins.property
+    def chunk_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16-byte chunk hashes, at most 4096; those that the node has nothing of are ignored."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        chunk_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        whole_keyspace: _builtins.bool = ...,
+        staging_only: _builtins.bool = ...,
+        with_pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "keyspace_id", b"keyspace_id", "staging_only", b"staging_only", "whole_keyspace", b"whole_keyspace", "with_pinned", b"with_pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictResponse(_message.Message):
+    """Answer of Evict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    PINNED_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    UNDURABLE_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    page_count: _builtins.int
+    """Pages given up (a page in staging and on disk counts once)."""
+    pinned_page_count: _builtins.int
+    """Pages that stayed because they are pinned."""
+    undurable_page_count: _builtins.int
+    """staging_only: pages that stayed because staging has the only copy on this node; Flush first."""
+    def __init__(
+        self,
+        *,
+        page_count: _builtins.int = ...,
+        pinned_page_count: _builtins.int = ...,
+        undurable_page_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_count", b"page_count", "pinned_page_count", b"pinned_page_count", "undurable_page_count", b"undurable_page_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class ListChunksRequest(_message.Message):
+    """Request of ListChunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    MOST_READ_FIELD_NUMBER: _builtins.int
+    PINNED_ONLY_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """Only this keyspace; empty means all of the tenant's."""
+    most_read: _builtins.int
+    """1 to 1024: only so many, those whose pages are read most now, most read first, of the chunks that were read last; 0: all."""
+    pinned_only: _builtins.bool
+    """Only chunks that are pinned now."""
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        most_read: _builtins.int = ...,
+        pinned_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_id", b"keyspace_id", "most_read", b"most_read", "pinned_only", b"pinned_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChunksRequest: _TypeAlias = ListChunksRequest  # noqa: Y015
+
+@_typing.final
+class ListChunksResponse(_message.Message):
+    """A part of the answer of ListChunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedChunk]:
+        """At least one, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___ListedChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChunksResponse: _TypeAlias = ListChunksResponse  # noqa: Y015
+
+@_typing.final
+class ListedChunk(_message.Message):
+    """What a pagestore holds of one chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_HASH_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    STAGING_SHARDS_FIELD_NUMBER: _builtins.int
+    DISK_SHARDS_FIELD_NUMBER: _builtins.int
+    PAGE_READS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    chunk_hash: _builtins.bytes
+    """16-byte chunk hash."""
+    staging_shards: _builtins.int
+    """Shards in staging."""
+    disk_shards: _builtins.int
+    """Shards on disk."""
+    page_reads_per_minute: _builtins.float
+    """Leases of its pages a minute, of which older ones count less and less; 0 unless most_read was asked for, and where the node does not count."""
+    @_builtins.property
+    def metadata(self) -> _common_pb2.PageMetadata:
+        """Kept beside its pages."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        chunk_hash: _builtins.bytes = ...,
+        metadata: _common_pb2.PageMetadata | None = ...,
+        staging_shards: _builtins.int = ...,
+        disk_shards: _builtins.int = ...,
+        page_reads_per_minute: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hash", b"chunk_hash", "disk_shards", b"disk_shards", "keyspace_id", b"keyspace_id", "metadata", b"metadata", "page_reads_per_minute", b"page_reads_per_minute", "staging_shards", b"staging_shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListedChunk: _TypeAlias = ListedChunk  # noqa: Y015
+
+@_typing.final
 class ReadPagesRequest(_message.Message):
     """Request of ReadPages."""
 

@@ -72,6 +72,16 @@ class PageStoreServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_pagestore__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pagestore__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/kvpool.v1.PageStoreService/Evict',
+                request_serializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.ListChunks = channel.unary_stream(
+                '/kvpool.v1.PageStoreService/ListChunks',
+                request_serializer=kvpool_dot_v1_dot_pagestore__pb2.ListChunksRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pagestore__pb2.ListChunksResponse.FromString,
+                _registered_method=True)
 
 
 class PageStoreServiceServicer(object):
@@ -138,6 +148,24 @@ class PageStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evict(self, request, context):
+        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
+        the call answers. Leased pages go when released. What is stored while the call runs may stay.
+        UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
+        or neither of chunks and whole_keyspace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChunks(self, request, context):
+        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
+        INVALID_ARGUMENT for a malformed id or count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PageStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +203,16 @@ def add_PageStoreServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvpool_dot_v1_dot_pagestore__pb2.DrainRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pagestore__pb2.DrainResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.SerializeToString,
+            ),
+            'ListChunks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListChunks,
+                    request_deserializer=kvpool_dot_v1_dot_pagestore__pb2.ListChunksRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pagestore__pb2.ListChunksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -369,6 +407,60 @@ class PageStoreService(object):
             '/kvpool.v1.PageStoreService/Drain',
             kvpool_dot_v1_dot_pagestore__pb2.DrainRequest.SerializeToString,
             kvpool_dot_v1_dot_pagestore__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.PageStoreService/Evict',
+            kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
+            kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvpool.v1.PageStoreService/ListChunks',
+            kvpool_dot_v1_dot_pagestore__pb2.ListChunksRequest.SerializeToString,
+            kvpool_dot_v1_dot_pagestore__pb2.ListChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,16 @@ class PageStoreServiceStub:
     `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
     FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
     """
+    Evict: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]
+    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
+    the call answers. Leased pages go when released. What is stored while the call runs may stay.
+    UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
+    or neither of chunks and whole_keyspace.
+    """
+    ListChunks: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]
+    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
+    INVALID_ARGUMENT for a malformed id or count.
+    """
 
 @_typing.type_check_only
 class PageStoreServiceAsyncStub(PageStoreServiceStub):
@@ -100,6 +110,16 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
     `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
     FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+    """
+    Evict: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]  # type: ignore[assignment]
+    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
+    the call answers. Leased pages go when released. What is stored while the call runs may stay.
+    UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
+    or neither of chunks and whole_keyspace.
+    """
+    ListChunks: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]  # type: ignore[assignment]
+    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
+    INVALID_ARGUMENT for a malformed id or count.
     """
 
 class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -176,6 +196,28 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
         `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
         FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+        """
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _pagestore_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pagestore_pb2.EvictResponse, _abc.Awaitable[_pagestore_pb2.EvictResponse]]:
+        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
+        the call answers. Leased pages go when released. What is stored while the call runs may stay.
+        UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
+        or neither of chunks and whole_keyspace.
+        """
+
+    @_abc_1.abstractmethod
+    def ListChunks(
+        self,
+        request: _pagestore_pb2.ListChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.ListChunksResponse], _abc.AsyncIterator[_pagestore_pb2.ListChunksResponse]]:
+        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
+        INVALID_ARGUMENT for a malformed id or count.
         """
 
 def add_PageStoreServiceServicer_to_server(servicer: PageStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,6 +27,7 @@ STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingPro
         KvPoolError: grpc.StatusCode.INTERNAL,
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
         errors.GeometryUnsupported: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.ExportRefused: grpc.StatusCode.INVALID_ARGUMENT,
         errors.KeyspaceMismatch: grpc.StatusCode.FAILED_PRECONDITION,
         errors.PartitionRefused: grpc.StatusCode.FAILED_PRECONDITION,
         errors.StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,

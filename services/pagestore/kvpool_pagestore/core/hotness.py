@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
+from itertools import islice
 
 _HALF_LIFE_S = 60.0
 # Of uses at a steady rate r, halving every minute, the sum settles at r * 60 / ln 2: so many minutes' worth.
 _MINUTES = 1.4427
+_LOOKED_AT = 4096  # chunks used last: what is used most is among them, and looking takes 2 ms
 
 
 class HotChunks:
@@ -35,3 +38,11 @@ class HotChunks:
         if len(self._uses) > self._capacity:
             self._uses.popitem(last=False)
         return hot
+
+    def most_used(self, count: int, now_s: float) -> list[tuple[bytes, float]]:
+        """Chunks used most now, of those used last, with their uses a minute; the most used first."""
+        rates = (
+            (uses * 0.5 ** ((now_s - at_s) / _HALF_LIFE_S) / _MINUTES, chunk)
+            for chunk, (uses, at_s, _) in islice(reversed(self._uses.items()), _LOOKED_AT)
+        )
+        return [(chunk, rate) for rate, chunk in heapq.nlargest(count, rates)]

@@ -1,4 +1,4 @@
-"""The control service: sessions, flush, clear, status."""
+"""The control service: sessions, status, and what operators want done with pages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
-from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, page_key_from_proto
+from kvpool.wire.convert import (
+    check_count,
+    check_id,
+    check_optional_id,
+    convert_items,
+    page_key_from_proto,
+    page_metadata_to_proto,
+)
 from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
+from kvpool_pagestore.engine_listing import MAX_MOST_READ
 from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
 from kvpool_pagestore.servicer.messages import chunk_hash_from_proto, session_request_from_proto
 from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
@@ -110,3 +119,43 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
                     kept_page_count=progress.kept_pages,
                     done=progress.done,
                 )
+
+    async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
+        wanted = WantedGone(
+            keyspace=check_id(request.keyspace_id, "keyspace_id"),
+            chunk_hashes=convert_items(
+                request.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_EVICT_CHUNKS
+            ),
+            whole_keyspace=request.whole_keyspace,
+            staging_only=request.staging_only,
+            with_pinned=request.with_pinned,
+        )
+        evicted = await self._engine.evicting.evict(self._tenant(), wanted)
+        return pb.EvictResponse(
+            page_count=evicted.page_count,
+            pinned_page_count=evicted.pinned_count,
+            undurable_page_count=evicted.undurable_count,
+        )
+
+    async def ListChunks(
+        self, request: pb.ListChunksRequest, context: _Context
+    ) -> AsyncIterator[pb.ListChunksResponse]:
+        keyspace = check_optional_id(request.keyspace_id, "keyspace_id")
+        most_read = check_count(request.most_read, "most_read", most=MAX_MOST_READ)
+        listed = self._engine.listing.chunks(
+            self._tenant(), keyspace, most_read=most_read, pinned_only=request.pinned_only
+        )
+        async for part in listed:
+            yield pb.ListChunksResponse(
+                chunks=[
+                    pb.ListedChunk(
+                        keyspace_id=chunk.keyspace,
+                        chunk_hash=chunk.chunk_hash,
+                        metadata=page_metadata_to_proto(chunk.metadata),
+                        staging_shards=chunk.staging_shards,
+                        disk_shards=chunk.disk_shards,
+                        page_reads_per_minute=chunk.page_reads_per_minute,
+                    )
+                    for chunk in part
+                ]
+            )

@@ -1,18 +1,12 @@
-"""Which pagestore `kvpool drain NODE` means."""
+"""Which pagestore a command means by NODE."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 
-from kvpool.cli import drain
 from kvpool.cli.output import CommandFailed
-from kvpool.cli.targets import Target
+from kvpool.cli.targets import live_pagestores
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
-
-TARGET = Target(index_endpoint="index:1", state=None)
 
 
 def node(first: int, host: str, port: int) -> LiveNode:
@@ -28,24 +22,20 @@ class Nodes:
         return [node(0xAB, "rack-1", 7200), node(0xAC, "rack-2", 7201), node(0xAD, "rack-2", 7202)]
 
 
-@pytest.fixture(autouse=True)
-def index(monkeypatch: pytest.MonkeyPatch) -> None:
-    @asynccontextmanager
-    async def opened(target: Target) -> AsyncIterator[Nodes]:
-        yield Nodes()
-
-    monkeypatch.setattr(drain, "open_index", opened)
-
-
 @pytest.mark.parametrize(("name", "port"), [("ab", 7200), ("AC01", 7201), ("rack-1", 7200), ("10.0.0.1:7202", 7202)])
 async def test_a_node_is_named_by_id_host_or_endpoint(name: str, port: int) -> None:
-    assert (await drain._find(TARGET, name)).endpoint == f"10.0.0.1:{port}"
+    (found,) = await live_pagestores(Nodes(), name)  # type: ignore[arg-type]  # all that it asks of an index
+    assert found.info.endpoint == f"10.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("a", "3 pagestores"), ("rack-2", "2 pagestores"), ("zz", "no live pagestore"), ("", "no live")]
+    ("name", "said"), [("a", "3 pagestores"), ("rack-2", "2 pagestores"), ("zz", "no live pagestore")]
 )
 async def test_a_name_that_is_not_exactly_one_nodes_is_refused_naming_all(name: str, said: str) -> None:
     with pytest.raises(CommandFailed, match=said) as refused:
-        await drain._find(TARGET, name)
+        await live_pagestores(Nodes(), name)  # type: ignore[arg-type]
     assert "ab01ab01" in str(refused.value) and "rack-2" in str(refused.value)
+
+
+async def test_without_a_name_all_are_meant() -> None:
+    assert len(await live_pagestores(Nodes())) == 3  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""What an examination finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Level(Enum):
+    """How bad it is: only BAD makes the command fail."""
+
+    OK = "ok"
+    SKIPPED = "skipped"  # could not, or need not, be looked at here
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. subject: stable, for programs; cure: what to do, empty where all is well."""
+
+    subject: str
+    level: Level
+    message: str
+    cure: str = ""
+
+
+def well(subject: str, message: str) -> Finding:
+    """Nothing to do."""
+    return Finding(subject=subject, level=Level.OK, message=message)
+
+
+def skipped(subject: str, message: str, cure: str = "") -> Finding:
+    """Not looked at; the cure says how it could be."""
+    return Finding(subject=subject, level=Level.SKIPPED, message=message, cure=cure)
+
+
+def warning(subject: str, message: str, cure: str) -> Finding:
+    """It works, but not as well, or not for long."""
+    return Finding(subject=subject, level=Level.WARNING, message=message, cure=cure)
+
+
+def bad(subject: str, message: str, cure: str) -> Finding:
+    """It does not work, or will lose something."""
+    return Finding(subject=subject, level=Level.BAD, message=message, cure=cure)

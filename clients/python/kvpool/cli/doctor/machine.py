@@ -1,0 +1,187 @@
+"""This machine: shared memory, memory, limits of processes and of the kernel."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
+from kvpool.cli.output import size
+
+_NOFILE_WANTED = 16_384  # a session holds a few descriptors for each peer and segment
+_NOFILE_LEAST = 1_024
+_MAP_COUNT_LEAST = 65_530
+_SPARE_BYTES = 1 << 30  # what services take beside the arena
+_MIN_KERNEL = (5, 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """root: where /proc and /sys are looked for. arena_bytes: of all pagestores here together; 0: not known."""
+
+    root: Path = Path("/")
+    shm_dir: Path = Path("/dev/shm")
+    arena_bytes: int = 0
+    arena_used_bytes: int = 0  # of it, what is there already
+
+    def text(self, path: str) -> str:
+        """A file of the kernel, or nothing where there is none."""
+        try:
+            return (self.root / path).read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def number(self, path: str) -> int | None:
+        """A file that holds one number."""
+        words = self.text(path).split()
+        return int(words[0]) if words and words[0].isdecimal() else None
+
+
+def examine_machine(machine: Machine) -> Iterator[Finding]:
+    """All of it."""
+    yield shared_memory(machine)
+    yield from memory(machine)
+    yield from descriptors()
+    yield from kernel(machine)
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """Whether the arenas fit their file system: memory that is not there ends a process with SIGBUS."""
+    directory, wanted = machine.shm_dir, machine.arena_bytes
+    mounts = (line.split() for line in machine.text("proc/self/mounts").splitlines())
+    kinds = {mount[1]: mount[2] for mount in mounts if len(mount) > 2}
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        return bad("shm", f"{directory} cannot be used: {error.strerror}", "name a tmpfs by --shm-dir")
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    larger = f"{-(-(wanted + wanted // 8) >> 30)}G"
+    grow = (
+        f"mount -o remount,size={larger} {directory}; with Docker --shm-size {larger.lower()}; in Kubernetes an "
+        "emptyDir of medium Memory with that sizeLimit"
+    )
+    if kinds.get(str(directory)) not in ("tmpfs", "hugetlbfs", None):
+        return bad("shm", f"{directory} is {kinds[str(directory)]}, no memory", "name a tmpfs by --shm-dir")
+    if not wanted:
+        return skipped(
+            "shm", f"{directory} has {size(total)}, {size(free)} free", "--arena-bytes says what it should hold"
+        )
+    if total < wanted:
+        return bad("shm", f"{directory} has {size(total)}, the arenas here may take {size(wanted)}", grow)
+    if free < wanted - machine.arena_used_bytes:
+        return bad(
+            "shm",
+            f"{directory} has {size(free)} free, the arenas here may grow by {size(wanted - machine.arena_used_bytes)}",
+            f"remove what else lies there, or: {grow}",
+        )
+    return well("shm", f"{directory} has {size(total)}, {size(free)} free; arenas take up to {size(wanted)}")
+
+
+def memory(machine: Machine) -> Iterator[Finding]:
+    """Whether there is memory behind the arenas: a tmpfs promises more than the machine, or its cgroup, has."""
+    facts = {}
+    for line in machine.text("proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdecimal():
+            facts[name] = int(words[0]) << 10
+    to_come = max(0, machine.arena_bytes - machine.arena_used_bytes)
+    available = facts.get("MemAvailable")
+    if available is not None and to_come:
+        if available < to_come + _SPARE_BYTES:
+            yield bad(
+                "memory",
+                f"{size(available)} are available, the arenas here may still take {size(to_come)}",
+                "smaller --arena-bytes, or another machine; beyond it the kernel kills processes",
+            )
+        else:
+            yield well("memory", f"{size(available)} are available")
+    limit = _cgroup_limit(machine)
+    if limit is not None and machine.arena_bytes:
+        if limit < machine.arena_bytes + _SPARE_BYTES:
+            yield bad(
+                "cgroup",
+                f"this cgroup may have {size(limit)}, and arenas of {size(machine.arena_bytes)} count towards it",
+                f"a memory limit of at least {size(machine.arena_bytes + _SPARE_BYTES)}, or smaller --arena-bytes",
+            )
+        else:
+            yield well("cgroup", f"this cgroup may have {size(limit)}")
+    if facts.get("SwapTotal", 0) and facts.get("SwapTotal", 0) != facts.get("SwapFree", 0):
+        used = facts["SwapTotal"] - facts.get("SwapFree", 0)
+        yield warning(
+            "swap", f"{size(used)} are swapped out", "arenas may be swapped as well: swapoff -a, or less memory in use"
+        )
+
+
+def _cgroup_limit(machine: Machine) -> int | None:
+    """The lowest memory limit on the way to the root (version 2), or that of version 1."""
+    limits = []
+    path = next((line[3:] for line in machine.text("proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    below = Path("sys/fs/cgroup") / path.strip("/")
+    for each in (below, *below.parents):
+        limits.append(machine.number(f"{each}/memory.max"))
+    limits.append(machine.number("sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
+
+
+def descriptors() -> Iterator[Finding]:
+    """ulimits, as a service started from here would have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cure = f"ulimit -n {_NOFILE_WANTED}; with systemd LimitNOFILE={_NOFILE_WANTED}"
+    if soft != resource.RLIM_INFINITY and soft < _NOFILE_WANTED:
+        level = bad if soft < _NOFILE_LEAST else warning
+        yield level("nofile", f"a process may open {soft} files (hard limit {hard})", cure)
+    else:
+        yield well("nofile", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and Path("/dev/nvidiactl").exists():
+        yield warning(
+            "memlock",
+            f"a process may lock {size(locked)} of memory, and agents register the whole arena with CUDA",
+            "ulimit -l unlimited; with systemd LimitMEMLOCK=infinity; with Docker --ulimit memlock=-1",
+        )
+    else:
+        yield well(
+            "memlock", "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)}; no GPU here wants more"
+        )
+
+
+def kernel(machine: Machine) -> Iterator[Finding]:
+    """Version, maps, and huge pages."""
+    release = machine.text("proc/sys/kernel/osrelease").strip() or os.uname().release
+    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
+    if version < _MIN_KERNEL:
+        yield bad(
+            "kernel",
+            f"Linux {release}",
+            f"at least {'.'.join(map(str, _MIN_KERNEL))}: descriptors of processes are needed",
+        )
+    else:
+        yield well("kernel", f"Linux {release}")
+    maps = machine.number("proc/sys/vm/max_map_count")
+    if maps is not None and maps < _MAP_COUNT_LEAST:
+        yield warning(
+            "max_map_count", f"a process may have {maps} mappings", f"sysctl -w vm.max_map_count={_MAP_COUNT_LEAST}"
+        )
+    huge = machine.text("sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = huge[huge.find("[") + 1 : huge.find("]")] if "[" in huge else ""
+    if chosen in ("never", "deny"):
+        yield well(
+            "huge_pages",
+            f"shared memory has none ({chosen}); `advise` or `within_size` saves page faults of large arenas",
+        )
+    elif chosen:
+        yield well("huge_pages", f"of shared memory: {chosen}")
+    if machine.text("sys/kernel/mm/transparent_hugepage/enabled").find("[always]") >= 0:
+        yield warning(
+            "thp_always",
+            "transparent huge pages are on for all memory, which makes a Redis here slow when it forks",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if machine.number("proc/sys/vm/overcommit_memory") == 2:
+        yield warning(
+            "overcommit", "vm.overcommit_memory is 2: large mappings are refused", "sysctl -w vm.overcommit_memory=1"
+        )

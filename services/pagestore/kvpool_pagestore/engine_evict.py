@@ -1,0 +1,172 @@
+"""Evicting what an operator names: chunks, or a whole keyspace, from staging or from everywhere on this node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.clock import Clock
+from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_locations import Announcer
+from kvpool_pagestore.engine_tasks import EngineTasks
+from kvpool_pagestore.engine_writeback import WriteBack
+
+_log = logging.getLogger(__name__)
+
+MAX_EVICT_CHUNKS = 4096
+_CHUNKS_A_TURN = 64  # of the event loop: a chunk may have 64 pages
+_DELETED_AT_ONCE = 4096  # pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedGone:
+    """What is to be evicted; see the proto message EvictRequest."""
+
+    keyspace: bytes
+    chunk_hashes: Sequence[bytes] = ()
+    whole_keyspace: bool = False
+    staging_only: bool = False
+    with_pinned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.whole_keyspace == bool(self.chunk_hashes):
+            raise InvalidRequest("name chunk hashes or set whole_keyspace, and not both")
+        if len(self.chunk_hashes) > MAX_EVICT_CHUNKS:
+            raise InvalidRequest(
+                f"{len(self.chunk_hashes)} chunks in one Evict, at most {MAX_EVICT_CHUNKS}; split the request"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Evicted:
+    """Pages given up, and those that stayed: pinned, or (staging only) not durable here."""
+
+    page_count: int = 0
+    pinned_count: int = 0
+    undurable_count: int = 0
+
+
+class Evicting:
+    """one_at_a_time: held while writes of a keyspace are held back."""
+
+    def __init__(
+        self,
+        keyspaces: KeyspaceBook,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        write_back: WriteBack | None,
+        announcer: Announcer,
+        one_at_a_time: asyncio.Lock,
+        tasks: EngineTasks,
+        clock: Clock,
+    ) -> None:
+        self._keyspaces = keyspaces
+        self._announcer = announcer
+        self._tasks = tasks
+        self._ledger = ledger
+        self._disk = disk
+        self._write_back = write_back
+        self._one_at_a_time = one_at_a_time
+        self._clock = clock
+
+    async def evict(self, tenant: str, wanted: WantedGone) -> Evicted:
+        """What became of it; the index knows, if it can be reached. It goes on when the caller leaves.
+
+        Raises StoreFault: what was named is not served any more, but may still be on disk.
+        """
+        known = self._keyspaces.find(wanted.keyspace)
+        if known is None or known.tenant != tenant:
+            return Evicted()  # as if it did not exist
+        evicted = await self._tasks.finish(self._alone(known, wanted), "evict")
+        try:
+            await self._announcer.wait_announced()
+        except StoreUnavailable as error:
+            _log.warning("evicted, but the index does not know yet: %s", error)
+        return evicted
+
+    async def _alone(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
+        async with self._one_at_a_time:
+            if wanted.staging_only or self._disk is None or self._write_back is None:
+                return await self._evict(keyspace, wanted)
+            # What is being written must be on disk before it is deleted there.
+            await self._write_back.hold(keyspace.keyspace)
+            try:
+                return await self._evict(keyspace, wanted)
+            finally:
+                self._write_back.unhold(keyspace.keyspace)
+
+    async def _evict(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
+        evicted = Evicted()
+        on_disk: list[PageKey] = []
+        now_us = self._clock.wall_us()
+        for position, chunk_hash in enumerate(self._chunk_hashes(wanted)):
+            if position % _CHUNKS_A_TURN == 0:
+                await asyncio.sleep(0)
+            for key in self._pages(keyspace, chunk_hash):
+                if not wanted.with_pinned and self._pinned_until_us(key) > now_us:
+                    evicted.pinned_count += 1
+                elif wanted.staging_only:
+                    self._unstage(key, evicted)
+                else:
+                    self._ledger.drop(key)
+                    evicted.page_count += 1
+                    if self._disk is not None and key in self._disk.map:
+                        on_disk.append(key)
+        if on_disk:
+            await self._delete(on_disk)
+        _log.info(
+            "evicted %d pages of keyspace %s as asked, %d pinned and %d that are not durable stay",
+            evicted.page_count,
+            keyspace.keyspace.hex(),
+            evicted.pinned_count,
+            evicted.undurable_count,
+        )
+        return evicted
+
+    def _chunk_hashes(self, wanted: WantedGone) -> list[bytes]:
+        if not wanted.whole_keyspace:
+            return list(dict.fromkeys(wanted.chunk_hashes))
+        names = [key.keyspace + key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace)]
+        if self._disk is not None:
+            names += [name for name in self._disk.map.names() if name.startswith(wanted.keyspace)]
+        return [name[16:] for name in dict.fromkeys(names)]
+
+    def _pages(self, keyspace: Keyspace, chunk_hash: bytes) -> Iterator[PageKey]:
+        """Pages of a chunk that are here, in staging or on disk."""
+        for shard in range(keyspace.grid.shard_count):
+            key = PageKey(keyspace.keyspace, chunk_hash, shard)
+            if self._ledger.find(key) is not None or (self._disk is not None and key in self._disk.map):
+                yield key
+
+    def _pinned_until_us(self, key: PageKey) -> int:
+        slot = self._ledger.find(key)
+        kept = slot.page.metadata if slot is not None else self._disk.map.metadata(key) if self._disk else None
+        return kept.pinned_until_us if kept is not None else 0
+
+    def _unstage(self, key: PageKey, evicted: Evicted) -> None:
+        slot = self._ledger.find(key)
+        if slot is None:
+            return
+        if slot.dirty or self._disk is None or key not in self._disk:
+            evicted.undurable_count += 1
+        else:
+            self._ledger.drop(key)
+            evicted.page_count += 1
+
+    async def _delete(self, keys: Sequence[PageKey]) -> None:
+        """All of them are forgotten, whatever fails. Raises the first fault."""
+        assert self._disk is not None
+        fault: StoreFault | None = None
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            try:
+                await self._disk.delete(keys[start : start + _DELETED_AT_ONCE])
+            except StoreFault as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault

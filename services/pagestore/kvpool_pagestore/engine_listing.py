@@ -1,0 +1,98 @@
+"""What this node holds, chunk by chunk, as operators ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.core.clock import Clock
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.page import PageKey
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.ledger import Ledger
+from kvpool_pagestore.engine_disk import DiskTier
+
+MAX_MOST_READ = 1024
+_CHUNKS_A_PART = 256
+_NAME_BYTES = 32  # keyspace id and chunk hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedChunk:
+    """See the proto message of that name."""
+
+    keyspace: bytes
+    chunk_hash: bytes
+    metadata: PageMetadata
+    staging_shards: int
+    disk_shards: int
+    page_reads_per_minute: float = 0.0
+
+
+class Listing:
+    """most_read: names of chunks whose pages are read most, with reads a minute."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        disk: DiskTier | None,
+        keyspaces: KeyspaceBook,
+        most_read: Callable[[int], Sequence[tuple[bytes, float]]],
+        clock: Clock,
+    ) -> None:
+        self._ledger = ledger
+        self._disk = disk
+        self._keyspaces = keyspaces
+        self._most_read = most_read
+        self._clock = clock
+
+    async def chunks(
+        self, tenant: str, keyspace: bytes, *, most_read: int, pinned_only: bool
+    ) -> AsyncIterator[list[ListedChunk]]:
+        """Part after part, each gathered in one turn of the event loop. keyspace: empty means all of the tenant's."""
+        chosen = {one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)}
+        reads = dict(self._most_read(MAX_MOST_READ)) if most_read else {}
+        names = list(reads) if most_read else self._names()
+        names = [name for name in names if name[:16] in chosen][: most_read or None]
+        for start in range(0, len(names), _CHUNKS_A_PART):
+            now_us = self._clock.wall_us()
+            found = (self._chunk(name, reads.get(name, 0.0)) for name in names[start : start + _CHUNKS_A_PART])
+            part = [
+                chunk
+                for chunk in found
+                if chunk is not None and (not pinned_only or chunk.metadata.pinned_until_us > now_us)
+            ]
+            if part:
+                yield part
+            await asyncio.sleep(0)
+
+    def _names(self) -> list[bytes]:
+        staged = (page.key.keyspace + page.key.chunk_hash for page in self._ledger.ready_pages())
+        names = self._disk.map.names() if self._disk is not None and self._disk.is_readable else []
+        return list(dict.fromkeys([*names, *staged]))
+
+    def _chunk(self, name: bytes, page_reads_per_minute: float) -> ListedChunk | None:
+        keyspace_id, chunk_hash = name[:16], name[16:_NAME_BYTES]
+        keyspace = self._keyspaces.find(keyspace_id)
+        if keyspace is None:
+            return None
+        stored = None
+        if self._disk is not None and self._disk.is_readable:
+            stored = self._disk.map.chunk(keyspace_id, chunk_hash)
+        staged, metadata = 0, stored.metadata if stored is not None else None
+        for shard in range(keyspace.grid.shard_count):
+            slot = self._ledger.find(PageKey(keyspace_id, chunk_hash, shard))
+            if slot is not None:
+                staged |= 1 << shard
+                metadata = slot.page.metadata  # staging knows the latest
+        if metadata is None:
+            return None
+        return ListedChunk(
+            keyspace=keyspace_id,
+            chunk_hash=chunk_hash,
+            metadata=metadata,
+            staging_shards=staged,
+            disk_shards=stored.shards if stored is not None else 0,
+            page_reads_per_minute=page_reads_per_minute,
+        )

@@ -1,0 +1,146 @@
+"""Evicting what an operator names, and listing what a node holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool.core.errors import InvalidRequest, StoreFault
+from kvpool.core.outcome import Tier
+from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool_pagestore.engine_evict import Evicted, WantedGone
+from kvpool_pagestore.engine_listing import ListedChunk
+from tests.fixtures.pagestore import KEYSPACE, TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+
+def hashes(numbers: Sequence[int]) -> list[bytes]:
+    return [page_key(number).chunk_hash for number in numbers]
+
+
+def gone(numbers: Sequence[int], *, staging_only: bool = False, with_pinned: bool = False) -> WantedGone:
+    return WantedGone(
+        keyspace=KEYSPACE, chunk_hashes=hashes(numbers), staging_only=staging_only, with_pinned=with_pinned
+    )
+
+
+def durable(world: World) -> set[int]:
+    return {page.metadata.chunk_index for page in world.memory.scan()}
+
+
+async def listed(running: Running, *, most_read: int = 0, pinned_only: bool = False) -> list[ListedChunk]:
+    parts = running.engine.listing.chunks(TENANT, b"", most_read=most_read, pinned_only=pinned_only)
+    return [chunk async for part in parts for chunk in part]
+
+
+async def test_what_is_named_goes_from_staging_disk_and_index_and_nothing_else() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(6))
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2, 99])) == Evicted(page_count=2)
+            assert durable(world) == {0, 3, 4, 5}, "it is gone from the disk when the call answers"
+            assert running.engine.gauges().staging_pages == 4
+            assert world.index.shards(1, Tier.DISK) == world.index.shards(1, Tier.STAGING) == 0
+            assert world.index.shards(3, Tier.DISK) == 1
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+        async with running_engine(world) as running:
+            assert {chunk.metadata.chunk_index for chunk in await listed(running)} == {0, 3, 4, 5}
+
+
+async def test_a_page_that_waits_for_its_write_or_is_read_goes_too() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=60_000) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1, 2])
+            held = await acquire_one(running, peer, wanted(1))
+            assert held.grant is not None
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+            running.engine.pages.release(peer, [held.grant.lease_id])
+            await running.engine.flush(TENANT, b"")
+            assert durable(world) == set()
+            assert running.engine.gauges().arena_used_bytes == 0
+
+
+async def test_staging_only_gives_up_what_is_durable_and_nothing_that_is_not() -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=60_000) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            await store(running, peer, [2])
+            evicted = await running.engine.evicting.evict(TENANT, gone([1, 2], staging_only=True))
+            assert evicted == Evicted(page_count=1, undurable_count=1)
+            assert world.index.shards(1, Tier.STAGING) == 0 and world.index.shards(1, Tier.DISK) == 1
+            assert world.index.shards(2, Tier.STAGING) == 1
+            assert (await acquire_one(running, peer, wanted(1))).grant is not None, "it comes back from disk"
+
+
+async def test_pinned_pages_stay_unless_it_is_asked_for() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), [1, 2])
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=1, pinned_count=1)
+            assert [chunk.metadata.chunk_index for chunk in await listed(running, pinned_only=True)] == [1]
+            assert await running.engine.evicting.evict(TENANT, gone([1], with_pinned=True)) == Evicted(page_count=1)
+            assert durable(world) == set() and running.engine.gauges().pinned_bytes == 0
+
+
+async def test_a_whole_keyspace_and_the_keyspace_of_another() -> None:
+    everything = WantedGone(keyspace=KEYSPACE, whole_keyspace=True)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), range(5))
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.evicting.evict("another", everything) == Evicted()
+            assert (
+                await running.engine.evicting.evict(TENANT, WantedGone(keyspace=b"x" * 16, whole_keyspace=True))
+                == Evicted()
+            )
+            assert await running.engine.evicting.evict(TENANT, everything) == Evicted(page_count=5)
+            assert durable(world) == set()
+
+
+async def test_a_disk_that_fails_is_said_and_nothing_is_served() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            world.memory.fault = StoreFault("the disk is gone")
+            with pytest.raises(StoreFault):
+                await running.engine.evicting.evict(TENANT, gone([1]))
+            world.memory.fault = None
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    for wrong in (
+        {"chunk_hashes": ()},
+        {"chunk_hashes": hashes([1]), "whole_keyspace": True},
+        {"chunk_hashes": hashes(range(4097))},
+    ):
+        with pytest.raises(InvalidRequest):
+            WantedGone(keyspace=KEYSPACE, **wrong)
+
+
+async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, range(20))
+            await running.engine.flush(TENANT, b"")
+            await running.engine.evicting.evict(TENANT, gone([3], staging_only=True))
+            chunks = {chunk.metadata.chunk_index: chunk for chunk in await listed(running)}
+            assert set(chunks) == set(range(20))
+            assert (chunks[3].staging_shards, chunks[3].disk_shards) == (0, 1)
+            assert (chunks[4].staging_shards, chunks[4].disk_shards) == (1, 1)
+            assert chunks[4].chunk_hash == page_key(4).chunk_hash and chunks[4].keyspace == KEYSPACE
+            assert [
+                part async for part in running.engine.listing.chunks("x", b"", most_read=0, pinned_only=False)
+            ] == []

@@ -1,0 +1,99 @@
+"""Write the commands of docs/cli.md from the parser of `kvpool`, or with --check say whether they are current.
+
+The page's own words stand above the marker and are left alone. Run it with the environment of `make setup`.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvpool.cli.main import COMMANDS, build_parser
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+MARKER = "<!-- Below: written by tools/generate_cli_docs.py from the parser. -->"
+
+
+def commands_text() -> str:
+    """A section for each command."""
+    parser = build_parser(list(COMMANDS))
+    return "\n".join(line for name, sub in _below(parser) for line in _section(name, sub))
+
+
+def _below(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield from (f"## kvpool {name}", "", _flat(parser.description or ""), "")
+    if name in COMMANDS:
+        yield from ("```", *COMMANDS[name].examples, "```", "")
+    yield from _options(parser)
+    for action, sub in _below(parser):
+        summary = next(
+            choice.help or ""
+            for group in parser._actions
+            if isinstance(group, argparse._SubParsersAction)
+            for choice in group._choices_actions
+            if choice.dest == action
+        )
+        yield from (f"### kvpool {name} {action}", "", _flat(summary).capitalize() + ".", "")
+        yield from _options(sub)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
+            continue
+        text = _flat((action.help or "") % {"default": action.default})
+        if action.option_strings:
+            value = "" if action.nargs == 0 else f" {_value(action)}"
+            names = ", ".join(action.option_strings)
+            rows.append(f"| `{names}{value}` | {text} |")
+        else:
+            rows.append(f"| `{_value(action)}` | {text} |")
+    if rows:
+        yield from ("| argument | meaning |", "|---|---|", *rows, "")
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    many = {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}
+    return many.get(str(action.nargs), name)
+
+
+def _flat(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+
+
+def page_text(current: str) -> str:
+    """The page with its generated part anew."""
+    own, marker, _ = current.partition(MARKER)
+    if not marker:
+        raise SystemExit(f"{PAGE} has no marker line; put this where the commands shall begin: {MARKER}")
+    return f"{own}{MARKER}\n\n{commands_text().strip()}\n"
+
+
+def main() -> int:
+    """Write the page; with --check only compare, exit code 1 if it is not current."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check: bool = parser.parse_args().check
+    current = PAGE.read_text()
+    wanted = page_text(current)
+    if check:
+        if current != wanted:
+            print(f"{PAGE.name} is not current; run python tools/generate_cli_docs.py", file=sys.stderr)
+        return int(current != wanted)
+    PAGE.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
