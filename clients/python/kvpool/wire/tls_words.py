@@ -1,0 +1,56 @@
+"""What gRPC says of a connection that TLS has failed, in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_PLAIN_SERVER: Final = (
+    "the server answered in the clear: it has no TLS, or this is another service's port; "
+    "give it tls_cert_file, tls_key_file and tls_ca_file, or take tls_ca_file from this client"
+)
+_CLOSED: Final = (
+    "the server closed the connection before a word of gRPC. Either it expects TLS and this client has none "
+    "(set tls_ca_file), or it demands a client certificate and this client has none (set tls_cert_file and "
+    "tls_key_file), or it refuses that of this client (expired, or of an authority that is not in the server's "
+    "tls_ca_file; the server's log has the line 'Handshake failed' with the cause), or it was just stopping"
+)
+
+# In the words of BoringSSL and gRPC; the first that occurs counts.
+_EXPLANATIONS: Final = (
+    ("certificate has expired", "the server's certificate has expired: renew it, the server takes it up by itself"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet: look at the clocks of both hosts"),
+    (
+        "Hostname Verification Check failed",
+        (
+            "the server's certificate is not issued to the name that was connected to: issue it with that DNS name or "
+            "IP address as subject alternative name, or set tls_server_name to a name that it has"
+        ),
+    ),
+    ("unsupported certificate purpose", "the server's certificate is not for servers: issue it for serverAuth"),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        (
+            "the server's certificate does not come from an authority in this client's tls_ca_file: give both sides "
+            "certificates of one CA, or this client the CA bundle of the server's"
+        ),
+    ),
+    ("WRONG_VERSION_NUMBER", _PLAIN_SERVER),
+    ("handshake failed", "the TLS handshake failed"),
+)
+_NOT_CONNECTED: Final = "failed to connect to all addresses"
+_CLOSED_EARLY: Final = ("Socket closed", "Connection reset by peer", "recvmsg:Connection reset")
+
+
+def explain_tls(details: str) -> str:
+    """Cause and cure, followed by gRPC's own words; empty if `details` of an UNAVAILABLE do not speak of TLS."""
+    for words, explanation in _EXPLANATIONS:
+        if words.lower() in details.lower():
+            return f"{explanation} ({details})"
+    return ""
+
+
+def explain_closed(details: str) -> str:
+    """The same for a connection that was closed before a word of gRPC, which need not be because of TLS."""
+    if _NOT_CONNECTED in details and any(words in details for words in _CLOSED_EARLY):
+        return f"{_CLOSED} ({details})"
+    return ""
