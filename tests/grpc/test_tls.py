@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry
 
 from kvpool.client.config import ClientConfig
@@ -26,7 +27,7 @@ from kvpool_index.config import IndexConfig
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer
 from kvpool_server.tls import ClientAuth, ServiceTls, TlsSettings, open_tls
-from tests.fixtures.certificates import Authority
+from tests.fixtures.certificates import Authority, not_after_s
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, SPEC, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
@@ -148,16 +149,13 @@ async def test_what_does_not_fit_is_explained(misfit: Misfit, parties: dict[str,
     server, client = parties[misfit.server], parties[misfit.client]
     tls = TlsCredentials(client) if client is not None else None
     async with control_server(service_tls(server) if server is not None else None) as endpoint:
-        async with index_client(endpoint, tls, timeout_s=0.3) as index:
+        async with index_client(endpoint, tls, timeout_s=0.5) as index:
             with pytest.raises(misfit.error) as caught:
                 await index.get_info()
-        transfers, told = PageTransferClient(endpoint, tls=tls), list[KvPoolError | None]()
-        page = [PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))]
-        await asyncio.to_thread(
-            transfers.read_pages, KEYSPACES, page, lambda at, error, hit: told.append(error), timeout_s=2
-        )
+        transfers = PageTransferClient(endpoint, tls=tls)
+        told = await asyncio.to_thread(read_nothing, transfers)
         transfers.close()
-    for error in (caught.value, told[0]):
+    for error in (caught.value, told[0][0]):
         assert type(error) is misfit.error
         assert misfit.said in str(error), error
         assert "127.0.0.1" in str(error)
@@ -172,8 +170,13 @@ async def test_a_name_may_be_overridden(parties: dict[str, TlsFiles | None]) -> 
 
 
 async def health(channel: grpc.aio.Channel) -> int:
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
-    return int(answer.status)
+    """The status of the server as a whole."""
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        health_pb2.HealthCheckRequest.SerializeToString,
+        health_pb2.HealthCheckResponse.FromString,
+    )
+    return int((await check(health_pb2.HealthCheckRequest(), timeout=5)).status)
 
 
 async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authority: Authority, tmp_path: Path) -> None:
@@ -186,19 +189,20 @@ async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authorit
         await server.set_serving(True)
         assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="Method not found"):
-            await channel.unary_unary("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(b"", timeout=5)
+            other = channel.unary_unary(
+                "/kvpool.v1.IndexService/GetInfo",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            await other(health_pb2.HealthCheckRequest(), timeout=5)
     await server.stop(0.1)
 
 
 async def served_expiry_s(index: RunningIndex) -> int:
     """When the certificate that a new connection is shown ends."""
-    import ssl
-
-    from cryptography import x509
-
     host, _, port = index.endpoint.rpartition(":")
     pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=5)
-    return int(x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp())
+    return not_after_s(pem.encode())
 
 
 async def test_a_renewed_certificate_is_served_without_a_restart(authority: Authority, tmp_path: Path) -> None:
@@ -229,6 +233,14 @@ async def test_a_renewed_certificate_is_served_without_a_restart(authority: Auth
         assert registry.get_sample_value("kvpool_index_certificate_reload_failures_total") == 1
 
 
+def read_nothing(client: PageTransferClient) -> list[tuple[KvPoolError | None, bool]]:
+    """The answer to a read of a page that nobody has."""
+    told: list[tuple[KvPoolError | None, bool]] = []
+    page = [PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))]
+    client.read_pages(KEYSPACES, page, lambda at, error, hit: told.append((error, hit)), timeout_s=5)
+    return told
+
+
 async def test_clients_connect_anew_with_what_was_renewed(authority: Authority, tmp_path: Path) -> None:
     """A new CA on both sides: only who has read everything anew gets through. A stream goes on, or begins anew."""
     server_files, files = authority.issue(tmp_path / "server"), authority.issue(tmp_path / "client")
@@ -249,16 +261,7 @@ async def test_clients_connect_anew_with_what_was_renewed(authority: Authority, 
                 renewed.issue(tmp_path / directory)
             assert (await client.get_info()).store_reachable
             assert (await client.match_stream.match(query, timeout_s=5.0)).matched_chunks == 0
-            told: list[tuple[KvPoolError | None, bool]] = []
-            page = [PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))]
-            await asyncio.to_thread(
-                transfers.read_pages,
-                KEYSPACES,
-                page,
-                lambda at, error, hit: told.append((error, hit)),
-                timeout_s=5,  # noqa: B023
-            )
-            assert told == [(None, False)]
+            assert await asyncio.to_thread(read_nothing, transfers) == [(None, False)]
 
 
 @pytest.mark.parametrize(

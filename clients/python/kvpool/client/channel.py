@@ -10,7 +10,7 @@ import grpc
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.wire.status import error_from_rpc
 from kvpool.wire.tls import is_unix
 
@@ -135,22 +135,28 @@ class Endpoints(Generic[StubT]):
         if len(self._endpoints) > 1:
             retry_on = (*TRANSIENT, DeadlineExceeded)  # of one attempt: another endpoint may answer
 
+        refused = set[str]()  # certificates do not come to fit within the time of a call
+
         async def attempt(remaining_s: float) -> ResponseT:
             endpoint = self.endpoint
             # An endpoint that hangs must leave time for the others.
             share = len(self._endpoints) if idempotent else 1
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
-            except retry_on:
+            except retry_on as error:
+                if isinstance(error, TlsFailed):
+                    refused.add(endpoint)
                 self.fail(endpoint)
                 raise
 
         if not idempotent:
             return await attempt(limit_s)
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
-        return await call_with_retry(
-            attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on, give_up=lambda: self._closed
-        )
+
+        def give_up() -> bool:
+            return self._closed or len(refused) == len(set(self._endpoints))
+
+        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on, give_up=give_up)
 
     async def _call_once(
         self,

@@ -35,7 +35,8 @@ _EXPLANATIONS: Final = (
         ),
     ),
     ("WRONG_VERSION_NUMBER", _PLAIN_SERVER),
-    ("handshake failed", "the TLS handshake failed"),
+    # Not the words alone: a handshake also fails when the server ends in the middle of it.
+    ("TSI_PROTOCOL_FAILURE", "the TLS handshake failed"),
 )
 _NOT_CONNECTED: Final = "failed to connect to all addresses"
 _CLOSED_EARLY: Final = ("Socket closed", "Connection reset by peer", "recvmsg:Connection reset")
