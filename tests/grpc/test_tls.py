@@ -109,8 +109,8 @@ MISFITS = [
     Misfit("elsewhere", "good", "is not issued to the name that was connected to"),
     Misfit("only a client", "good", "is not for servers"),
     Misfit("good", "no certificate", "demands a client certificate and this client has none", ServiceUnavailable),
-    Misfit("good", "expired", "it refuses that of this client", ServiceUnavailable),
-    Misfit("good", "stranger", "it refuses that of this client", ServiceUnavailable),
+    Misfit("good", "expired", "it refuses this client's certificate", ServiceUnavailable),
+    Misfit("good", "stranger", "it refuses this client's certificate", ServiceUnavailable),
 ]
 
 
@@ -159,6 +159,7 @@ async def test_what_does_not_fit_is_explained(misfit: Misfit, parties: dict[str,
         assert type(error) is misfit.error
         assert misfit.said in str(error), error
         assert "127.0.0.1" in str(error)
+        assert "either" not in str(error)
 
 
 async def test_a_name_may_be_overridden(parties: dict[str, TlsFiles | None]) -> None:

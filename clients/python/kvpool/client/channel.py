@@ -12,7 +12,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls import is_unix
+from kvpool.wire.tls import is_unix, narrowed
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -167,7 +167,7 @@ class Endpoints(Generic[StubT]):
         try:
             return await method(self.stub())(request, timeout=timeout_s, metadata=self._config.metadata)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise narrowed(error_from_rpc(error), self._config.tls) from error
         except grpc.aio.UsageError as error:
             raise closed_channel_error(error) from error
 

@@ -29,7 +29,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls import TlsCredentials
+from kvpool.wire.tls import TlsCredentials, narrowed
 
 __all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
 
@@ -186,7 +186,10 @@ class PageTransferClient:
         try:
             yield connection.channel
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed under us
-            raised = error_from_rpc(error) if isinstance(error, grpc.RpcError) else ServiceUnavailable(str(error))
+            if isinstance(error, grpc.RpcError):
+                raised = narrowed(error_from_rpc(error), self._tls)
+            else:
+                raised = ServiceUnavailable(str(error))
             if isinstance(raised, ServiceUnavailable):
                 self._retire(connection)
             raise raised from error

@@ -8,12 +8,17 @@ _PLAIN_SERVER: Final = (
     "the server answered in the clear: it has no TLS, or this is another service's port; "
     "give it tls_cert_file, tls_key_file and tls_ca_file, or take tls_ca_file from this client"
 )
-_CLOSED: Final = (
-    "the server closed the connection before a word of gRPC. Either it expects TLS and this client has none "
-    "(set tls_ca_file), or it demands a client certificate and this client has none (set tls_cert_file and "
-    "tls_key_file), or it refuses that of this client (expired, or of an authority that is not in the server's "
-    "tls_ca_file; the server's log has the line 'Handshake failed' with the cause), or it was just stopping"
+EXPECTS_TLS: Final = "it expects TLS and this client has none (set tls_ca_file)"
+DEMANDS_CERTIFICATE: Final = (
+    "it demands a client certificate and this client has none (set tls_cert_file and tls_key_file)"
 )
+REFUSES_CERTIFICATE: Final = (
+    "it refuses this client's certificate (it has expired, or comes from an authority that is not in the server's "
+    "tls_ca_file; the server's log has the line 'Handshake failed' with the cause)"
+)
+# A server tells nothing to a client that it refuses; who knows the client's side names the one cause that is left.
+ANY_CAUSE: Final = f"either {EXPECTS_TLS}, or {DEMANDS_CERTIFICATE}, or {REFUSES_CERTIFICATE}"
+_CLOSED: Final = f"the server closed the connection before a word of gRPC: {ANY_CAUSE}, or it was just stopping"
 
 # In the words of BoringSSL and gRPC; the first that occurs counts.
 _EXPLANATIONS: Final = (
@@ -51,7 +56,10 @@ def explain_tls(details: str) -> str:
 
 
 def explain_closed(details: str) -> str:
-    """The same for a connection that was closed before a word of gRPC, which need not be because of TLS."""
+    """The same for a connection that was closed before a word of gRPC, which need not be because of TLS.
+
+    See kvpool.wire.tls.narrowed for telling less of what it may have been.
+    """
     if _NOT_CONNECTED in details and any(words in details for words in _CLOSED_EARLY):
         return f"{_CLOSED} ({details})"
     return ""
