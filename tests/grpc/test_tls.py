@@ -25,7 +25,7 @@ from kvpool.core.errors import KvPoolError, ServiceUnavailable, StartupFailed, T
 from kvpool.core.outcome import Admission
 from kvpool_index.config import IndexConfig
 from kvpool_server.listen import TcpAddress
-from kvpool_server.server import ControlServer
+from kvpool_server.server import ControlServer, GrpcLimits
 from kvpool_server.tls import ClientAuth, ServiceTls, TlsSettings, open_tls
 from tests.fixtures.certificates import Authority, not_after_s
 from tests.fixtures.index_server import RunningIndex, running_index
@@ -263,6 +263,18 @@ async def test_clients_connect_anew_with_what_was_renewed(authority: Authority, 
             assert (await client.get_info()).store_reachable
             assert (await client.match_stream.match(query, timeout_s=5.0)).matched_chunks == 0
             assert await asyncio.to_thread(read_nothing, transfers) == [(None, False)]
+
+
+async def test_who_does_not_shake_hands_is_sent_away(authority: Authority, tmp_path: Path) -> None:
+    limits = GrpcLimits(handshake_timeout_s=0.2)
+    server = ControlServer(interceptors=[], service_names=["test"], limits=limits)
+    port = server.listen_tcp(TcpAddress("127.0.0.1", 0), service_tls(authority.issue(tmp_path / "own")))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    await server.stop(0.1)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class GrpcLimits:
     keepalive_time_s: float = 20.0  # a silent connection is pinged after this
     keepalive_timeout_s: float = 10.0  # and dropped when the ping is not answered within this
     min_ping_interval_s: float = 5.0  # clients that ping more often are sent away
+    handshake_timeout_s: float = 20.0  # who has not shaken hands by then is sent away
 
     def options(self) -> list[tuple[str, int]]:
         """The channel arguments of a server."""
@@ -40,6 +41,7 @@ class GrpcLimits:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(self.handshake_timeout_s * 1000)),
         ]
 
 
@@ -120,9 +122,6 @@ class ControlServer:
 
 def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress, tls: ServiceTls | None) -> int:
     """Bind one TCP address that `check_tcp` found free; returns the port. Raises StartupFailed."""
-    cause = "it was just taken; configure another port"
-    if tls is not None:
-        cause += ", or gRPC cannot use the key in tls_key_file (it takes RSA and ECDSA P-256 and P-384)"
     try:
         if tls is None:
             port = server.add_insecure_port(str(address))
@@ -130,7 +129,7 @@ def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress, tls: S
             port = server.add_secure_port(str(address), tls.server())
     except RuntimeError as error:
         # Free a moment ago: someone else was faster.
-        raise StartupFailed(f"cannot listen on {address}: {cause}") from error
+        raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port") from error
     if port == 0:  # how older grpcio reports a failure
-        raise StartupFailed(f"cannot listen on {address}: {cause}")
+        raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port")
     return port

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.wire.certificates import Validity, certificate_validities
+from kvpool.wire.certificates import Validity, read_certificates
 from kvpool.wire.tls import TlsCredentials
 from kvpool.wire.tls_files import TlsFiles, read_files
-from tests.fixtures.certificates import Authority, not_after_s, put
+from tests.fixtures.certificates import Authority, PrivateKey, not_after_s, put
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +46,44 @@ def dated(start: datetime, end: datetime) -> str:
 )
 def test_dates_are_those_of_the_certificate(start: datetime, end: datetime) -> None:
     bundle = f"a comment\n{dated(start, end)}{dated(start, end)}"
-    assert certificate_validities(bundle) == [Validity(int(start.timestamp()), int(end.timestamp()))] * 2
+    dates = Validity(int(start.timestamp()), int(end.timestamp()))
+    assert [each.validity for each in read_certificates(bundle)] == [dates] * 2
 
 
 def test_damage_is_told() -> None:
     lines = dated(datetime(2026, 1, 1, tzinfo=UTC), datetime(2027, 1, 1, tzinfo=UTC)).splitlines()
     with pytest.raises(ValueError):
-        certificate_validities("\n".join([*lines[:2], lines[-1]]))
+        read_certificates("\n".join([*lines[:2], lines[-1]]))
     with pytest.raises(ValueError, match="no PEM certificate"):
-        certificate_validities("no certificate")
+        read_certificates("no certificate")
+
+
+KEYS: dict[str, tuple[Callable[[], PrivateKey], bool]] = {
+    "P-256": (lambda: ec.generate_private_key(ec.SECP256R1()), True),
+    "P-384": (lambda: ec.generate_private_key(ec.SECP384R1()), True),
+    "RSA": (lambda: rsa.generate_private_key(65537, 2048), True),
+    "P-521": (lambda: ec.generate_private_key(ec.SECP521R1()), False),
+    "Ed25519": (ed25519.Ed25519PrivateKey.generate, False),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+async def test_keys_that_grpc_cannot_use_are_refused(authority: Authority, tmp_path: Path, kind: str) -> None:
+    new_key, usable = KEYS[kind]
+    files = authority.issue(tmp_path / "own", key=new_key())
+    if not usable:
+        with pytest.raises(InvalidRequest, match="gRPC cannot use the key"):
+            TlsCredentials(files)
+        return
+    credentials = TlsCredentials(files)
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", credentials.server_credentials(require_client_cert=True))
+    await server.start()
+    channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials.channel_credentials()[1])
+    async with asyncio.timeout(10):
+        await channel.channel_ready()
+    await channel.close()
+    await server.stop(0)
 
 
 def test_files_are_read_with_their_dates(authority: Authority, tmp_path: Path) -> None:

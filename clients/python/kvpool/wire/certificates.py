@@ -1,6 +1,6 @@
-"""When certificates are valid: the two dates of X.509, read from PEM.
+"""What people and metrics are told of certificates: the dates and the kind of key of X.509, read from PEM.
 
-For telling people and metrics about a certificate. Whether one is to be trusted is decided by OpenSSL and gRPC alone.
+Whether a certificate is to be trusted is decided by OpenSSL and gRPC alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Final
 
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18  # DER tags
+# AlgorithmIdentifier of a public key begins with these object identifiers (RFC 3279, RFC 5480).
+_RSA: Final = bytes.fromhex("06092a864886f70d010101")
+_P256: Final = bytes.fromhex("06072a8648ce3d020106082a8648ce3d030107")
+_P384: Final = bytes.fromhex("06072a8648ce3d020106052b81040022")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +28,25 @@ class Validity:
     not_after_s: int
 
 
-def certificate_validities(pem: str) -> Sequence[Validity]:
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Of one certificate. usable_key: it is of a kind that gRPC shakes hands with."""
+
+    validity: Validity
+    usable_key: bool
+
+
+def read_certificates(pem: str) -> Sequence[Certificate]:
     """Of each certificate of a bundle, in its order. Raises ValueError if there is none, or for damage."""
-    found = [_validity(ssl.PEM_cert_to_DER_cert(block)) for block in _PEM.findall(pem)]
+    found = [_certificate(ssl.PEM_cert_to_DER_cert(block)) for block in _PEM.findall(pem)]
     if not found:
         raise ValueError("there is no PEM certificate in it")
     return found
 
 
-def _validity(der: bytes) -> Validity:
-    """Certificate ::= {{[0] version, serialNumber, signature, issuer, {notBefore, notAfter}, ...}, ...} (RFC 5280)."""
+def _certificate(der: bytes) -> Certificate:
+    """RFC 5280: Certificate ::= {{[0] version, serialNumber, signature, issuer, {notBefore, notAfter}, subject,
+    {{algorithm, parameters}, subjectPublicKey}, ...}, ...}."""
     try:
         _, at, _ = _element(der, 0)
         _, at, _ = _element(der, at)
@@ -42,12 +55,18 @@ def _validity(der: bytes) -> Validity:
             end = at
         for _ in ("serialNumber", "signature", "issuer"):
             _, _, end = _element(der, end)
-        tag, at, _ = _element(der, end)
+        tag, at, end = _element(der, end)
         if tag != _SEQUENCE:
             raise ValueError("a certificate has no dates where they belong")
         first_tag, first, first_end = _element(der, at)
         last_tag, last, last_end = _element(der, first_end)
-        return Validity(_time_s(first_tag, der[first:first_end]), _time_s(last_tag, der[last:last_end]))
+        _, _, end = _element(der, end)
+        _, at, _ = _element(der, end)
+        _, at, end = _element(der, at)
+        return Certificate(
+            Validity(_time_s(first_tag, der[first:first_end]), _time_s(last_tag, der[last:last_end])),
+            der[at:end].startswith((_RSA, _P256, _P384)),
+        )
     except IndexError:
         raise ValueError("a certificate is cut off") from None
 

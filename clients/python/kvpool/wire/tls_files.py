@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.wire.certificates import Validity, certificate_validities
+from kvpool.wire.certificates import Validity, read_certificates
 
 _READS_MAX: Final = 3  # of files that are replaced while they are read
 
@@ -87,7 +87,7 @@ def _read(files: TlsFiles, generation: int) -> TlsMaterial:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca_pem = contents["tls_ca_file"]
     try:
-        authorities = certificate_validities(ca_pem.decode("ascii", "replace"))
+        authorities = read_certificates(ca_pem.decode("ascii", "replace"))
         context.load_verify_locations(cadata=ca_pem.decode("ascii", "replace"))
     except (ValueError, ssl.SSLError) as error:
         raise InvalidRequest(f"tls_ca_file {files.ca_file} cannot be used: {_cause(error)}") from error
@@ -100,13 +100,13 @@ def _read(files: TlsFiles, generation: int) -> TlsMaterial:
         cert_pem=contents.get("tls_cert_file"),
         key_pem=contents.get("tls_key_file"),
         validity=own,
-        ca_validity=min(authorities, key=lambda validity: validity.not_after_s),
+        ca_validity=min((each.validity for each in authorities), key=lambda validity: validity.not_after_s),
     )
 
 
 def _check_pair(context: ssl.SSLContext, cert_file: Path, key_file: Path, cert_pem: bytes) -> Validity:
     try:
-        validity = certificate_validities(cert_pem.decode("ascii", "replace"))[0]
+        leaf = read_certificates(cert_pem.decode("ascii", "replace"))[0]
     except ValueError as error:
         raise InvalidRequest(f"tls_cert_file {cert_file} cannot be used: {error}") from error
     try:
@@ -126,7 +126,11 @@ def _check_pair(context: ssl.SSLContext, cert_file: Path, key_file: Path, cert_p
         raise InvalidRequest(
             f"tls_key_file {key_file} is encrypted; write it without a passphrase (openssl pkey -in OLD -out NEW)"
         ) from None
-    return validity
+    if not leaf.usable_key:  # or every handshake would fail, with words about algorithms
+        raise InvalidRequest(
+            f"gRPC cannot use the key in tls_key_file {key_file}; make an RSA or ECDSA P-256 or P-384 one"
+        )
+    return leaf.validity
 
 
 class _EncryptedKey(Exception):
