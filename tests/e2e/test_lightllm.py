@@ -159,6 +159,27 @@ def test_a_worker_that_dies_while_it_offloads_leaves_no_page_behind(tmp_path: Pa
         assert sorted(offload(owner, hashes, seed=1)) == [0, 1, 2, 3, 4]
 
 
+def test_a_group_that_cannot_be_stored_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with direct_cluster(tmp_path) as cluster, server(cluster, tmp_path / "one") as (_, owner, worker):
+        assert owner.owner is not None
+        hashes = owner.compute_token_list_hash(TOKENS, 64)
+        other = owner.compute_token_list_hash([7, *TOKENS], 64)
+        offload(owner, hashes, seed=1)
+        offload(owner, other, seed=2)
+        gather, broken = owner.owner._pages.gather, [True]
+
+        def fails_once(*arguments: Any) -> None:
+            if broken:
+                broken.clear()
+                raise ValueError("a page that cannot be read")
+            gather(*arguments)
+
+        monkeypatch.setattr(owner.owner._pages, "gather", fails_once)
+        assert worker.run_once(5.0) == 2 and owner.owner.users == 0
+        eventually_sync(lambda: worker.query_loadable_pages(other, 0) == len(other), 10.0)
+        assert worker.query_loadable_pages(hashes, 0) == 0
+
+
 def test_an_owner_that_is_away_means_no_page(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
         with server(cluster, tmp_path / "one") as (settings, owner, _):
@@ -169,4 +190,5 @@ def test_an_owner_that_is_away_means_no_page(tmp_path: Path) -> None:
                 assert rank.allocate_pages(hashes, True) == ([-1] * 5, [False] * 5)
                 assert rank.query_one_page(hashes[0]) == (None, False)
                 assert rank.compute_token_list_hash(TOKENS, 64) == []
+                assert not rank.check_allpages_ready([0]) and rank.check_allpages_ready([])
                 rank.deref_pages([0])
