@@ -130,9 +130,9 @@ class TlsCredentials:
     def _tell_of_dates(self) -> None:
         """Say once of each certificate that it is not valid now: peers refuse it without saying so here."""
         now_s = self._now_s()
-        for path, validity in (
-            (self.files.cert_file, self._material.validity),
-            (self.files.ca_file, self._material.ca_validity),
+        for what, path, validity in (
+            ("the certificate in", self.files.cert_file, self._material.validity),
+            ("a CA in", self.files.ca_file, self._material.ca_validity),
         ):
             if path is None or validity is None or validity.not_before_s <= now_s <= validity.not_after_s:
                 continue
@@ -143,7 +143,8 @@ class TlsCredentials:
             late = now_s > validity.not_after_s
             at_s = validity.not_after_s if late else validity.not_before_s
             _log.error(
-                "%s %s %s: peers refuse it; put a renewed one in its place, it is taken up without a restart",
+                "%s %s %s %s: connections that depend on it fail; put a renewed one in its place, without a restart",
+                what,
                 path,
                 "expired on" if late else "is not valid before",
                 datetime.fromtimestamp(at_s, UTC).isoformat(),
