@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvpool.client.config import ClientConfig
@@ -24,6 +25,7 @@ from kvpool.wire.tls_files import TlsFiles
 from tests.e2e.service_processes import Process, ServiceCluster, service_cluster
 from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
 from tests.fixtures.certificates import Authority
+from tests.fixtures.redis_server import free_port
 from tests.fixtures.redis_tls import running_tls_redis
 
 pytestmark = pytest.mark.e2e
@@ -44,10 +46,14 @@ class SecureCluster:
         redis = authority.issue(directory / "redis-client")
         more = f"ssl_ca_certs={redis.ca_file}&ssl_certfile={redis.cert_file}&ssl_keyfile={redis.key_file}"
         flags = {name: [*flags_of(files), "--tls-client-auth", client_auth] for name, files in self.files.items()}
+        self.health = {name: f"127.0.0.1:{free_port()}" for name in ("index", "bare agent")}
+        flags["index"] += ["--health-listen", self.health["index"]]
         services = service_cluster(directory, flags=flags, redis_url=f"rediss://{hosts}?{more}")
         self.services: ServiceCluster = stack.enter_context(services)
         self.stores = [self.services.pagestore(host) for host in ("a", "b")]
-        self.agents = [self.services.agent(host, host=host) for host in ("a", "b")] + [self.services.agent("bare")]
+        self.agents = [self.services.agent(host, host=host) for host in ("a", "b")] + [
+            self.services.agent("bare", health_listen=self.health["bare agent"])
+        ]
         self.services.wait_ready()
 
     def issue(self, authority: Authority, days: float = 10.0, trusted: bytes = b"") -> None:
@@ -155,6 +161,10 @@ async def test_all_links_are_mutual_and_a_new_ca_comes_in_without_a_restart(tmp_
 async def test_servers_alone_may_have_certificates(tmp_path: Path) -> None:
     with secure_cluster(tmp_path, Authority(), client_auth="none") as cluster:
         await share(cluster, seed=1)
+        for name, endpoint in cluster.health.items():
+            async with grpc.aio.insecure_channel(endpoint) as channel:
+                answer = await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
+                assert answer == b"\x08\x01", name  # SERVING
         client = IndexClient(
             ClientConfig(
                 index_endpoints=(cluster.services.index.ready["endpoint"],),

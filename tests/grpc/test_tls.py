@@ -31,6 +31,7 @@ from tests.fixtures.certificates import Authority, not_after_s
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, SPEC, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
+from tests.fixtures.redis_server import free_port
 
 MODES = pytest.mark.parametrize("client_auth", list(ClientAuth), ids=lambda mode: mode.value)
 
@@ -81,14 +82,17 @@ async def test_control_calls_and_streams_work(authority: Authority, tmp_path: Pa
     async with running_index(tls=service_tls(files, client_auth), client_tls=tls) as index:
         async with index_client(index.endpoint, tls) as client:
             assert (await client.get_info()).store_reachable
+    probed = f"127.0.0.1:{free_port()}"
     with new_world() as world:
-        async with served(world, tls=service_tls(files, client_auth)) as store:
+        async with served(world, tls=service_tls(files, client_auth), health_listen=probed) as store:
             answers, read = await asyncio.to_thread(transfer, store, tls)
             assert answers == [Admission.RESERVED] * 2
             assert read == [sealed_page(page_key(1)), sealed_page(page_key(2))]
             control = store.control()  # by the unix socket, which is plain whatever TLS there is
             assert (await control.status()).staging_page_count == 2
             await control.close()
+            async with grpc.aio.insecure_channel(probed) as channel:
+                assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
 
 
 class Misfit(NamedTuple):
