@@ -6,7 +6,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,8 @@ from kvpool.client.index import IndexClient
 from kvpool.client.tls import TlsCredentials, TlsFiles
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
-from kvpool.core.errors import KvPoolError, ServiceUnavailable, StartupFailed, TlsFailed
+from kvpool.core.errors import KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.core.outcome import Admission
-from kvpool_index.config import IndexConfig
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer, GrpcLimits
 from kvpool_server.tls import ClientAuth, ServiceTls, TlsSettings, open_tls
@@ -279,25 +277,3 @@ async def test_who_does_not_shake_hands_is_sent_away(authority: Authority, tmp_p
         assert await reader.read() == b""
     writer.close()
     await server.stop(0.1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"tls_ca_file": None}, "TLS needs all of tls_cert_file, tls_key_file, tls_ca_file; set tls_ca_file"),
-        ({"tls_cert_file": None, "tls_key_file": None}, "set tls_cert_file, tls_key_file"),
-        ({"tls_cert_file": None, "tls_key_file": None, "tls_ca_file": None, "tls_server_name": "kvpool"}, "needs all"),
-        ({"tls_key_file": Path("/nowhere/tls.key")}, "tls_key_file /nowhere/tls.key cannot be read: No such file"),
-    ],
-)
-def test_settings_that_do_not_make_sense_are_refused(
-    authority: Authority, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
-    files = authority.issue(tmp_path / "own")
-    config = IndexConfig(tls_ca_file=files.ca_file, tls_cert_file=files.cert_file, tls_key_file=files.key_file)
-    with pytest.raises(StartupFailed, match=named):
-        open_tls(replace(config, **changes), CollectorRegistry(), service="index")
-
-
-def test_without_settings_a_service_is_plain() -> None:
-    assert open_tls(IndexConfig(), CollectorRegistry(), service="index") is None
