@@ -180,6 +180,43 @@ def test_a_group_that_cannot_be_stored_holds_up_no_other(tmp_path: Path, monkeyp
         assert worker.query_loadable_pages(hashes, 0) == 0
 
 
+def _own(settings_directory: Path, given: dict[str, Any], ready: Any) -> None:
+    CpuKvCacheClient(False, True, settings=settings_of(settings_directory, given))
+    ready.set()
+    signal.pause()
+
+
+def test_pages_of_an_owner_that_was_killed_mean_nothing_to_the_next(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with direct_cluster(tmp_path) as cluster:
+        given = cluster.settings()
+        owners = []
+        try:
+            for _ in range(2):
+                ready = context.Event()
+                owners.append(context.Process(target=_own, args=(tmp_path, given, ready)))
+                owners[-1].start()
+                assert ready.wait(60)
+                if len(owners) == 1:
+                    worker = CpuKvCacheClient(False, False, settings=settings_of(tmp_path, given))
+                    hashes = worker.compute_token_list_hash(TOKENS, 64)
+                    pages, _ = worker.allocate_pages(hashes, True)
+                    assert pages == [0, 1, 2, 3, 4]
+                    owners[0].kill()
+                    owners[0].join()
+                    assert worker.allocate_pages(hashes, True) == ([-1] * 5, [False] * 5)
+            worker.update_pages_status_to_ready(pages, True, True, 320)  # its kernels have ended meanwhile
+            assert worker.query_one_page(hashes[0]) == (None, False)
+            with attached(settings_of(tmp_path, given)) as fresh:
+                assert fresh.query_one_page(hashes[0]) == (None, False), "nobody has filled it for this owner"
+                assert fresh.allocate_pages(hashes, True) == (pages, [False] * 5)
+            worker.close()
+        finally:
+            for owner in owners:
+                owner.kill()
+                owner.join()
+
+
 def test_an_owner_that_is_away_means_no_page(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
         with server(cluster, tmp_path / "one") as (settings, owner, _):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -147,6 +148,19 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
             assert await asyncio.to_thread(pool.get, SPACE, CHAIN, copies) == [False] * 3
             assert not await asyncio.to_thread(pool.clear, SPACE)
             assert await asyncio.to_thread(pool.open, SPACE.space) is None
+
+
+def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
+    given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
+    pool = DirectSyncPool(DirectPoolConfig.of(given), "test")
+    child = os.fork()
+    if not child:  # pragma: no cover - another process
+        missed = pool.get(SPACE, CHAIN, lambda *_: None) == pool.put(SPACE, CHAIN, lambda *_: None) == [False] * 3
+        pool.close()
+        os._exit(0 if missed and pool.open(SPACE.space) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.find(SPACE, CHAIN) == [False] * 3 and pool.counts.failed_calls == 1
+    pool.close()
 
 
 async def test_a_slot_of_another_size_is_not_written() -> None:

@@ -176,3 +176,9 @@ def test_what_the_pool_has_lost_is_stored_again() -> None:
         orders = world.build()
         assert [(order.first_chunk, order.end_chunk) for order in orders.stores] == expected
         world.stored(orders)
+
+
+def test_what_was_not_loaded_for_another_reason_is_not_told_to_be_gone() -> None:
+    world = World(FakePool(3))
+    world.ended(world.load(a_request(120)), loaded_chunks=1, gone=False)
+    assert world.side.take_changes() == []

@@ -14,7 +14,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreE
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.wiring import idle_worker
 from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.core.errors import DeadlineExceeded, KvPoolError
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.testing import ManualClock
 from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool
 from tests.unit.connectors.vllm_fakes import FakeLink
@@ -116,7 +116,24 @@ def test_a_load_that_was_late_says_so() -> None:
     worker.take_failed_blocks()
     (end,) = worker.take_ends()
     assert isinstance(end, LoadEnd)
-    assert (end.late, end.chunk_count, end.failed_chunks) == (True, 1, 3)
+    assert (end.late, end.gone, end.chunk_count, end.failed_chunks) == (True, False, 1, 3)
+
+
+def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
+    class Failing(Pool):
+        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+            return LoadReport(0, 1, (1, 2, 3), TierTokens(), self.error, BlockHold())
+
+        error: KvPoolError
+
+    pool = Failing()
+    worker = a_worker(pool)
+    told = []
+    for pool.error in (PageMissing("planted"), PageCorrupt("planted"), ServiceUnavailable("planted")):
+        worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))
+        worker.take_received()
+        told += [end.gone for end in worker.take_ends() if isinstance(end, LoadEnd)]
+    assert told == [True, True, False]
 
 
 def test_a_gpu_that_cannot_record_costs_each_order_but_loses_none() -> None:

@@ -19,6 +19,7 @@ from kvpool.core.page import PageFault, payload_view, verify
 _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
+_RELEASED_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -28,6 +29,23 @@ class WindowRead:
     good: set[WantedPage] = field(default_factory=set)
     corrupt_count: int = 0
     error: KvPoolError | None = None
+
+
+class _TakenLeases:
+    """Given back together: a message for each took as long as its copy."""
+
+    def __init__(self, session: PageStoreSession) -> None:
+        self._session, self._lease_ids = session, list[int]()
+
+    def add(self, lease_id: int) -> None:
+        self._lease_ids.append(lease_id)
+        if len(self._lease_ids) >= _RELEASED_TOGETHER:
+            self.give_back()
+
+    def give_back(self) -> None:
+        if self._lease_ids:
+            self._session.release_soon(self._lease_ids)
+            self._lease_ids = []
 
 
 async def read_window(
@@ -46,19 +64,20 @@ async def read_window(
         for page, remote in zip(pages, sources, strict=True)
     ]
     copies: list[asyncio.Task[None]] = []
+    taken_leases = _TakenLeases(session)
 
     async def take_one(page: WantedPage, slot: Slot) -> None:
         try:
             taken = await in_thread(threads, _take_page, session, space, page, slot, take)
         except BaseException:  # cancelled, or a copy that must not fail: the slot is read no more either way
-            session.release_soon([slot.lease_id])
+            taken_leases.add(slot.lease_id)
             raise
         if isinstance(taken, PageFault):
             _log.error("kvpool: page %s must not be used: %s", space.page_key(page.chunk, page.shard), taken)
             read.corrupt_count += 1
             await _give_up_corrupt(session, slot.lease_id)
             return
-        session.release_soon([slot.lease_id])
+        taken_leases.add(slot.lease_id)
         if taken:
             read.good.add(page)
 
@@ -72,7 +91,10 @@ async def read_window(
     except KvPoolError as error:
         read.error = error
     finally:
-        await all_ended(copies)
+        try:
+            await all_ended(copies)
+        finally:
+            taken_leases.give_back()
     return read
 
 

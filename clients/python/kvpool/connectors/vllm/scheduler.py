@@ -272,7 +272,7 @@ class SchedulerSide:
         if end.failed_chunks and self._seldom.due("load"):
             why, more = end.failure or "damaged or gone", self._seldom.more("load")
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
-        if gone:
+        if gone and end.gone:
             self._known.drop(gone)
             self._tell(ChunksChanged(hashes=gone))
 
