@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent import EngineSession
@@ -163,8 +164,13 @@ async def test_servers_alone_may_have_certificates(tmp_path: Path) -> None:
         await share(cluster, seed=1)
         for name, endpoint in cluster.health.items():
             async with grpc.aio.insecure_channel(endpoint) as channel:
-                answer = await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
-                assert answer == b"\x08\x01", name  # SERVING
+                check = channel.unary_unary(
+                    "/grpc.health.v1.Health/Check",
+                    health_pb2.HealthCheckRequest.SerializeToString,
+                    health_pb2.HealthCheckResponse.FromString,
+                )
+                answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
         client = IndexClient(
             ClientConfig(
                 index_endpoints=(cluster.services.index.ready["endpoint"],),

@@ -97,8 +97,13 @@ def test_every_process_ends_with_us(tmp_path: Path) -> None:
 
 def test_a_cluster_speaks_tls_only_when_told_and_then_all_of_it(tmp_path: Path) -> None:
     plain = ClusterOptions(state_dir=tmp_path)
-    files = {f"tls_{name}_file": f"{name}.pem" for name in ("cert", "key", "ca")}
-    secure = ClusterOptions(state_dir=tmp_path, tls_client_auth="none", **files)
+    secure = ClusterOptions(
+        state_dir=tmp_path,
+        tls_cert_file="cert.pem",
+        tls_key_file="key.pem",
+        tls_ca_file="ca.pem",
+        tls_client_auth="none",
+    )
     store = plan_store(plain)
     for options in (plain, secure):
         for plan in (plan_index(options, store), plan_pagestore(options, 0, "h:1"), plan_agent(options, 0, "h:1")):
