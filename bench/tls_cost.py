@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import platform
 import random
 import statistics
@@ -214,6 +215,7 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"2-core virtual machine, Python {platform.python_version()}",
             "command": f"python -m bench.tls_cost {' '.join(sys.argv[1:])}".partition(" --json")[0],
+            "load_average_1m": round(os.getloadavg()[0], 1),  # this bench alone gives about 2
             "results": {name: round(value, 3) for name, value in results.items()},
         }
         given.json.write_text(json.dumps(document, indent=1) + "\n")
