@@ -141,7 +141,7 @@ class PageStoreNode:
         world, config, loop = self.world, self._config(), self.world.loop
         arena = SimArena(self.host, process)
         store = self._store(process) if self.shape.disk_pages else None
-        link = pagestore_main._index(config)
+        link = pagestore_main._index(config, tls=None)
         assert isinstance(link, NodeIndexLink)
         parts = EngineParts(
             arena=arena,

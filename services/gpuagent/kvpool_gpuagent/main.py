@@ -51,6 +51,7 @@ from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer
+from kvpool_server.tls import ServiceTls, open_tls
 from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         stack.callback(directory.close)
         tracer = open_service_tracer("gpuagent", registry)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        client_config = ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id, tracer=tracer)
-        client = IndexClient(client_config)
+        tls = open_tls(config, registry, service="gpuagent")
+        calling = _calling(config, tls, tracer)
+        client = IndexClient(calling)
         stack.push_async_callback(client.close)
-        engine = _engine(config, client, registry, stack, stop, tracer)
+        engine = _engine(config, calling, client, registry, stack, stop)
         desk = DescriptorDesk()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
@@ -103,7 +105,9 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
             tracer,
         )
         server.listen_unix(config.socket)
-        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
+        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen), tls))
+        if config.health_listen:
+            server.listen_health(_address("health_listen", config.health_listen))
         descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer)
         descriptors.start()
         stack.callback(descriptors.close)
@@ -111,8 +115,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         # An agent announces nothing yet: gpu locations come with the CUDA device. It registers so that it can be seen.
         link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
-        for direction, bytes_per_s in (await asyncio.to_thread(engine.device.measure_link)).items():
-            engine.metrics.link_bandwidth.labels(direction).set(bytes_per_s)
+        await _measure_link(engine)
         await server.start()
         await server.set_serving(True)
         linking = asyncio.ensure_future(link.start())
@@ -123,6 +126,21 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         # Sessions first: their streams end with the reason, and their slots go back, before the server cuts them off.
         await engine.close()
         await server.stop(config.drain_s)
+
+
+def _calling(config: GpuAgentConfig, tls: ServiceTls | None, tracer: Tracer) -> ClientConfig:
+    """How this agent calls the index, pagestores and other agents."""
+    return ClientConfig(
+        index_endpoints=config.index_endpoints,
+        host_id=config.host_id,
+        tls=tls.client if tls else None,
+        tracer=tracer,
+    )
+
+
+async def _measure_link(engine: GpuAgentEngine) -> None:
+    for direction, bytes_per_s in (await asyncio.to_thread(engine.device.measure_link)).items():
+        engine.metrics.link_bandwidth.labels(direction).set(bytes_per_s)
 
 
 def _device(config: GpuAgentConfig, stop: Stop) -> Device:
@@ -155,18 +173,18 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
 
 def _engine(
     config: GpuAgentConfig,
+    calling: ClientConfig,
     client: IndexClient,
     registry: CollectorRegistry,
     stack: AsyncExitStack,
     stop: Stop,
-    tracer: Tracer,
 ) -> GpuAgentEngine:
-    """The engine on its adapters; what has threads is closed by the stack."""
+    """The engine on its adapters; what has threads is closed by the stack. calling: how others are called."""
     device = _device(config, stop)
     stack.push_async_callback(device.close)
     pools = ConfiguredPools(
         client,
-        ClientConfig(host_id=config.host_id, tracer=tracer),
+        calling,
         pagestore_socket=config.pagestore_socket,
         bounce_bytes=config.bounce_bytes,
         on_map=device.register_segment,
@@ -176,8 +194,8 @@ def _engine(
     replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
     stack.push_async_callback(index.close)
-    agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id, tracer=tracer))
-    return GpuAgentEngine(config, device, index, pools, metrics, agents, tracer)
+    agents = GrpcPeerAgents(calling)
+    return GpuAgentEngine(config, device, index, pools, metrics, agents, calling.tracer)
 
 
 def build_server(

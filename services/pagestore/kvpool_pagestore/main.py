@@ -42,6 +42,7 @@ from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.tls import ServiceTls, open_tls
 from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
@@ -72,18 +73,19 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     tune_process()
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     registry = new_registry()
+    tls = open_tls(config, registry, service="pagestore")
     directory = DataDirectory(config.data_dir)
     stack.callback(directory.close)
     clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
     stack.callback(arena.close)
     tracer = _tracer(registry, stack)
-    index = _index(config, tracer)
+    index = _index(config, tls, tracer)
     parts = EngineParts(
         arena=arena.segments,
         store=await _open_store(config),
         disk_live_bytes=live_page_bytes(config.disk_bytes),
-        peers=GrpcPeerPages(tracer=tracer),
+        peers=GrpcPeerPages(tls=tls.client if tls else None, tracer=tracer),
         index=index,
         placement=IndexPlacement(index) if isinstance(index, NodeIndexLink) else NoPlacement(),
         workers=_workers(config, stack),
@@ -96,7 +98,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.push_async_callback(engine.close)
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
-    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tracer)
+    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls, tracer)
     node = servers.listen(_start_metrics(config, registry, stack))
     node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
@@ -155,11 +157,15 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
-def _index(config: PageStoreConfig, tracer: Tracer = NO_TRACER) -> IndexLink:
+def _index(config: PageStoreConfig, tls: ServiceTls | None, tracer: Tracer = NO_TRACER) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
     return NodeIndexLink(
-        config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3, tracer=tracer
+        config.index_endpoints,
+        config.index_timeout_ms / 1e3,
+        config.reconcile_interval_ms / 1e3,
+        tls=tls.client if tls else None,
+        tracer=tracer,
     )
 
 

@@ -11,6 +11,7 @@ from contextvars import copy_context
 
 import numpy as np
 
+from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.errors import ArenaFull
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -66,8 +67,8 @@ class BounceBuffers:
 class PeerClients:
     """One client per bulk endpoint, and the threads that run their calls."""
 
-    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
-        self._tracer = tracer
+    def __init__(self, tls: TlsCredentials | None = None, tracer: Tracer = NO_TRACER) -> None:
+        self._tls, self._tracer = tls, tracer
         self._clients: dict[str, PageTransferClient] = {}
         self._lock = threading.Lock()  # calls ask for clients on their own threads
         self._threads = ThreadPoolExecutor(STREAM_THREADS, thread_name_prefix="stream")
@@ -77,7 +78,8 @@ class PeerClients:
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:
-                client = self._clients[endpoint] = PageTransferClient(endpoint, tracer=self._tracer)
+                client = PageTransferClient(endpoint, tls=self._tls, tracer=self._tracer)
+                self._clients[endpoint] = client
             return client
 
     async def run(self, job: Callable[[], None]) -> None:
