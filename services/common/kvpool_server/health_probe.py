@@ -1,4 +1,4 @@
-"""Whether a service says that it serves: `python -m kvpool_server.health_probe HOST:PORT`, for a container's HEALTHCHECK.
+"""Whether a service says that it serves, for the HEALTHCHECK of a container: `-m kvpool_server.health_probe ADDRESS`.
 
 Exit code 0: SERVING; 1: anything else, one line on stderr says what. It is run every few seconds in every container,
 and importing grpc costs more than all that an idle service does, so it speaks the one call of grpc.health.v1 by itself:
@@ -135,6 +135,8 @@ def _status_name(body: bytes) -> str:
     message = body[_GRPC_PREFIX_BYTES:]
     if not body:
         return "refused"
+    if len(body) < _GRPC_PREFIX_BYTES:
+        raise ProbeFailed("the answer is no message")
     if not message:  # the default is not sent
         return _STATUS_NAMES[0]
     if message[0] != 0x08 or len(message) != 2:
