@@ -88,7 +88,8 @@ def test_the_service_understands_its_variables(name: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_image_asks_for_health_where_the_service_listens(kind: str) -> None:
     text = DOCKERFILES[kind].read_text()
-    assert f'"kvpool_server.health_probe", "KVPOOL_{kind.upper()}_LISTEN"' in text
+    variables = f'"KVPOOL_{kind.upper()}_HEALTH_LISTEN", "KVPOOL_{kind.upper()}_LISTEN"'
+    assert f'"kvpool_server.health_probe", {variables}]' in text
     assert f'["python", "-m", "kvpool_server.first_process", "kvpool_{kind}.main"]' in text
     assert f"KVPOOL_{kind.upper()}_LISTEN" in image_environment(kind)
 

@@ -145,12 +145,14 @@ def _status_name(body: bytes) -> str:
 
 
 def main(argv: Sequence[str], environ: dict[str, str] | os._Environ[str]) -> int:
-    """argv: an address, or the name of the variable that tells where the service listens."""
-    if len(argv) != 1:
-        sys.stderr.write("usage: python -m kvpool_server.health_probe HOST:PORT | unix:PATH | VARIABLE\n")
+    """argv: addresses, or names of variables that may hold one; the first that is there is asked."""
+    addresses = [word if ":" in word else environ.get(word, "") for word in argv]
+    address = next(filter(None, addresses), "")
+    if not address:
+        sys.stderr.write("usage: python -m kvpool_server.health_probe HOST:PORT | unix:PATH | VARIABLE ...\n")
         return EXIT_NOT_SERVING
     try:
-        status = probe(environ.get(argv[0], argv[0]))
+        status = probe(address)
     except ProbeFailed as error:
         status = str(error)
     if status != "SERVING":

@@ -64,11 +64,13 @@ async def test_the_exit_code_and_one_line_say_it(capsys: pytest.CaptureFixture[s
     assert await asyncio.to_thread(main, [address], {}) == 1
     assert capsys.readouterr().err == "NOT_SERVING\n"
     await server.set_serving(True)
-    assert await asyncio.to_thread(main, ["KVPOOL_TEST_LISTEN"], {"KVPOOL_TEST_LISTEN": address}) == 0
+    variables = {"EMPTY": "", "LISTEN": address, "LATER": "127.0.0.1:1"}
+    assert await asyncio.to_thread(main, ["UNSET", "EMPTY", "LISTEN", "LATER"], variables) == 0
     assert capsys.readouterr().err == ""
     await server.stop(0)
-    assert main([], {}) == 1
-    assert "usage" in capsys.readouterr().err
+    for words in ([], ["UNSET"]):
+        assert main(words, {}) == 1
+        assert "usage" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
