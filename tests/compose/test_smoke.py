@@ -121,16 +121,6 @@ def test_every_service_stops_by_itself(cluster: ComposedCluster, service: str) -
     eventually_sync(lambda: cluster.is_healthy(service), DEADLINE_S)
 
 
-def test_a_service_that_is_stopped_while_it_starts_ends_at_once(cluster: ComposedCluster) -> None:
-    image = cluster.services["index-0"]["image"]
-    container = cluster.docker("run", "--detach", image).strip()
-    try:
-        cluster.docker("stop", "--time", "30", container)
-        assert json.loads(cluster.docker("inspect", container))[0]["State"]["ExitCode"] == 0
-    finally:
-        cluster.docker("rm", "--force", container)
-
-
 def test_what_was_stored_survives_down_and_up(cluster: ComposedCluster) -> None:
     cluster.engine(1, "store", SECOND)
     cluster.compose("down")
