@@ -47,6 +47,7 @@ class Rank:
     async def store(self, blocks: Sequence[int], chunks: int) -> None:
         """Until the blocks are given back and the store has ended."""
         order = StoreOrder(
+            number=1,
             request_id="r",
             hashes=HASHES[:chunks],
             token_count=999,

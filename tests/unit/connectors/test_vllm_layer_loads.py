@@ -63,8 +63,9 @@ def test_each_layer_is_waited_for_once() -> None:
     assert ticket.waited_for == [1, 2, 3]
     assert ended == []
     running.finish()
-    ((order, report, failure),) = ended
+    ((order, duration_s, report, failure),) = ended
     assert (order, report.loaded_chunks, failure) == (ORDER, 1, "")
+    assert duration_s >= 0
 
 
 def test_a_load_that_fails_is_waited_for_no_more_and_said_at_the_end() -> None:
@@ -74,8 +75,8 @@ def test_a_load_that_fails_is_waited_for_no_more_and_said_at_the_end() -> None:
         running.wait_layers(layer)
     assert ticket.waited_for == [1]
     running.finish()
-    assert [(order, report) for order, report, _ in ended] == [(ORDER, None)]
-    assert "gone" in ended[0][2]
+    assert [(order, report) for order, _, report, _ in ended] == [(ORDER, None)]
+    assert "gone" in ended[0][3]
 
 
 def test_a_step_is_over_with_its_end() -> None:

@@ -8,23 +8,26 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.request_chain import Adapters, is_shareable, request_chain
+from kvpool.connectors.vllm.adapters import Adapters
+from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import InvalidRequest
-from tests.unit.connectors.vllm_fakes import HASH_KEY, FakeRequest, a_request, image
+from tests.unit.connectors.vllm_fakes import HASH_KEY, FakeLink, FakeRequest, a_request, image
 
 CHUNK = 16
 
 
-def hashes(request: FakeRequest, adapters: Adapters | None = None) -> tuple[bytes, ...]:
-    return request_chain(request, adapters or Adapters(), HASH_KEY, CHUNK).hashes
+def hashes(request: FakeRequest, epoch: bytes = b"") -> tuple[bytes, ...]:
+    lora = request.lora_request
+    adapter = Adapters(FakeLink(None).start).identity(lora) if lora is not None else None
+    return request_chain(request, adapter, HASH_KEY, CHUNK, epoch=epoch).hashes
 
 
 def adapter(directory: Path, content: bytes) -> Any:
     directory.mkdir(exist_ok=True)
     (directory / "adapter_model.safetensors").write_bytes(content)
-    return SimpleNamespace(lora_name=directory.name, lora_path=str(directory))
+    return SimpleNamespace(lora_int_id=1, lora_name=directory.name, lora_path=str(directory))
 
 
 def test_a_plain_prompt_hashes_as_any_other_engines() -> None:
@@ -33,9 +36,9 @@ def test_a_plain_prompt_hashes_as_any_other_engines() -> None:
 
 def test_a_chain_grows_as_if_it_had_been_hashed_at_once() -> None:
     request = a_request(40, cache_salt="s", mm_features=[image("a", 30, 40)])
-    short = request_chain(request, Adapters(), HASH_KEY, CHUNK)
+    short = request_chain(request, None, HASH_KEY, CHUNK)
     request.all_token_ids += range(40, 90)
-    assert request_chain(request, Adapters(), HASH_KEY, CHUNK, short).hashes == hashes(request)
+    assert request_chain(request, None, HASH_KEY, CHUNK, short).hashes == hashes(request)
 
 
 def test_salts_and_images_and_their_places_make_other_hashes() -> None:
@@ -68,11 +71,62 @@ def test_an_adapter_is_its_files_not_its_name(tmp_path: Path) -> None:
     assert hashes(a_request(64, lora_request=one)) != hashes(a_request(64))
 
 
-def test_an_adapter_whose_files_are_not_here_is_not_shared() -> None:
-    unknown = SimpleNamespace(lora_name="n", lora_path="somebody/adapter")
-    assert not is_shareable(a_request(64, lora_request=unknown), Adapters())
-    assert not is_shareable(a_request(64, prompt_embeds=object()), Adapters())
-    assert is_shareable(a_request(64), Adapters())
+def test_an_adapter_whose_files_are_not_here_has_no_identity(tmp_path: Path) -> None:
+    adapters = Adapters(FakeLink(None).start)
+    unknown = SimpleNamespace(lora_int_id=1, lora_name="n", lora_path="somebody/adapter")
+    assert adapters.identity(unknown) is None
+    with pytest.raises(InvalidRequest, match="adapter"):
+        request_chain(a_request(64, lora_request=unknown), None, HASH_KEY, CHUNK)
+
+
+def test_an_adapters_files_are_read_once_and_in_nobodys_way(tmp_path: Path) -> None:
+    link = FakeLink(None)
+    adapters, one = Adapters(link.start), adapter(tmp_path / "one", b"x")
+    link.held = True
+    assert [adapters.identity(one) for _ in range(3)] == [None] * 3
+    link.go()
+    identity = adapters.identity(one)
+    assert identity is not None
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"y")  # the engine has the first ones still
+    assert adapters.identity(one) == identity
+    again = SimpleNamespace(**{**vars(one), "lora_int_id": 2})  # until it is loaded again
+    assert adapters.identity(again) is None
+    link.go()
+    assert adapters.identity(again) not in (None, identity)
+
+
+def test_an_adapter_that_is_read_anew_each_time_has_no_identity(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one", b"x")
+    one.load_inplace = True
+    assert Adapters(FakeLink(None).start).identity(one) is None
+
+
+def test_an_adapter_that_cannot_be_read_is_said_and_not_shared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> bytes:
+        raise PermissionError("planted")
+
+    monkeypatch.setattr("kvpool.connectors.vllm.adapters.directory_digest", refuse)
+    adapters, one = Adapters(FakeLink(None).start), adapter(tmp_path / "one", b"x")
+    assert [adapters.identity(one) for _ in range(3)] == [None] * 3
+    assert caplog.text.count("planted") == 1
+
+
+def test_only_so_many_adapters_are_remembered(tmp_path: Path) -> None:
+    link = FakeLink(None)
+    adapters = Adapters(link.start, limit=2)
+    many = [adapter(tmp_path / str(number), b"x") for number in range(4)]
+    for one in many:
+        adapters.identity(one)
+    link.held = True
+    assert [adapters.identity(one) is not None for one in reversed(many)] == [True, True, False, False]
+
+
+def test_an_epoch_makes_all_hashes_its_own() -> None:
+    plain, first = hashes(a_request(64)), hashes(a_request(64), epoch=b"1")
+    assert not set(plain) & set(first)
+    assert not set(first) & set(hashes(a_request(64), epoch=b"2"))
 
 
 def test_settings_take_what_json_has() -> None:

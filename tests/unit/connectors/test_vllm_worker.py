@@ -92,7 +92,9 @@ class World:
         self.side.start_loads(StepOrders(step=1, loads=[order]))
 
     def store(self, *, release: bool = False) -> None:
-        order = StoreOrder(request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4)
+        order = StoreOrder(
+            number=1, request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4
+        )
         self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
 
 

@@ -1,5 +1,7 @@
 """Load, load a part, or compute."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool.core.errors import InvalidRequest
@@ -77,7 +79,10 @@ def test_measurements_fade() -> None:
 def test_a_load_once_measured_slow_is_tried_again() -> None:
     cost = warm(compute_ms_per_token=0.1)
     cost.note_load(1_000_000, 2.0, 1.0)
-    decisions = [cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]) for _ in range(40)]
+    decisions = []
+    for second in range(40):
+        decisions.append(cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]))
+        cost.passed_over(float(second))
     assert decisions[0] == 0
     assert decisions[-1] == 10
 
@@ -103,3 +108,48 @@ def test_the_first_load_of_a_process_says_nothing_of_the_next() -> None:
     cost.note_load(1_000_000, 5.0, 1.0)
     assert cost.overhead_ms == 0
     assert cost.worthwhile_chunks([run(estimated_ms=0.5)]) == 1
+
+
+def test_asking_changes_nothing_however_often_it_is_done() -> None:
+    cost = warm(compute_ms_per_token=0.1, load_bytes_per_s=1e9, overhead_ms=500.0)
+    before = replace(cost)
+    for _ in range(10_000):  # a request that gets no blocks asks in every step
+        assert cost.worthwhile_chunks([run(10, 1280, estimated_ms=1e6)]) == 0
+    assert cost == before
+
+
+def test_being_passed_over_for_ever_breaks_no_measurement() -> None:
+    cost = warm(compute_ms_per_token=0.1)
+    cost.note_load(1_000_000, 2.0, 1.0)
+    for second in range(20_000):
+        cost.passed_over(float(second))
+    cost.note_load(1_000_000, 0.01, 5.0)
+    assert 0 < cost.load_bytes_per_s < 1e12
+    assert cost.worthwhile_chunks([run(10, 1280, estimated_ms=10.0)]) == 10
+
+
+def test_many_loads_passed_over_in_a_moment_count_once() -> None:
+    cost = warm(overhead_ms=100.0)
+    for number in range(100):
+        cost.passed_over(5.0 + number / 1000)
+    assert cost.overhead_ms == pytest.approx(90)
+
+
+def test_belief_in_fast_loads_does_not_grow_by_passing_them_over() -> None:
+    cost = warm(load_bytes_per_s=5 * DEFAULT_BYTES_PER_S)
+    for second in range(100):
+        cost.passed_over(float(second))
+    assert cost.load_bytes_per_s == 5 * DEFAULT_BYTES_PER_S
+
+
+def test_waiting_behind_other_loads_is_no_overhead() -> None:
+    cost = warm(compute_ms_per_token=0.01, load_bytes_per_s=1e9)
+    cost.note_load(1_000_000, 0.110, 10.0, queued_bytes=100_000_000)
+    assert cost.overhead_ms == pytest.approx(0, abs=1.0)
+    assert cost.load_bytes_per_s == pytest.approx(1e9, rel=0.05)
+
+
+def test_a_load_without_an_estimate_says_nothing_of_the_overhead() -> None:
+    cost = warm(overhead_ms=40.0)
+    cost.note_load(1_000_000, 0.050, 0.0)
+    assert cost.overhead_ms == 40.0

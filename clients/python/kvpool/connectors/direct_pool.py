@@ -16,6 +16,7 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.connectors.direct_config import DirectPoolConfig
 from kvpool.connectors.direct_reading import read_window
 from kvpool.connectors.direct_session import DirectSession
+from kvpool.connectors.direct_turns import Turns
 from kvpool.connectors.direct_values import (
     ChunkPlace,
     DirectCounts,
@@ -25,7 +26,7 @@ from kvpool.connectors.direct_values import (
     consecutive,
     wanted_pages,
 )
-from kvpool.connectors.direct_writing import write_window
+from kvpool.connectors.direct_writing import write_with_patience
 from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
 from kvpool.core.outcome import Tier
@@ -45,7 +46,7 @@ class DirectPool:
         self._index = IndexClient(config.client)
         self._session = DirectSession(config, peer_name)
         self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
-        self._reads, self._writes = (asyncio.Semaphore(config.calls_in_flight) for _ in range(2))
+        self._reads, self._writes = (Turns(config.calls_in_flight) for _ in range(2))
         self._spaces: dict[SharedSpace, OpenSpace] = {}
         self._opening = asyncio.Lock()
         self._index_failed_s = float("-inf")
@@ -100,7 +101,7 @@ class DirectPool:
         if any(chunk.chunk_hash not in self._sources for chunk in chunks):
             await self.find(space, chunks)  # what only another host has is found nowhere else
         try:
-            async with self._reads, self._session.use(space.keyspace, space.space.spec) as session:
+            async with self._reads.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
                 for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
                     sources = [self._sources.get(page.chunk.chunk_hash, ()) for page in window]
                     read = await read_window(session, space, window, sources, wait_s, self._threads, take)
@@ -122,15 +123,18 @@ class DirectPool:
     async def put(self, space: OpenSpace, chunks: Sequence[ChunkPlace], fill: PayloadCopy) -> list[bool]:
         """Write chunks; True for those that are in the cluster now, or that another writer is just bringing there.
 
-        When it returns nothing is copied any more. After a page was refused the chunks behind it are not tried.
+        It waits for room in staging while other pages become durable. When it returns nothing is copied any more. After
+        a page was refused the chunks behind it are not tried.
         """
         ends_at_s = asyncio.get_running_loop().time() + self._config.store_timeout_s
         good: set[WantedPage] = set()
         pages = wanted_pages(space.space, chunks)
         try:
-            async with self._writes, self._session.use(space.keyspace, space.space.spec) as session:
-                for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
-                    written = await write_window(session, space, window, wait_s, self._threads, fill)
+            async with self._writes.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
+                for window, _ in self._windows(pages, session.max_leases, ends_at_s):
+                    written = await write_with_patience(
+                        session, space, window, ends_at_s, self._config.room_wait_s, self._threads, fill
+                    )
                     good |= written.good
                     self.counts.stored_bytes += written.written_bytes
                     if written.error is not None:
@@ -165,7 +169,8 @@ class DirectPool:
         return self._session.connected
 
     async def close(self) -> None:
-        """End everything. Idempotent."""
+        """End everything: calls in flight are cancelled, and have ended when this returns. Idempotent."""
+        await asyncio.gather(self._reads.close(), self._writes.close())
         await self._session.close()
         await self._index.match_stream.close()
         await self._index.endpoints.close()

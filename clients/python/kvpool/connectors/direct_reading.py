@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from kvpool.client.page_items import AcquireItem, Slot
 from kvpool.client.pagestore import PageStoreSession
@@ -16,6 +17,9 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageFault, payload_view, verify
 
 _log = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
+ResultT = TypeVar("ResultT")
+_RELEASED_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -43,15 +47,26 @@ async def read_window(
         for page, remote in zip(pages, sources, strict=True)
     ]
     copies: list[asyncio.Task[None]] = []
+    done: list[int] = []  # leases that are given back together: a message for each took as long as its copy
+
+    def give_back(lease_id: int) -> None:
+        done.append(lease_id)
+        if len(done) >= _RELEASED_TOGETHER:
+            session.release_soon(done)
+            done.clear()
 
     async def take_one(page: WantedPage, slot: Slot) -> None:
-        taken = await asyncio.get_running_loop().run_in_executor(threads, _take_page, session, space, page, slot, take)
+        try:
+            taken = await in_thread(threads, _take_page, session, space, page, slot, take)
+        except BaseException:  # cancelled, or a copy that must not fail: the slot is read no more either way
+            give_back(slot.lease_id)
+            raise
         if isinstance(taken, PageFault):
             _log.error("kvpool: page %s must not be used: %s", space.page_key(page.chunk, page.shard), taken)
             read.corrupt_count += 1
             await _give_up_corrupt(session, slot.lease_id)
             return
-        session.release_soon([slot.lease_id])
+        give_back(slot.lease_id)
         if taken:
             read.good.add(page)
 
@@ -59,11 +74,17 @@ async def read_window(
         async with session.acquire(items, wait_s=wait_s) as answers:
             async for answer in answers:
                 if answer.slot is not None:
-                    copies.append(asyncio.create_task(take_one(pages[answer.item_index], answer.slot)))
+                    copies.append(
+                        asyncio.create_task(take_one(pages[answer.item_index], answer.slot), name="kvpool copy")
+                    )
     except KvPoolError as error:
         read.error = error
     finally:
-        await all_ended(copies)
+        try:
+            await all_ended(copies)
+        finally:
+            if done:
+                session.release_soon(done)
     return read
 
 
@@ -98,15 +119,29 @@ async def _give_up_corrupt(session: PageStoreSession, lease_id: int) -> None:
         _log.warning("kvpool: a corrupt page could not be reported: %s", error)
 
 
-async def all_ended(copies: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised."""
+async def in_thread(
+    threads: Executor, work: Callable[Arguments, ResultT], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> ResultT:
+    """What `work` returns. A copy cannot be stopped, so a caller that is cancelled is so only after its end."""
+    running = asyncio.wrap_future(threads.submit(work, *args, **kwargs))
+    await _ended([running])
+    return running.result()
+
+
+async def _ended(running: Sequence[asyncio.Future[ResultT]]) -> None:
     cancelled: asyncio.CancelledError | None = None
-    while any(not copy.done() for copy in copies):
+    while any(not one.done() for one in running):
         try:
-            await asyncio.wait(copies)
+            await asyncio.wait(running)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-    for copy in copies:
-        copy.result()
+
+
+async def all_ended(copies: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised."""
+    await _ended(copies)
+    errors = [error for copy in copies if (error := copy.exception()) is not None]
+    if errors:
+        raise errors[0]

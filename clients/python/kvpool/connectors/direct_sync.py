@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class DirectSyncPool:
         """None when the index cannot be asked now. raises: what the configuration must change, see DirectPool.open."""
         try:
             return self._loop.run(lambda: self._pool.open(space))
+        except CancelledError:
+            return None  # closed meanwhile
         except LATER as error:
             self._pool.counts.last_failure = str(error)
             _log.warning("kvpool: computing instead, until the index can be reached: %s", error)
@@ -57,7 +59,7 @@ class DirectSyncPool:
         """See DirectPool."""
         try:
             return self._loop.run(lambda: self._pool.clear(space))
-        except ServiceUnavailable:
+        except (CancelledError, ServiceUnavailable):
             return False
 
     def start(self, work: Callable[[DirectPool], Awaitable[ResultT]]) -> Future[ResultT]:
@@ -80,7 +82,14 @@ class DirectSyncPool:
 
     def _run(self, work: Callable[[], Awaitable[list[bool]]], count: int) -> list[bool]:
         try:
-            return self._loop.run(work)
+            call = self._loop.start(work)
         except KvPoolError as error:  # closed, or forked
             _log.debug("kvpool: not asked: %s", error)
             return [False] * count
+        try:
+            return call.result()
+        except (CancelledError, KvPoolError) as error:  # closed meanwhile
+            _log.debug("kvpool: computing instead: %s", error)
+            return [False] * count
+        finally:
+            wait([call])  # an interrupt of this thread ends no copy, and the caller's memory is being copied

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
-from kvpool.connectors.direct_reading import all_ended
+from kvpool.client.retry import Backoff
+from kvpool.connectors.direct_reading import all_ended, in_thread
 from kvpool.connectors.direct_values import OpenSpace, WantedPage
-from kvpool.core.errors import ArenaFull, KvPoolError
+from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
 from kvpool.core.outcome import Admission
 from kvpool.core.page import page_bytes, payload_view, seal
 
 _log = logging.getLogger(__name__)
 _THERE = (Admission.EXISTS, Admission.PENDING)
+_PAUSE_INITIAL_S, _PAUSE_MAX_S = 0.01, 0.2
+_COMMIT_AT_LEAST_S = 0.5  # pages that are filled are worth a moment more
 
 
 @dataclass(slots=True)
@@ -29,6 +32,37 @@ class WindowWritten:
     error: KvPoolError | None = None
 
 
+async def write_with_patience(
+    session: PageStoreSession,
+    space: OpenSpace,
+    pages: Sequence[WantedPage],
+    ends_at_s: float,
+    room_wait_s: float,
+    threads: Executor,
+    fill: Callable[[int, int, memoryview], None],
+) -> WindowWritten:
+    """As write_window, but pages for which staging has no room are tried again, as long as some become durable.
+
+    ends_at_s: by the loop's clock. room_wait_s: without a page for which there was room.
+    """
+    loop, backoff = asyncio.get_running_loop(), Backoff(_PAUSE_INITIAL_S, _PAUSE_MAX_S)
+    whole, left = WindowWritten(), list(pages)
+    gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
+    while True:
+        written = await write_window(session, space, left, ends_at_s - loop.time(), threads, fill)
+        whole.good |= written.good
+        whole.written_bytes += written.written_bytes
+        left = [page for page in left if page not in written.good]
+        if written.good:
+            gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
+            backoff.reset()
+        pause_s = backoff.next_s()
+        if not isinstance(written.error, ArenaFull) or loop.time() + pause_s >= gives_up_at_s:
+            whole.error = written.error
+            return whole
+        await asyncio.sleep(pause_s)
+
+
 async def write_window(
     session: PageStoreSession,
     space: OpenSpace,
@@ -38,7 +72,7 @@ async def write_window(
     fill: Callable[[int, int, memoryview], None],
 ) -> WindowWritten:
     """Write what is admitted of a window. Returns (also when cancelled) only after the last copy."""
-    written = WindowWritten()
+    written, ends_at_s = WindowWritten(), asyncio.get_running_loop().time() + wait_s
     items = [
         ReserveItem(
             space.page_key(page.chunk, page.shard), page_bytes(space.payload_bytes(page.shard)), page.chunk.metadata
@@ -54,7 +88,7 @@ async def write_window(
             written.good.add(page)
         elif written.error is None:
             written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
-    await _fill(session, space, reserved, wait_s, threads, fill, written)
+    await _fill(session, space, reserved, ends_at_s, threads, fill, written)
     return written
 
 
@@ -62,7 +96,7 @@ async def _fill(
     session: PageStoreSession,
     space: OpenSpace,
     reserved: Sequence[tuple[WantedPage, Slot]],
-    wait_s: float,
+    ends_at_s: float,
     threads: Executor,
     fill: Callable[[int, int, memoryview], None],
     written: WindowWritten,
@@ -70,10 +104,10 @@ async def _fill(
     ready: list[tuple[WantedPage, Slot]] = []
 
     async def fill_one(page: WantedPage, slot: Slot) -> None:
-        if await asyncio.get_running_loop().run_in_executor(threads, _fill_page, session, space, page, slot, fill):
+        if await in_thread(threads, _fill_page, session, space, page, slot, fill):
             ready.append((page, slot))
 
-    copies = [asyncio.create_task(fill_one(page, slot)) for page, slot in reserved]
+    copies = [asyncio.create_task(fill_one(page, slot), name="kvpool copy") for page, slot in reserved]
     try:
         await all_ended(copies)
     except BaseException:
@@ -83,7 +117,8 @@ async def _fill(
     unfilled = [slot.lease_id for _, slot in reserved if slot.lease_id not in filled]
     if unfilled:
         session.abort_soon(unfilled)
-    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=wait_s)
+    left_s = max(_COMMIT_AT_LEAST_S, ends_at_s - asyncio.get_running_loop().time())
+    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s)
     for (page, _), error in zip(ready, errors, strict=True):
         if error is None:
             written.good.add(page)
@@ -103,6 +138,8 @@ def _fill_page(
     size_bytes = space.payload_bytes(page.shard)
     key = space.page_key(page.chunk, page.shard)
     try:
+        if slot.page_bytes != page_bytes(size_bytes):
+            raise InvalidRequest(f"a slot of {slot.page_bytes} bytes was given for one of {page_bytes(size_bytes)}")
         with session.slot_view(slot) as view:
             with payload_view(view, size_bytes) as payload:
                 fill(page.position, page.shard, payload)

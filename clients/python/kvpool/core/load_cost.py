@@ -11,7 +11,9 @@ DEFAULT_BYTES_PER_S = 1e9
 """Of loads, until one was measured: little for any medium that is worth a cache."""
 _SAMPLE_WEIGHT = 0.3  # of the newest measurement
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
-_FORGET = 0.9  # a load that was measured slow is not slow for ever: each time it is passed over, it is believed less
+# Loads that were measured slow are not slow for ever: as long as they are passed over, it is believed less and less.
+_FORGET = 0.9
+_FORGET_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +39,40 @@ class LoadCost:
     load_bytes_per_s: float = 0.0
     overhead_ms: float = 0.0
     warmed_up: bool = False
+    forgot_at_s: float | None = None
 
     def note_prefill(self, token_count: int, duration_s: float) -> None:
         """An engine step that computed so many tokens of prompts, and little else."""
         if token_count > 0 and duration_s > 0:
             self.compute_ms_per_token = _mixed(self.compute_ms_per_token, duration_s * 1e3 / token_count)
 
-    def note_load(self, size_bytes: int, duration_s: float, estimated_ms: float) -> None:
+    def note_load(self, size_bytes: int, duration_s: float, estimated_ms: float, queued_bytes: int = 0) -> None:
         """A load that came in whole. duration_s: from its decision until the engine knew of its end.
 
-        The first one of a process connects and maps: it says nothing of later ones.
+        estimated_ms: without the loads before it, which had queued_bytes; 0 if there was no estimate. The first load of
+        a process connects and maps: it says nothing of later ones.
         """
         if size_bytes <= 0 or duration_s <= 0:
             return
         if not self.warmed_up:
             self.warmed_up = True
             return
-        self.load_bytes_per_s = _mixed(self.load_bytes_per_s, size_bytes / duration_s)
-        self.overhead_ms = _mixed(self.overhead_ms, max(0.0, duration_s * 1e3 - estimated_ms) if estimated_ms else 0.0)
+        if estimated_ms:
+            expected_ms = estimated_ms + self._queue_ms(queued_bytes)
+            self.overhead_ms = _mixed(self.overhead_ms, max(0.0, duration_s * 1e3 - expected_ms))
+        self.load_bytes_per_s = _mixed(self.load_bytes_per_s, (queued_bytes + size_bytes) / duration_s)
+
+    def passed_over(self, now_s: float) -> None:
+        """Loads were to be had and computing was taken to be quicker. now_s: of any clock."""
+        if self.forgot_at_s is not None and now_s - self.forgot_at_s < _FORGET_EVERY_S:
+            return
+        self.forgot_at_s = now_s
+        self.overhead_ms *= _FORGET
+        if self.load_bytes_per_s < DEFAULT_BYTES_PER_S:
+            self.load_bytes_per_s /= _FORGET
+
+    def _queue_ms(self, queued_bytes: int) -> float:
+        return queued_bytes / (self.load_bytes_per_s or DEFAULT_BYTES_PER_S) * 1e3
 
     def compute_ms(self, token_count: int) -> float:
         """0 if not known."""
@@ -73,17 +91,13 @@ class LoadCost:
             raise InvalidRequest(f"queued_bytes must be >= 0, got {queued_bytes}")
         if not self.compute_ms_per_token:
             return sum(run.chunk_count for run in runs)
-        queue_ms = queued_bytes / (self.load_bytes_per_s or DEFAULT_BYTES_PER_S) * 1e3
-        gain_ms, best_gain_ms = -(self.overhead_ms + queue_ms), 0.0
+        gain_ms, best_gain_ms = -(self.overhead_ms + self._queue_ms(queued_bytes)), 0.0
         chunks = best_chunks = 0
         for run in runs:
             chunks += run.chunk_count
             gain_ms += _MARGIN * self.compute_ms(run.token_count) - self.load_ms(run)
             if gain_ms > best_gain_ms:
                 best_chunks, best_gain_ms = chunks, gain_ms
-        if runs and not best_chunks:
-            self.overhead_ms *= _FORGET
-            self.load_bytes_per_s /= _FORGET
         return best_chunks
 
     def deadline_s(self, token_count: int, lowest_s: float, otherwise_s: float) -> float:

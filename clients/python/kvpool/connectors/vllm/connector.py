@@ -12,13 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvpool.connectors.vllm import wiring
 from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
 from kvpool.connectors.vllm.orders import StepOrders
-from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.seldom import Seldom
+from kvpool.core.errors import KvPoolError
 
 if TYPE_CHECKING:
     from kvpool.connectors.vllm.scheduler import SchedulerSide
     from kvpool.connectors.vllm.worker import WorkerSide
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
+_seldom = Seldom()
 AnyCall = TypeVar("AnyCall", bound=Callable[..., Any])
 
 
@@ -30,8 +32,15 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return method(*args, **kwargs)
+            except KvPoolError as error:  # says what to do; where it was raised helps nobody
+                if _seldom.due(method.__name__):
+                    more = _seldom.more(method.__name__)
+                    _log.error("kvpool: %s: the engine goes on without it: %s%s", method.__name__, error, more)
+                return otherwise() if callable(otherwise) else otherwise
             except Exception:
-                _log.exception("kvpool: %s failed; the engine goes on without it", method.__name__)
+                if _seldom.due(method.__name__):
+                    more = _seldom.more(method.__name__)
+                    _log.exception("kvpool: %s failed; the engine goes on without it%s", method.__name__, more)
                 return otherwise() if callable(otherwise) else otherwise
 
         return call  # type: ignore[return-value]
@@ -43,12 +52,10 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        """raises: InvalidRequest for an extra config that must be changed; nothing else stops the engine."""
+        """raises: InvalidRequest for an extra config, or a vLLM, that must be another one; nothing else stops it."""
+        wiring.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = self._kv_transfer_config
-        self._settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
-            loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
-        )
+        self._settings = wiring.settings_of(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
@@ -70,9 +77,14 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     # Worker.
 
-    @_guarded()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See the base class."""
+        self._register(kv_caches)
+        if self._worker is None:  # the scheduler's side may be there all the same: what it orders has to end
+            self._worker = wiring.idle_worker(self._settings, self._vllm_config)
+
+    @_guarded()
+    def _register(self, kv_caches: dict[str, Any]) -> None:
         self._layer_numbers = wiring.layer_numbers(kv_caches)
         self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
         self._close.append(close)
@@ -106,41 +118,25 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         if self._worker is not None and orders is not None:
             self._worker.start_stores(orders)
 
+    @_guarded(otherwise=(None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         if self._worker is None:
-            return self._finished_without()
-        return self._finished()
-
-    @_guarded(otherwise=lambda: (None, None))
-    def _finished(self) -> tuple[set[str] | None, set[str] | None]:
-        assert self._worker is not None
+            return None, None
         return self._worker.take_released() or None, self._worker.take_received() or None
 
-    def _finished_without(self) -> tuple[set[str] | None, set[str] | None]:
-        """This worker never came to be, but the scheduler's side may: what it orders ends at once, undone."""
-        orders = self._orders()
-        if orders is None:
-            return None, None
-        return set(orders.release) or None, {order.request_id for order in orders.loads} or None
-
+    @_guarded(otherwise=set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
-        if self._worker is not None:
-            return self._worker.take_failed_blocks()
-        orders = self._orders()
-        block_tokens = self._vllm_config.cache_config.block_size
-        chunk_tokens = self._settings.chunk_tokens
-        loads = orders.loads if orders is not None else []
-        return {block for one in loads for block in one.failed_blocks(one.first_chunk, chunk_tokens, block_tokens)}
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     @_guarded()
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """See the base class."""
         orders = self._orders()
-        if orders is None:
+        if orders is None or self._worker is None:
             return None
-        return WorkerReport(orders.step, self._worker.take_ends() if self._worker is not None else ())
+        return WorkerReport(orders.step, self._worker.take_ends(), self._worker.ready)
 
     def _orders(self) -> StepOrders | None:
         metadata = self._connector_metadata
@@ -198,7 +194,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
             return
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._scheduler.heard(report.step, report.ends)
+            self._scheduler.heard(report.step, report.ends, report.ready)
         self._scheduler.received(connector_output.finished_recving or ())
 
     @_guarded(otherwise=())
@@ -206,11 +202,14 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         """See the base class."""
         if self._scheduler is None:
             return ()
-        events_config = self._vllm_config.kv_events_config
-        changes = self._scheduler.take_changes()  # taken in any case, so that they do not pile up
-        if events_config is None or not events_config.enable_kv_cache_events:
-            return ()
-        return [pool_event(change, self._settings.chunk_tokens) for change in changes]
+        return [pool_event(change, self._settings.chunk_tokens) for change in self._scheduler.take_changes()]
+
+    @_guarded(otherwise=False)
+    def reset_cache(self) -> bool:
+        """See the base class. The pool keeps what it has: other engines use it."""
+        if self._scheduler is not None:
+            self._scheduler.forget()
+        return True
 
     @_guarded()
     def get_kv_connector_stats(self) -> PoolStats | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from functools import partial
 from kvpool.client.pool_values import LoadReport, LoadTicket
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.orders import LoadOrder
-from kvpool.core.errors import KvPoolError
 
 # The agent keeps to a load's deadline itself; so much longer is its answer waited for.
 _GRACE_S = 1.0
@@ -20,14 +20,23 @@ _GRACE_S = 1.0
 @dataclass(slots=True)
 class _Running:
     order: LoadOrder
+    begun_at_s: float
     ticket: Future[LoadTicket]
+    ended_at_s: Future[float]
+    given_up: bool = False  # no layer is waited for any more
 
 
 class LayerLoads:
     """Of one engine step. On the engine's thread."""
 
-    def __init__(self, link: PoolLink, on_ended: Callable[[LoadOrder, LoadReport | None, str], None]) -> None:
-        self._link, self._on_ended = link, on_ended
+    def __init__(
+        self,
+        link: PoolLink,
+        on_ended: Callable[[LoadOrder, float, LoadReport | None, str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """on_ended: takes a load's seconds, and its report or why there is none."""
+        self._link, self._on_ended, self._now_s = link, on_ended, now_s
         self._running: list[_Running] = []
 
     def begin(self, order: LoadOrder, load: Callable[[], LoadTicket]) -> None:
@@ -36,22 +45,30 @@ class LayerLoads:
         async def begin() -> LoadTicket:
             return load()
 
-        self._running.append(_Running(order, self._link.start(begin)))
+        ticket = self._link.start(begin)
+        self._running.append(_Running(order, self._now_s(), ticket, self._link.start(partial(self._end_s, ticket))))
 
     def wait_layers(self, layers: int) -> None:
         """Return when so many leading layers of everything are in, or will not come: then `finish` says so."""
         for running in self._running:
-            self._wait(running, layers)
+            if not running.given_up:
+                self._wait(running, layers)
 
     def finish(self) -> None:
-        """The step is over: nothing touches the blocks after this. Those that did not come are told of."""
+        """The step is over: nothing touches the blocks after this. Those that did not come are told of.
+
+        Waits for an agent that does not stop to write, as long as it lives: there is no way to tell the engine that a
+        step has not ended well and its blocks cannot be had yet.
+        """
         loads, self._running = self._running, []
         for running in loads:
             try:
                 report = self._link.start(partial(_report, running.ticket)).result()
-                self._on_ended(running.order, report, str(report.error) if report.error is not None else "")
-            except (KvPoolError, concurrent.futures.CancelledError) as error:
-                self._on_ended(running.order, None, str(error))
+            except Exception as error:
+                self._on_ended(running.order, self._duration_s(running), None, str(error) or repr(error))
+            else:
+                failure = str(report.error) if report.error is not None else ""
+                self._on_ended(running.order, self._duration_s(running), report, failure)
 
     def _wait(self, running: _Running, layers: int) -> None:
         limit_s = running.order.timeout_s + _GRACE_S
@@ -59,8 +76,17 @@ class LayerLoads:
             ticket = running.ticket.result(limit_s)
             if ticket.layers_loaded < layers and not ticket.done:
                 self._link.start(lambda: ticket.wait_layers(layers)).result(limit_s)
-        except (KvPoolError, TimeoutError, concurrent.futures.CancelledError):
-            return  # `finish` will say so
+        except Exception:
+            running.given_up = True  # `finish` says why
+
+    async def _end_s(self, ticket: Future[LoadTicket]) -> float:
+        await (await asyncio.wrap_future(ticket)).report()
+        return self._now_s()
+
+    def _duration_s(self, running: _Running) -> float:
+        ended = running.ended_at_s
+        known = ended.done() and not ended.cancelled() and ended.exception() is None
+        return (ended.result() if known else self._now_s()) - running.begun_at_s
 
 
 async def _report(ticket: Future[LoadTicket]) -> LoadReport:

@@ -17,7 +17,7 @@ from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 ResultT = TypeVar("ResultT")
 # The cluster is not there now, but it may come: everything else needs another configuration.
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable)
@@ -82,7 +82,7 @@ class PoolLink:
         while self._pool is None:
             try:
                 self._pool = await KvPool.open(plan, self._config, offer=self._offer)
-                _log.info("kvpool: %s uses agent %s", plan.engine_name, plan.endpoint)
+                _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
             except _LATER as error:
                 if not told:
                     _log.warning("kvpool: everything is computed until the agent can be reached: %s", error)

@@ -21,14 +21,15 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, each step; those of all workers are united."""
+    """From a worker to the scheduler, each step; those of all workers are united. ready: they reach their agents."""
 
     step: int
     ends: tuple[LoadEnd | StoreEnd, ...] = ()
+    ready: bool = True
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """See the base class."""
-        return WorkerReport(max(self.step, other.step), (*self.ends, *other.ends))
+        return WorkerReport(max(self.step, other.step), (*self.ends, *other.ends), self.ready and other.ready)
 
 
 @dataclass

@@ -33,8 +33,12 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOrder:
-    """Store chunks [first_chunk, end_chunk) of a chain from the blocks of a request; as LoadOrder otherwise."""
+    """Store chunks [first_chunk, end_chunk) of a chain from the blocks of a request; as LoadOrder otherwise.
 
+    number: of no other store; a request that was preempted may store the same chunks twice.
+    """
+
+    number: int
     request_id: str
     hashes: tuple[bytes, ...]
     token_count: int
@@ -71,7 +75,8 @@ class ChunksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
-    """How a load ended on one rank."""
+    """How a load ended on one rank. late: it was given up at its deadline. gone: the pool does not
+    have its first failed chunk, or a damaged one; after other failures it may have it still."""
 
     request_id: str
     chunk_count: int  # that came in
@@ -81,16 +86,16 @@ class LoadEnd:
     staging_tokens: int = 0
     disk_tokens: int = 0
     remote_tokens: int = 0
+    late: bool = False
+    gone: bool = False
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreEnd:
-    """How a store ended on one rank."""
+    """How the store of that number ended on one rank."""
 
-    request_id: str
-    first_chunk: int
-    end_chunk: int
+    number: int
     stored_chunks: int
     deduplicated_chunks: int
     failed_chunks: int

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvpool.client.hashing import Chain
-from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, Extra, multimodal_extra
-
-_ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "*.json")
+from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
+from kvpool.core.errors import InvalidRequest
 
 
 class Request(Protocol):
@@ -47,63 +43,44 @@ class Request(Protocol):
     def skip_reading_prefix_cache(self) -> bool: ...
 
 
-class Adapters:
-    """What LoRA adapters are, by their files: a name or a path may mean another adapter on another machine."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], bytes | None] = {}
-
-    def identity(self, lora_request: Any) -> bytes | None:
-        """32 bytes over the files of a local adapter; None for one whose files are not here."""
-        key = (str(lora_request.lora_name), str(lora_request.lora_path))
-        if key not in self._known:
-            self._known[key] = directory_digest(Path(key[1]), _ADAPTER_FILES)
-        return self._known[key]
-
-
-def directory_digest(directory: Path, patterns: Sequence[str]) -> bytes | None:
-    """32 bytes over name and content of the matching files; None if there are none."""
-    files = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
-    if not files:
-        return None
-    hasher = hashlib.blake2b(digest_size=32)
-    for path in files:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, hashlib.blake2b).digest()
-        hasher.update(json.dumps(path.name).encode() + content)
-    return hasher.digest()
-
-
-def is_shareable(request: Request, adapters: Adapters) -> bool:
-    """Whether equal keys mean equal KV for this request."""
-    if request.prompt_embeds is not None or request.resumable:  # a session's tokens change under its hashes
-        return False
-    return request.lora_request is None or adapters.identity(request.lora_request) is not None
-
-
 def request_chain(
-    request: Request, adapters: Adapters, hash_key: bytes, chunk_tokens: int, known: Chain | None = None
+    request: Request,
+    adapter: bytes | None,
+    hash_key: bytes,
+    chunk_tokens: int,
+    known: Chain | None = None,
+    epoch: bytes = b"",
 ) -> Chain:
-    """The chain of all tokens that the request has now. known: of fewer of its tokens."""
-    tokens = np.asarray(request.all_token_ids, dtype=np.int64)
+    """The chain of all tokens that the request has now.
+
+    adapter: what identifies its LoRA adapter, if it has one. known: of fewer of its tokens. epoch: makes all hashes
+    unlike those of other epochs; empty for the one that engines share. raises: InvalidRequest without the adapter.
+    """
+    if request.lora_request is not None and adapter is None:
+        raise InvalidRequest(f"the adapter of request {request.request_id} is not known")
     first = known.chunk_count if known is not None else 0
-    count = len(tokens) // chunk_tokens - first
-    plain = request.lora_request is None and not request.mm_features and (first or not request.cache_salt)
-    extras = None if plain else [_extras(request, adapters, first + at, chunk_tokens) for at in range(count)]
-    if known is not None:
-        return known.extended(hash_key, tokens, extras)
-    return Chain.of(hash_key, tokens, chunk_tokens, extras)
+    tokens = request.all_token_ids[first * chunk_tokens :]  # a list: numpy reads vLLM's own sequence one by one
+    count = len(tokens) // chunk_tokens
+    begins_plain = first or not (request.cache_salt or adapter or epoch)
+    extras = None
+    if request.mm_features or not begins_plain:
+        extras = [_extras(request, adapter, epoch, first + at, chunk_tokens) for at in range(count)]
+    parent = known.parent_hash(first) if known is not None else ROOT_HASH
+    added = chunk_hashes(hash_key, np.asarray(tokens, dtype=np.int64), chunk_tokens, parent=parent, extras=extras)
+    before = known.hashes if known is not None else ()
+    return Chain(chunk_tokens, first * chunk_tokens + len(tokens), (*before, *added))
 
 
-def _extras(request: Request, adapters: Adapters, chunk: int, chunk_tokens: int) -> list[Extra]:
+def _extras(request: Request, adapter: bytes | None, epoch: bytes, chunk: int, chunk_tokens: int) -> list[Extra]:
     start, end = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
     extras: list[Extra] = []
     if chunk == 0:  # chunk 0 is in the hash of every later one
         if request.cache_salt:
             extras.append(Extra(EXTRA_SALT, request.cache_salt.encode()))
-        identity = adapters.identity(request.lora_request) if request.lora_request is not None else None
-        if identity is not None:
-            extras.append(Extra(EXTRA_LORA, identity))
+        if epoch:
+            extras.append(Extra(EXTRA_SALT, epoch))
+        if adapter is not None:
+            extras.append(Extra(EXTRA_LORA, adapter))
     for feature in request.mm_features:
         offset, length = feature.mm_position.offset, feature.mm_position.length
         if offset < end and start < offset + length:

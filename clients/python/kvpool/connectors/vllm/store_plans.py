@@ -14,6 +14,7 @@ from kvpool.connectors.vllm.request_chain import Request
 
 @dataclass(slots=True)
 class _Open:
+    request_id: str
     chunks: ChunksChanged
     workers: int
     failed: bool = False
@@ -22,10 +23,14 @@ class _Open:
 class StorePlans:
     """Of all requests, finished ones too."""
 
-    def __init__(self, known: KnownChunks, *, worker_count: int, chunk_tokens: int, block_tokens: int) -> None:
-        self._known, self._worker_count = known, worker_count
+    def __init__(
+        self, known: KnownChunks, *, worker_count: int, chunk_tokens: int, block_tokens: int, names_tokens: bool
+    ) -> None:
+        """names_tokens: somebody wants to know the tokens of what was stored."""
+        self._known, self._worker_count, self._names_tokens = known, worker_count, names_tokens
         self._chunk_tokens, self._block_tokens = chunk_tokens, block_tokens
-        self._open: dict[tuple[str, int, int], _Open] = {}
+        self._last_number = 0
+        self._open: dict[int, _Open] = {}
         self._requests: Counter[str] = Counter()
 
     def order(
@@ -36,7 +41,9 @@ class StorePlans:
         first = self._known.leading(chain.hashes[:end_chunk], first_chunk)
         if first >= end_chunk:
             return None
+        self._last_number += 1
         order = StoreOrder(
+            number=self._last_number,
             request_id=request_id,
             hashes=chain.hashes[:end_chunk],
             token_count=chain.token_count,
@@ -44,32 +51,30 @@ class StorePlans:
             first_chunk=first,
             end_chunk=end_chunk,
         )
-        key = (request_id, first, end_chunk)
-        if key not in self._open:
-            self._requests[request_id] += 1
+        tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         changed = ChunksChanged(
             hashes=order.hashes[first:],
             parent_hash=chain.parent_hash(first) if first else b"",
-            token_ids=tuple(request.all_token_ids[first * self._chunk_tokens : end_chunk * self._chunk_tokens]),
+            token_ids=tuple(request.all_token_ids[tokens.start : tokens.stop]) if self._names_tokens else (),
             lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
         )
-        self._open[key] = _Open(changed, self._worker_count)
+        self._open[order.number] = _Open(request_id, changed, self._worker_count)
+        self._requests[request_id] += 1
         return order
 
     def ended(self, end: StoreEnd) -> ChunksChanged | None:
         """One worker's part has ended. The chunks, if it was the last part and all of them are in the pool now."""
-        key = (end.request_id, end.first_chunk, end.end_chunk)
-        store = self._open.get(key)
+        store = self._open.get(end.number)
         if store is None:
             return None
         store.workers -= 1
         store.failed |= end.failed_chunks > 0
         if store.workers:
             return None
-        del self._open[key]
-        self._requests[end.request_id] -= 1
-        if not self._requests[end.request_id]:
-            del self._requests[end.request_id]
+        del self._open[end.number]
+        self._requests[store.request_id] -= 1
+        if not self._requests[store.request_id]:
+            del self._requests[store.request_id]
         if store.failed:
             return None
         self._known.add(store.chunks.hashes)

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
+from kvpool.connectors.vllm.compatibility import missing, not_served
 from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
-from kvpool.connectors.vllm.link import PoolLink
+from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
+
+
+def check_version() -> None:
+    """raises: InvalidRequest if the installed vLLM cannot be served: better now than by a request that waits."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    lacking = missing(VllmConfig, SchedulerOutput, Request, KVConnectorBase_V1)
+    if lacking:
+        raise InvalidRequest(not_served(f"there is no {', '.join(lacking)}"))
+
+
+def settings_of(vllm_config: Any) -> VllmSettings:
+    """raises: InvalidRequest for an extra config that must be changed."""
+    transfer = vllm_config.kv_transfer_config
+    settings = VllmSettings.of(transfer.kv_connector_extra_config).limited(
+        loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+    )
+    if settings.layerwise and vllm_config.max_concurrent_batches > 1:
+        # When a load fails, the next step has been built on it already, and vLLM takes its tokens for good.
+        _log.warning(
+            "kvpool: layerwise loads need --no-async-scheduling and no pipeline; requests wait for their loads"
+        )
+        return replace(settings, layerwise=False)
+    return settings
 
 
 def scheduler_side(
@@ -45,6 +75,7 @@ def scheduler_side(
     link = PoolLink(plan, config)
     link.wait_tried(settings.start_wait_s)
     parallel = vllm_config.parallel_config
+    events = vllm_config.kv_events_config
     layer_count = vllm_config.model_config.get_total_num_hidden_layers()
     heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
     side = SchedulerSide(
@@ -54,6 +85,7 @@ def scheduler_side(
         chunk_bytes=settings.chunk_tokens * facts.row_bytes * heads * layer_count,
         worker_count=parallel.world_size,
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+        tells_changes=events is not None and bool(events.enable_kv_cache_events),
     )
     return side, link.close
 
@@ -103,6 +135,28 @@ def worker_side(
     return side, close
 
 
+class _NoLink:
+    """Of a worker that cannot share."""
+
+    pool = None
+
+    def start(self, work: object) -> NoReturn:
+        """raises: ServiceUnavailable."""
+        raise unreachable()
+
+
+def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
+    """Of a worker that cannot share: whatever it is ordered fails at once."""
+    return WorkerSide(
+        settings,
+        cast(PoolLink, _NoLink()),
+        block_tokens=vllm_config.cache_config.block_size,
+        chunk_bytes=0,
+        load_only=False,
+        record=lambda: None,
+    )
+
+
 def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
     """Of each layer's name, counted from this rank's first layer."""
     from vllm.model_executor.models.utils import extract_layer_index
@@ -113,8 +167,6 @@ def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _named(settings: VllmSettings) -> VllmSettings:
-    from dataclasses import replace
-
     return settings if settings.model_revision else replace(settings, model_revision="not known yet")
 
 

@@ -5,57 +5,28 @@ Orders come and ends are fetched on the engine's thread; what runs in between ru
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadReport, LoadTicket, StoreReport
+from kvpool.client.pool_values import LoadReport, LoadTicket
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.core.errors import KvPoolError, Overloaded
+from kvpool.connectors.vllm.worker_stores import WorkerStores
+from kvpool.connectors.vllm.worker_tables import block_table, chain_of
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing
 from kvpool.core.ipc import EngineEvent
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Load:
-    order: LoadOrder
-    started_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Store:
-    order: StoreOrder
-    started_s: float
-    size_bytes: int
-    kept: bool = True  # whether the blocks have held their bytes until now
-    released: bool = False
-    ended_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Request:
-    """What still touches blocks of a request. held: the engine keeps its blocks until it is told that nothing does."""
-
-    stores: list[_Store] = field(default_factory=list)
-    held_since_s: float | None = None
 
 
 class WorkerSide:
-    """All methods on the engine's thread; none blocks, none raises for trouble of the cache."""
+    """All methods on the engine's thread; none blocks, none raises for trouble of the cache. Each load ends in
+    `take_received` and each held request in `take_released`, whatever happens: the engine waits for that."""
 
     def __init__(
         self,
@@ -71,47 +42,60 @@ class WorkerSide:
     ) -> None:
         """chunk_bytes: of this rank. split: blocks of the tensors in one of vLLM's. record: see CacheMemory."""
         self._settings, self._link = settings, link
-        self._block_tokens, self._chunk_bytes, self._load_only = block_tokens, chunk_bytes, load_only
+        self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self._split, self._record, self._now_s = split, record, now_s
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
-        self._requests: dict[str, _Request] = {}
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
         self._ends: list[LoadEnd | StoreEnd] = []
-        self._store_bytes = 0  # in flight
-        self._layer_loads = LayerLoads(link, self._layer_load_ended)
+        self._layer_loads = LayerLoads(link, self._layer_load_ended, now_s)
+        self._stores = WorkerStores(
+            settings,
+            link,
+            chunk_bytes=chunk_bytes,
+            load_only=load_only,
+            split=split,
+            record=record,
+            later=self._done.append,
+            on_ended=self._ends.append,
+            now_s=now_s,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether loads and stores can be ordered."""
+        return self._link.pool is not None
 
     def before_step(self, orders: StepOrders) -> None:
         """Blocks of preempted requests may be written from now on."""
-        for request_id in orders.preempted:
-            for store in self._requests.get(request_id, _Request()).stores:
-                store.kept = False
+        self._stores.preempted(orders.preempted)
 
     def start_loads(self, orders: StepOrders) -> None:
         """Begin them; each ends in `take_received`, whatever happens to it."""
+        self._spoiled_blocks = set()
         for order in orders.loads:
-            load = _Load(order=order, started_s=self._now_s())
-            pool = self._link.pool
+            started_s = self._now_s()
             try:
+                if not order.hashes:
+                    raise InvalidRequest("nothing is known of this load")
+                pool = self._link.pool
                 if pool is None:
                     raise unreachable()
                 if self._settings.layerwise:
                     self._layer_loads.begin(order, partial(self._begin_layers, pool, order, self._record()))
                     continue
                 future = self._link.start(partial(self._load, pool, order, self._record()))
-                future.add_done_callback(partial(self._loaded_soon, load))
-            except KvPoolError as error:
-                self._end_load(load, None, str(error))
+                future.add_done_callback(partial(self._loaded_soon, order, started_s))
+            except Exception as error:
+                self._end_load(order, self._now_s() - started_s, None, str(error) or repr(error))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
+        self._layer_loads.finish()  # whoever computed from blocks that did not come must not store that
         for order in orders.stores:
-            if self._load_only:  # another rank has the same heads and stores them
-                self._ends.append(_nothing_to_store(order))
-            else:
-                self._start_store(order)
-        for request_id in orders.release:
-            self._requests.setdefault(request_id, _Request()).held_since_s = self._now_s()
+            self._stores.start(order, self._spoiled_blocks)
+        self._stores.hold(orders.release)
 
     def take_received(self) -> set[str]:
         """Requests whose loads have ended: nothing touches their blocks any more."""
@@ -132,24 +116,13 @@ class WorkerSide:
     def take_released(self) -> set[str]:
         """Requests of `StepOrders.release` whose blocks the engine may have back."""
         self._run_done()
-        released: set[str] = set()
-        for request_id, request in list(self._requests.items()):
-            if request.held_since_s is not None:
-                if self._now_s() - request.held_since_s > self._settings.store_hold_max_s:
-                    for store in request.stores:
-                        store.kept = False  # the agent only reads them, and throws away what it has read
-                    request.stores.clear()
-                if all(store.released for store in request.stores):
-                    released.add(request_id)
-                    del self._requests[request_id]
-            elif not request.stores:
-                del self._requests[request_id]
-        return released
+        return self._stores.take_released()
 
     def take_ends(self) -> tuple[LoadEnd | StoreEnd, ...]:
         """How loads and stores ended since the last call."""
         self._run_done()
-        ends, self._ends = tuple(self._ends), []
+        ends = tuple(self._ends)
+        self._ends.clear()
         return ends
 
     def _run_done(self) -> None:
@@ -157,10 +130,11 @@ class WorkerSide:
             self._done.popleft()()
 
     def _begin_layers(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadTicket:
-        return pool.begin_load(self._chain(order), _block_table(order, self._split), **self._span(order), after=after)
+        chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+        return pool.begin_load(chain, blocks, **self._span(order), after=after)
 
-    def _layer_load_ended(self, order: LoadOrder, report: LoadReport | None, failure: str) -> None:
-        self._end_load(_Load(order=order, started_s=self._now_s()), report, failure)
+    def _layer_load_ended(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> None:
+        self._spoiled_blocks |= self._end_load(order, duration_s, report, failure)
 
     def _span(self, order: LoadOrder) -> dict[str, Any]:
         return {
@@ -171,28 +145,30 @@ class WorkerSide:
         }
 
     async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadReport:
-        report = await pool.load(self._chain(order), _block_table(order, self._split), **self._span(order), after=after)
+        chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+        report = await pool.load(chain, blocks, **self._span(order), after=after)
         # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
         await report.hold.wait()
         return report
 
-    def _loaded_soon(self, load: _Load, future: Future[LoadReport]) -> None:
-        def end() -> None:
-            try:
-                report = future.result()
-            except BaseException as error:
-                _log.warning("kvpool: a load ended unexpectedly: %r", error)
-                self._end_load(load, None, repr(error))
-            else:
-                self._end_load(load, report, str(report.error) if report.error is not None else "")
+    def _loaded_soon(self, order: LoadOrder, started_s: float, future: Future[LoadReport]) -> None:
+        self._done.append(partial(self._loaded, order, self._now_s() - started_s, future))
 
-        self._done.append(end)
+    def _loaded(self, order: LoadOrder, duration_s: float, future: Future[LoadReport]) -> None:
+        try:
+            report = future.result()
+        except BaseException as error:
+            self._end_load(order, duration_s, None, f"it ended unexpectedly: {error!r}")
+        else:
+            self._end_load(order, duration_s, report, str(report.error) if report.error is not None else "")
 
-    def _end_load(self, load: _Load, report: LoadReport | None, failure: str) -> None:
-        order = load.order
+    def _end_load(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> set[int]:
+        """The blocks that did not come."""
         end_chunk = report.end_chunk if report is not None else order.first_chunk
-        if end_chunk < order.end_chunk:
-            self._failed_blocks |= order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
+        failed_blocks: set[int] = set()
+        if report is None or end_chunk < order.end_chunk:
+            failed_blocks = order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
+        self._failed_blocks |= failed_blocks
         if not self._settings.layerwise:
             self._received.add(order.request_id)
         tokens = report.tokens if report is not None else None
@@ -201,97 +177,14 @@ class WorkerSide:
                 request_id=order.request_id,
                 chunk_count=end_chunk - order.first_chunk,
                 failed_chunks=order.end_chunk - end_chunk,
-                duration_s=self._now_s() - load.started_s,
+                duration_s=duration_s,
                 size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
                 staging_tokens=tokens.staging if tokens is not None else 0,
                 disk_tokens=tokens.disk if tokens is not None else 0,
                 remote_tokens=tokens.remote if tokens is not None else 0,
+                late=report is not None and isinstance(report.error, DeadlineExceeded),
+                gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
                 failure=failure,
             )
         )
-
-    def _start_store(self, order: StoreOrder) -> None:
-        size_bytes = (order.end_chunk - order.first_chunk) * self._chunk_bytes
-        store = _Store(order=order, started_s=self._now_s(), size_bytes=size_bytes)
-        pool = self._link.pool
-        try:
-            if pool is None:
-                raise unreachable()
-            if self._store_bytes + size_bytes > self._settings.store_bytes_in_flight_max:
-                raise Overloaded("too many bytes are being stored")
-            future = self._link.start(partial(self._store, pool, store, self._record()))
-        except KvPoolError as error:
-            self._end_store(store, None, str(error))
-            return
-        self._store_bytes += size_bytes
-        self._requests.setdefault(order.request_id, _Request()).stores.append(store)
-        future.add_done_callback(partial(self._stored_soon, store))
-
-    async def _store(self, pool: KvPool, store: _Store, after: EngineEvent | None) -> StoreReport:
-        order = store.order
-        ticket = await pool.store(
-            self._chain(order),
-            _block_table(order, self._split),
-            first_chunk=order.first_chunk,
-            end_chunk=order.end_chunk,
-            kept=lambda: store.kept,
-            after=after,
-        )
-        await ticket.wait_reusable()
-        store.released = True
-        return await ticket.report(self._settings.store_hold_max_s)
-
-    def _stored_soon(self, store: _Store, future: Future[StoreReport]) -> None:
-        store.ended_s = self._now_s()  # an idle engine hears of it with its next request
-
-        def end() -> None:
-            self._store_bytes -= store.size_bytes
-            request = self._requests.get(store.order.request_id)
-            if request is not None and store in request.stores:
-                request.stores.remove(store)
-            try:
-                report = future.result()
-            except BaseException as error:
-                self._end_store(store, None, repr(error))
-            else:
-                self._end_store(store, report, "; ".join({str(error) for error in report.failed_chunks.values()}))
-
-        self._done.append(end)
-
-    def _end_store(self, store: _Store, report: StoreReport | None, failure: str) -> None:
-        count = store.order.end_chunk - store.order.first_chunk
-        stored = report.stored_chunks if report is not None else 0
-        self._ends.append(
-            StoreEnd(
-                request_id=store.order.request_id,
-                first_chunk=store.order.first_chunk,
-                end_chunk=store.order.end_chunk,
-                stored_chunks=stored,
-                deduplicated_chunks=report.deduplicated_chunks if report is not None else 0,
-                failed_chunks=len(report.failed_chunks) if report is not None else count,
-                duration_s=max(0.0, store.ended_s - store.started_s),
-                size_bytes=stored * self._chunk_bytes,
-                failure=failure,
-            )
-        )
-
-    def _chain(self, order: LoadOrder | StoreOrder) -> Chain:
-        return Chain(self._settings.chunk_tokens, order.token_count, order.hashes)
-
-
-def _nothing_to_store(order: StoreOrder) -> StoreEnd:
-    return StoreEnd(
-        request_id=order.request_id,
-        first_chunk=order.first_chunk,
-        end_chunk=order.end_chunk,
-        stored_chunks=0,
-        deduplicated_chunks=0,
-        failed_chunks=0,
-        duration_s=0.0,
-        size_bytes=0,
-    )
-
-
-def _block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int64]:
-    blocks = np.array(order.block_ids, dtype=np.int64)
-    return blocks if split == 1 else (blocks[:, None] * split + np.arange(split)).reshape(-1)
+        return failed_blocks

@@ -1,0 +1,182 @@
+"""How calls of the pool without an agent end over a real pagestore: cancelled, too late, closed, or with a bad copy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvpool.connectors.direct_config import DirectPoolConfig
+from kvpool.connectors.direct_pool import DirectPool
+from kvpool.connectors.direct_sync import DirectSyncPool
+from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
+from kvpool.core.grid import ShardGrid
+from kvpool.testing import eventually
+from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
+from tests.fixtures.pagestore_calls import open_session, reserve_item
+from tests.fixtures.pagestore_server import Served, served
+from tests.unit.connectors.test_direct_pool import Index
+
+CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
+SPACE = OpenSpace(
+    space=SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).all_shards), keyspace=KEYSPACE, hash_key=bytes(32)
+)
+WAIT_S = 10.0
+
+
+class Copies:
+    """A copy that begins, and goes on until it is let go."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on, self.running = threading.Event(), threading.Event(), 0
+
+    def __call__(self, position: int, shard: int, payload: memoryview) -> None:
+        self.running += 1
+        self.began.set()
+        assert self.go_on.wait(WAIT_S)
+        self.running -= 1
+
+    async def begun(self) -> None:
+        await asyncio.to_thread(self.began.wait, WAIT_S)
+
+
+def config(store: Served, **changes: Any) -> DirectPoolConfig:
+    return DirectPoolConfig.of({"index_endpoints": ["unused:1"], "pagestore": store.endpoint, **changes})
+
+
+@asynccontextmanager
+async def pool_of(store: Served, **changes: Any) -> AsyncIterator[DirectPool]:
+    pool: Any = DirectPool(config(store, **changes), "test")
+    pool._index = Index(*[len(CHAIN)] * 20)
+    try:
+        yield pool
+    finally:
+        await pool._session.close()
+        pool._threads.shutdown(wait=False)
+
+
+async def stored(pool: DirectPool) -> None:
+    def fill(position: int, shard: int, payload: memoryview) -> None:
+        payload[:] = bytes([position + 1]) * payload.nbytes
+
+    assert await pool.put(SPACE, CHAIN, fill) == [True] * len(CHAIN)
+
+
+@pytest.mark.parametrize("kind", ["get", "put"])
+async def test_a_cancelled_call_ends_after_its_last_copy(kind: str) -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store) as pool:
+            if kind == "get":
+                await stored(pool)
+            copies = Copies()
+            call = asyncio.create_task(getattr(pool, kind)(SPACE, CHAIN, copies))
+            await copies.begun()
+            everything = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in everything:  # as a loop that ends does it
+                if task is call or "_one" in task.get_coro().__qualname__:  # type: ignore[union-attr]
+                    task.cancel()
+            await asyncio.wait([call], timeout=0.05)
+            assert not call.done() and copies.running
+            copies.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert not copies.running
+
+
+async def test_a_copy_that_fails_costs_its_caller_and_leaks_no_slot() -> None:
+    def bad(position: int, shard: int, payload: memoryview) -> None:
+        raise ValueError("no such tensor")
+
+    with new_world() as world:
+        async with served(world) as store, pool_of(store) as pool:
+            with pytest.raises(ValueError, match="no such tensor"):
+                await pool.put(SPACE, CHAIN, bad)
+            await stored(pool)
+            with pytest.raises(ValueError, match="no such tensor"):
+                await pool.get(SPACE, CHAIN, bad)
+            await eventually(lambda: store.running.engine.gauges().leases == 0, WAIT_S)
+            assert await pool.get(SPACE, CHAIN, lambda *_: None) == [True] * 3
+
+
+async def test_a_call_behind_others_waits_no_longer_than_its_own_limit() -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, calls_in_flight=1, load_timeout_s=0.05) as pool:
+            await stored(pool)
+            copies = Copies()
+            first = asyncio.create_task(pool.get(SPACE, CHAIN, copies))
+            await copies.begun()
+            assert await asyncio.wait_for(pool.get(SPACE, CHAIN, copies), WAIT_S) == [False] * 3
+            assert "its time" in pool.counts.last_failure
+            copies.go_on.set()
+            await first
+
+
+async def test_a_store_that_is_faster_than_the_disk_waits_for_it() -> None:
+    chain = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 41)])  # 80 pages, and 32 may be dirty
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, pages_in_flight=80) as pool:
+            assert await pool.put(SPACE, chain, lambda *_: None) == [True] * len(chain)
+
+
+async def test_a_store_for_which_no_room_comes_is_refused_soon() -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, room_wait_s=0.05) as pool:
+            peer = await open_session(store.running)
+            await store.running.engine.pages.reserve(peer, [reserve_item(number) for number in range(100, 132)])
+            assert await asyncio.wait_for(pool.put(SPACE, CHAIN, lambda *_: None), WAIT_S) == [False] * 3
+            assert "cap" in pool.counts.last_failure
+
+
+async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> None:
+    with new_world() as world:
+        async with served(world) as store:
+            pool: Any = await asyncio.to_thread(DirectSyncPool, config(store), "test")
+            copies = Copies()
+            waiting = asyncio.create_task(asyncio.to_thread(pool.put, SPACE, CHAIN, copies))
+            await copies.begun()
+            closing = asyncio.create_task(asyncio.to_thread(pool.close))
+            await eventually(lambda: pool._pool._writes._closed, WAIT_S)
+            assert not waiting.done()
+            copies.go_on.set()
+            assert await waiting == [False] * 3 and not copies.running
+            await closing
+            assert await asyncio.to_thread(pool.get, SPACE, CHAIN, copies) == [False] * 3
+            assert not await asyncio.to_thread(pool.clear, SPACE)
+            assert await asyncio.to_thread(pool.open, SPACE.space) is None
+
+
+def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
+    given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
+    pool = DirectSyncPool(DirectPoolConfig.of(given), "test")
+    child = os.fork()
+    if not child:  # pragma: no cover - another process
+        missed = pool.get(SPACE, CHAIN, lambda *_: None) == pool.put(SPACE, CHAIN, lambda *_: None) == [False] * 3
+        pool.close()
+        os._exit(0 if missed and pool.open(SPACE.space) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.find(SPACE, CHAIN) == [False] * 3 and pool.counts.failed_calls == 1
+    pool.close()
+
+
+async def test_a_slot_of_another_size_is_not_written() -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store) as pool:
+            session = await pool._session._live(KEYSPACE, SPEC)
+            reserve = session.reserve
+
+            async def smaller(*arguments: Any, **named: Any) -> Any:
+                results = await reserve(*arguments, **named)
+                slot = results[0].slot
+                assert slot is not None
+                object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
+                return results
+
+            session.reserve = smaller  # type: ignore[method-assign]
+            touched: set[tuple[int, int]] = set()
+            stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
+            assert stored == [False, True, True] and (0, 0) not in touched and (0, 1) in touched
