@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_index.config import IndexConfig
