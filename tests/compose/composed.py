@@ -91,11 +91,12 @@ class ComposedCluster:
 
     def engine(self, node: int, operation: str, seed: int, chunk_count: int = 4) -> dict[str, Any]:
         """Store or load in a container of its own, which shares the agent's sockets and nothing else."""
-        sockets = f"{self.project}_gpuagent-{node}-sockets:/run/kvpool/agent"
+        # Not where the agent has it: engines mount it where they like.
+        sockets = f"{self.project}_gpuagent-{node}-sockets:/run/agent-of-node"
         hardened = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
         said = self.docker(
             *("run", "--rm", "--interactive", *hardened, "--volume", sockets, "--entrypoint", "python"),
-            *(self.services["gpuagent-0"]["image"], "-", operation, "unix:/run/kvpool/agent/agent.sock"),
+            *(self.services["gpuagent-0"]["image"], "-", operation, "unix:/run/agent-of-node/agent.sock"),
             *(str(seed), str(chunk_count)),
             stdin=ENGINE_SCRIPT,
         )
