@@ -37,7 +37,7 @@ from kvpool_server.interceptors import (
     RequestMetrics,
 )
 from kvpool_server.lifecycle import Stop, run_service
-from kvpool_server.listen import TcpAddress
+from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
@@ -136,7 +136,7 @@ def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: 
     listen = parse_address("metrics_listen", config.metrics_listen)
     port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
     stack.callback(stop_metrics)
-    return f"http://{TcpAddress(listen.host, port)}/metrics"
+    return f"http://{TcpAddress(advertised_host(listen.host, config.advertise_host), port)}/metrics"
 
 
 def _tracer(registry: CollectorRegistry, stack: AsyncExitStack) -> Tracer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.fds import fetch_fd, offer_fd
+from kvpool.client.fds import descriptor_path, fetch_fd, offer_fd
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -89,6 +89,15 @@ async def test_socket_of_a_live_server_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, _, path):
         with pytest.raises(StartupFailed, match="in use"):
             FdServer(path).start()
+
+
+def test_the_descriptor_socket_is_looked_for_beside_the_one_that_reached_the_server(tmp_path: Path) -> None:
+    (tmp_path / "agent.sock.fds").touch()
+    told = "/where/the/server/has/it/agent.sock.fds"
+    assert descriptor_path(f"unix:{tmp_path}/agent.sock", told) == str(tmp_path / "agent.sock.fds")
+    assert descriptor_path(f"unix:{tmp_path}/elsewhere/agent.sock", told) == told
+    assert descriptor_path("127.0.0.1:7200", told) == told
+    assert descriptor_path(f"unix:{tmp_path}/agent.sock", "") == ""
 
 
 def test_nobody_there(tmp_path: Path) -> None:

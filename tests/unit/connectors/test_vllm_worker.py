@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kvpool.client.engine_items import TierTokens
@@ -25,6 +26,7 @@ class Pool:
 
     def __init__(self, loaded: int = 4) -> None:
         self.loaded = loaded
+        self.session = SimpleNamespace(compute_us_per_token=0.0)
         self.fails = False
         self.asked: list[dict[str, Any]] = []
         self.kept: list[bool] = []

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_hold import GpuMemoryHold, MemoryHold, SharedMemoryHold
+from kvpool.client.fds import descriptor_path
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.ipc import IpcMemory
@@ -95,9 +96,10 @@ class EnginePlan:
 
 
 class Registration:
-    """The two answers of `register`. Implements stream.Reply."""
+    """The two answers of `register` to an agent at `endpoint`. Implements stream.Reply."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
         loop = asyncio.get_running_loop()
         self.registered: asyncio.Future[gpuagent_pb2.EngineRegistered] = loop.create_future()
         self.ready: asyncio.Future[gpuagent_pb2.EngineReady] = loop.create_future()
@@ -108,6 +110,8 @@ class Registration:
         if response.HasField("error"):
             self.fail(item_error_from_proto(response.error))
         elif response.HasField("registered") and not self.registered.done():
+            told = response.registered.descriptor_socket
+            response.registered.descriptor_socket = descriptor_path(self._endpoint, told)
             self.registered.set_result(response.registered)
         elif response.HasField("ready") and not self.ready.done():
             self.ready.set_result(response.ready)

@@ -22,6 +22,7 @@ from kvpool.wire.fd_frames import (
 )
 from kvpool.wire.status import error_from_reason
 
+_UNIX_SCHEME: Final = "unix:"
 _FD_BYTES: Final = array.array("i").itemsize
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * _FD_BYTES)  # one is expected; more are received to be closed
 
@@ -33,6 +34,18 @@ class FetchedFd:
     fd: int  # close-on-exec
     size_bytes: int
     generation: int
+
+
+def descriptor_path(endpoint: str, told: str) -> str:
+    """Where the descriptor socket lies for us that a server, reached at `endpoint`, calls `told`.
+
+    Beside the socket that we reached it by, if it is there: containers mount a directory of sockets where they like,
+    and what a server tells is the path that it knows itself.
+    """
+    if not endpoint.startswith(_UNIX_SCHEME) or not told:
+        return told
+    beside = Path(endpoint.removeprefix(_UNIX_SCHEME)).with_name(Path(told).name)
+    return str(beside) if beside.exists() else told
 
 
 def fetch_fd(path: Path | str, token: bytes, number: int, *, timeout_s: float = 5.0) -> FetchedFd:

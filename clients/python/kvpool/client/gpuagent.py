@@ -95,7 +95,7 @@ class EngineSession:
         return session
 
     async def _register(self) -> None:
-        registration = Registration()
+        registration = Registration(self._plan.endpoint)
         await self._stream.submit(_Request(register=register_to_proto(self._plan)), registration)
         registered = self._registered = await registration.registered
         check_peer_version(registered.version, "the agent")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpool.client.acquisition import Acquisition
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
-from kvpool.client.fds import fetch_fd
+from kvpool.client.fds import descriptor_path, fetch_fd
 from kvpool.client.page_items import (
     AcquireItem,
     ReserveItem,
@@ -121,7 +121,7 @@ class PageStoreSession:
         self._stream.start_heartbeats(heartbeat, self._opened.heartbeat_interval_ms)
         if plan.wants_arena:
             self._segments = SegmentMap(
-                self._opened.descriptor_socket,
+                descriptor_path(plan.endpoint, self._opened.descriptor_socket),
                 self._opened.descriptor_token,
                 timeout_s=self._config.connect_timeout_s,
                 fetch=self._fetch,

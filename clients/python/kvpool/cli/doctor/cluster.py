@@ -66,7 +66,7 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
                 )
             )
 
-    async def reach(name: str, what: str, endpoint: str) -> Finding | None:
+    async def look_at(name: str, what: str, endpoint: str) -> Finding | None:
         host, _, port = endpoint.rpartition(":")
         async with places:
             try:
@@ -82,7 +82,7 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
                     "open the port in firewalls and NetworkPolicy",
                 )
 
-    unreached = [one for one in await asyncio.gather(*(reach(*each) for each in asked)) if one is not None]
+    unreached = [one for one in await asyncio.gather(*(look_at(*each) for each in asked)) if one is not None]
     findings += unreached or (
         [well("reachable", f"all {len(asked)} addresses of nodes can be reached")] if asked else []
     )
