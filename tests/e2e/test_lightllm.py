@@ -159,6 +159,64 @@ def test_a_worker_that_dies_while_it_offloads_leaves_no_page_behind(tmp_path: Pa
         assert sorted(offload(owner, hashes, seed=1)) == [0, 1, 2, 3, 4]
 
 
+def test_a_group_that_cannot_be_stored_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with direct_cluster(tmp_path) as cluster, server(cluster, tmp_path / "one") as (_, owner, worker):
+        assert owner.owner is not None
+        hashes = owner.compute_token_list_hash(TOKENS, 64)
+        other = owner.compute_token_list_hash([7, *TOKENS], 64)
+        offload(owner, hashes, seed=1)
+        offload(owner, other, seed=2)
+        gather, broken = owner.owner._pages.gather, [True]
+
+        def fails_once(*arguments: Any) -> None:
+            if broken:
+                broken.clear()
+                raise ValueError("a page that cannot be read")
+            gather(*arguments)
+
+        monkeypatch.setattr(owner.owner._pages, "gather", fails_once)
+        assert worker.run_once(5.0) == 2 and owner.owner.users == 0
+        eventually_sync(lambda: worker.query_loadable_pages(other, 0) == len(other), 10.0)
+        assert worker.query_loadable_pages(hashes, 0) == 0
+
+
+def _own(settings_directory: Path, given: dict[str, Any], ready: Any) -> None:
+    CpuKvCacheClient(False, True, settings=settings_of(settings_directory, given))
+    ready.set()
+    signal.pause()
+
+
+def test_pages_of_an_owner_that_was_killed_mean_nothing_to_the_next(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with direct_cluster(tmp_path) as cluster:
+        given = cluster.settings()
+        owners = []
+        try:
+            for _ in range(2):
+                ready = context.Event()
+                owners.append(context.Process(target=_own, args=(tmp_path, given, ready)))
+                owners[-1].start()
+                assert ready.wait(60)
+                if len(owners) == 1:
+                    worker = CpuKvCacheClient(False, False, settings=settings_of(tmp_path, given))
+                    hashes = worker.compute_token_list_hash(TOKENS, 64)
+                    pages, _ = worker.allocate_pages(hashes, True)
+                    assert pages == [0, 1, 2, 3, 4]
+                    owners[0].kill()
+                    owners[0].join()
+                    assert worker.allocate_pages(hashes, True) == ([-1] * 5, [False] * 5)
+            worker.update_pages_status_to_ready(pages, True, True, 320)  # its kernels have ended meanwhile
+            assert worker.query_one_page(hashes[0]) == (None, False)
+            with attached(settings_of(tmp_path, given)) as fresh:
+                assert fresh.query_one_page(hashes[0]) == (None, False), "nobody has filled it for this owner"
+                assert fresh.allocate_pages(hashes, True) == (pages, [False] * 5)
+            worker.close()
+        finally:
+            for owner in owners:
+                owner.kill()
+                owner.join()
+
+
 def test_an_owner_that_is_away_means_no_page(tmp_path: Path) -> None:
     with direct_cluster(tmp_path) as cluster:
         with server(cluster, tmp_path / "one") as (settings, owner, _):
@@ -169,4 +227,5 @@ def test_an_owner_that_is_away_means_no_page(tmp_path: Path) -> None:
                 assert rank.allocate_pages(hashes, True) == ([-1] * 5, [False] * 5)
                 assert rank.query_one_page(hashes[0]) == (None, False)
                 assert rank.compute_token_list_hash(TOKENS, 64) == []
+                assert not rank.check_allpages_ready([0]) and rank.check_allpages_ready([])
                 rank.deref_pages([0])

@@ -19,10 +19,11 @@ def python_of(engine: str) -> Path:
     return directory / f".venv-{engine}" / "bin" / "python"
 
 
-def run_check(engine: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Run `<engine>_check.py` there; what it prints. Fails with the end of its output."""
+def run_check(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Run the script of that name, which begins with the engine's; what it prints. Fails with the end of its output."""
+    python = python_of(name.split("_")[0])
     done = subprocess.run(
-        [str(python_of(engine)), str(REPOSITORY / "tests" / "engines" / f"{engine}_check.py"), json.dumps(given)],
+        [str(python), str(REPOSITORY / "tests" / "engines" / f"{name}.py"), json.dumps(given)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY / "clients" / "python")},
         cwd=REPOSITORY / "tests" / "engines",
         capture_output=True,

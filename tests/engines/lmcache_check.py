@@ -36,9 +36,12 @@ class Listener(L2AdapterListener):  # type: ignore[misc]  # untyped where LMCach
 
     def __init__(self) -> None:
         self.stored: list[Any] = []
+        self.fails = False
         self.accessed: list[Any] = []
 
     def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+        if self.fails:
+            raise ValueError("a listener that fails")
         self.stored += zip(keys, sizes, strict=True)
 
     def on_l2_keys_accessed(self, keys: list[Any]) -> None:
@@ -161,6 +164,20 @@ def check_objects(calls: Calls, listener: Listener) -> None:
     assert torch.equal(place.raw_data, odd.raw_data)
 
 
+def check_refusals(calls: Calls, listener: Listener) -> None:
+    """A listener that fails costs no result; deleting and listing are not served, and harm nothing."""
+    listener.fails = True
+    assert calls.store([key(60)], [memory_object(SHAPE, 60)]).is_successful()
+    listener.fails = False
+    calls.adapter.delete([key(60)])
+    calls.find_all([key(60)])
+    try:
+        calls.adapter.list_l2_keys()
+    except NotImplementedError:
+        return
+    raise AssertionError("keys were listed")
+
+
 def check_another_process(settings: dict[str, Any]) -> None:
     """A new adapter, as after a restart of LMCache, finds what the first one stored."""
     calls = opened(settings)
@@ -186,6 +203,7 @@ def main() -> None:
     listener = Listener()
     calls = opened(given["settings"], listener)
     check_objects(calls, listener)
+    check_refusals(calls, listener)
     check_another_process(given["settings"])
     check_pagestore_killed(calls, given["pagestore_pid"])
     calls.adapter.close()

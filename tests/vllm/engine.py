@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,7 +24,9 @@ VLLM_PYTHON_VARIABLE = "KVPOOL_VLLM_PYTHON"  # the interpreter that has vLLM
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 2048
 CHUNK = 128
-_END_S = 60.0
+_START_S = 180.0  # on a machine that has other work
+_ANSWER_S = 120.0
+_END_S = 30.0
 
 
 def make_model(directory: Path, *, layers: int = 4, width: int = 256, heads: int = 4, kv_heads: int = 2) -> Path:
@@ -46,6 +52,11 @@ def prompt(token_count: int, seed: int) -> list[int]:
     return tokens
 
 
+def vllm_environment() -> dict[str, str]:
+    """Of a process of vLLM's interpreter that imports kvpool and these tests."""
+    return {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}"}
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """Of some prompts. cached: prompt tokens that were not computed, from wherever they came."""
@@ -55,14 +66,45 @@ class Generated:
     seconds: float
 
 
-class Engine:
-    """One engine; ends with the `with` block."""
+class Engines:
+    """Starts engines by forking a process that has imported vLLM; ends with the `with` block, and they with it."""
 
-    def __init__(self, model: Path, *, agent: str = "", extra: dict[str, Any] | None = None, **arguments: Any) -> None:
-        """agent: of kvpool; empty for plain vLLM. arguments: of vllm.LLM."""
+    def __init__(self, model: Path) -> None:
+        self._model, self._started = model, 0
+        self._run_dir = tempfile.TemporaryDirectory(prefix="kvpool-vllm-")  # a socket's path must be short
+        self._socket = Path(self._run_dir.name) / "engines.sock"
+        self._log = (model / "engines.log").open("w+b")
+        self._process = subprocess.Popen(
+            [os.environ[VLLM_PYTHON_VARIABLE], "-m", "tests.vllm.engine_server", str(self._socket)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=vllm_environment(),
+            cwd=REPOSITORY,
+        )
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n", (self._model / "engines.log").read_text()[-3000:]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(_END_S)
+        self._process.stdout.close()
+        self._log.close()
+        self._run_dir.cleanup()
+
+    def start(
+        self, *, agent: str = "", extra: dict[str, Any] | None = None, events: bool = False, **arguments: Any
+    ) -> Engine:
+        """agent: of kvpool; empty for plain vLLM. events: publish them. arguments: of vllm.LLM."""
         config: dict[str, Any] = {
-            "model": str(model),
+            "model": str(self._model),
             "dtype": "float32",
+            "block_size": 32,
             "num_gpu_blocks_override": 6144 // arguments.get("block_size", 32),
             **arguments,
         }
@@ -74,56 +116,87 @@ class Engine:
                 "load": "always",
                 **(extra or {}),
             }
-        python = os.environ[VLLM_PYTHON_VARIABLE]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'clients/python'}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        }
-        if config.get("block_size", 32) % 32:
-            environment["PYTHONPATH"] += f":{_block_16_plugin(model)}"
-        self._log: IO[bytes] = (model / f"engine-{len(list(model.glob('*.log')))}.log").open("w+b")
-        self._process = subprocess.Popen(
-            [python, "-m", "tests.vllm.engine_process", json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-            cwd=REPOSITORY,
-        )
+        self._started += 1
+        if events:
+            config["kv_events_config"] = {"endpoint": f"ipc://{self._run_dir.name}/events-{self._started}"}
+        return Engine(self._socket, config, self._model / f"engine-{self._started}.log")
+
+
+class Engine:
+    """One engine; ends with the `with` block."""
+
+    def __init__(self, server: Path, config: Mapping[str, Any], log: Path) -> None:
+        self._log, self._numbers, self._answers = log, 1, dict[int, dict[str, Any]]()
+        self._pid = 0
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(_START_S)
+        self._socket.connect(str(server))
+        self._lines = self._socket.makefile("rb")
+        self._send({**config, "log": str(log)})
 
     def __enter__(self) -> Self:
         try:
-            self._answer()
+            self._pid = self._answer(0)["pid"]
+            self._answer(1)
         except BaseException:
-            self._end()
+            self.kill()
             raise
+        self._socket.settimeout(_ANSWER_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        with suppress(OSError):  # it may be killed
+            self._socket.shutdown(socket.SHUT_WR)
+        with suppress(TimeoutError):
+            eventually_sync(lambda: not Path(f"/proc/{self._pid}").exists(), deadline_s=_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """All of its processes, at once."""
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        self._lines.close()
+        self._socket.close()
 
     def generate(self, *prompts: Sequence[int], new_tokens: int = 12, salt: str = "") -> Generated:
         """Greedy, all prompts at once."""
-        self.begin(*prompts, new_tokens=new_tokens, salt=salt)
-        return self.generated()
+        return self.generated(self.begin(*prompts, new_tokens=new_tokens, salt=salt))
 
-    def begin(self, *prompts: Sequence[int], new_tokens: int = 12, salt: str = "") -> None:
-        """Begin to generate; `generated` waits for the end."""
-        self._ask({"op": "generate", "prompts": [list(one) for one in prompts], "max_tokens": new_tokens, "salt": salt})
+    def begin(self, *prompts: Sequence[int], new_tokens: int = 12, salt: str = "") -> int:
+        """Begin to generate; `generated` waits for the end of what has the returned number."""
+        asked = {"prompts": [list(one) for one in prompts], "max_tokens": new_tokens, "salt": salt}
+        return self._ask("generate", **asked)
 
-    def generated(self) -> Generated:
+    def generated(self, number: int) -> Generated:
         """What was begun."""
-        return Generated(**self._answer())
+        return Generated(**self._found(number))
+
+    def abort(self, number: int) -> None:
+        """What was begun and has not ended, as the server does for a client that has gone away."""
+        assert self.leave(number)
+
+    def leave(self, number: int) -> bool:
+        """Abort what was begun; False if it had ended. Returns when the engine has been told."""
+        self._found(self._ask("abort", target=number))
+        return bool(self._answer(number).get("error") == "aborted")
+
+    def probe(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of WorkerProbe: what each rank answers."""
+        answers: list[Any] = self._found(self._ask("probe", method=method, arguments=arguments))["ranks"]
+        return answers
+
+    def published(self) -> list[dict[str, Any]]:
+        """vLLM's KV events so far; bytes are in hexadecimal. Of an engine that was started with `events=True`."""
+        events: list[dict[str, Any]] = self._found(self._ask("published"))["events"]
+        return events
 
     def counters(self) -> dict[str, float]:
         """kvpool's counters so far."""
         self.generate([5, 6, 7], new_tokens=2)  # counters of the last step come with the next
-        self._ask({"op": "counters"})
-        found = self._answer()
+        found: dict[str, float] = self._found(self._ask("counters"))["counters"]
         return {name.removeprefix("kvpool_"): value for name, value in found.items()}
 
     def await_stored(self, chunk_count: int) -> None:
@@ -134,55 +207,38 @@ class Engine:
         """Drop what the engine itself holds of prefixes, as soon as no store needs its blocks."""
 
         def forgotten() -> bool:
-            self._ask({"op": "reset"})
-            return bool(self._answer()["reset"])
+            self.generate([5, 6, 7], new_tokens=2)  # an idle engine gives no blocks back
+            return bool(self._found(self._ask("reset"))["reset"])
 
         eventually_sync(forgotten, deadline_s=_END_S)
 
     def log(self) -> str:
         """What the engine said."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
-    def _ask(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+    def _ask(self, operation: str, **arguments: Any) -> int:
+        self._numbers += 1
+        self._send({"id": self._numbers, "op": operation, **arguments})
+        return self._numbers
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the engine ended:\n{self.log()[-3000:]}"
-        answer: dict[str, Any] = json.loads(line)
+    def _send(self, command: Mapping[str, Any]) -> None:
+        self._socket.sendall(json.dumps(command).encode() + b"\n")
+
+    def _found(self, number: int) -> dict[str, Any]:
+        answer = self._answer(number)
+        assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
         return answer
 
-    def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
-
-
-def _block_16_plugin(directory: Path) -> Path:
-    """A vLLM plugin, which every process of an engine loads: vLLM 0.32's CPU backend says that it has no blocks of 16
-    tokens, although its kernels do."""
-    plugin = directory / "plugin"
-    (plugin / "block_16-0.dist-info").mkdir(parents=True, exist_ok=True)
-    (plugin / "block_16-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: block-16\nVersion: 0\n")
-    (plugin / "block_16-0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nb16 = block_16:allow\n")
-    (plugin / "block_16.py").write_text(
-        "def allow():\n"
-        "    from vllm.v1.attention.backend import MultipleOf\n"
-        "    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
-        "    backend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])\n"
-    )
-    return plugin
+    def _answer(self, number: int) -> dict[str, Any]:
+        while number not in self._answers:
+            try:
+                line = self._lines.readline()
+            except TimeoutError:
+                raise AssertionError(f"the engine does not answer:\n{self.log()[-3000:]}") from None
+            assert line, f"the engine ended:\n{self.log()[-3000:]}"
+            answer: dict[str, Any] = json.loads(line)
+            self._answers[answer.pop("id")] = answer
+        return self._answers.pop(number)
 
 
 def agent_of(cluster: Cluster, number: int = 0) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.e2e.cli_cluster import Cluster
+from tests.vllm.engine import Engine
 
 _PAGE_STEP_BYTES = 1 << 16
 
@@ -16,6 +17,13 @@ def pid_of(cluster: Cluster, role: str) -> int:
     """Of the first process of a role."""
     pid: int = cluster.state.of_role(role)[0].pid
     return pid
+
+
+def stored(engine: Engine, tokens: list[int], salt: str) -> bool:
+    """Whether the prompt is in the pool now, as far as this engine finds, which stores it if need be."""
+    engine.generate(tokens, new_tokens=2, salt=salt)
+    engine.forget()
+    return engine.generate(tokens, new_tokens=2, salt=salt).cached[0] > 0
 
 
 def load_is_running(cluster: Cluster) -> Callable[[], bool]:

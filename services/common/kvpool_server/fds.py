@@ -66,7 +66,8 @@ OfferHandler = Callable[[PeerCredentials, bytes, int, int, int], None]
 class FdServer:
     """Listens on a unix socket of mode 0600 and hands descriptors out and in.
 
-    `on_offer` None: offers are refused. `allowed_uids`: besides our own user. Use from one event loop.
+    `on_offer` None: offers are refused. `allowed_uids`: besides our own user. `group_access`: whoever the kernel lets
+    write to a socket of mode 0660, instead. Use from one event loop.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class FdServer:
         on_fetch: FetchHandler | None = None,
         on_offer: OfferHandler | None = None,
         allowed_uids: Collection[int] = (),
+        group_access: bool = False,
         connection_limit: int = 64,
         timeout_s: float = 5.0,
     ) -> None:
@@ -83,6 +85,7 @@ class FdServer:
         self._on_fetch = on_fetch
         self._on_offer = on_offer
         self._allowed_uids = {os.getuid(), *allowed_uids}
+        self._group_access = group_access
         self._connection_limit = connection_limit
         self._timeout_s = timeout_s
         self._connections: set[_Connection] = set()
@@ -96,7 +99,7 @@ class FdServer:
         """Bind and listen; call on the event loop. Raises StartupFailed."""
         claim_unix_path(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        old_umask = restricted_umask()
+        old_umask = restricted_umask(self._group_access)
         try:
             listener.bind(str(self._path))
             listener.listen(_BACKLOG)
@@ -134,7 +137,8 @@ class FdServer:
             return
         peer_socket.setblocking(False)
         peer = _credentials(peer_socket)
-        if peer.uid not in self._allowed_uids or len(self._connections) >= self._connection_limit:
+        allowed = self._group_access or peer.uid in self._allowed_uids
+        if not allowed or len(self._connections) >= self._connection_limit:
             _log.warning("descriptor connection refused", extra=fields(pid=peer.pid, uid=peer.uid))
             peer_socket.close()
             return

@@ -86,22 +86,31 @@ async def _run(main: Callable[[Stop], Awaitable[None]], grace_s: float) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, number)
-    work = asyncio.ensure_future(main(stop))
+    work = asyncio.ensure_future(_exit_code(main, stop))
     asked = loop.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done() and not await _drained(work, grace_s):
             return EXIT_CRASHED
-        await work
+        code = await work
     finally:
         asked.cancel()
     if stop.failure is not None:
         _log.critical("the service ended by a failure", exc_info=stop.failure)
         return EXIT_CRASHED
+    return code
+
+
+async def _exit_code(main: Callable[[Stop], Awaitable[None]], stop: Stop) -> int:
+    """Run `main`. Its SystemExit is that of `--help`; out of a task it would leave with a complaint of asyncio's."""
+    try:
+        await main(stop)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else EXIT_OK
     return EXIT_OK
 
 
-async def _drained(work: "asyncio.Future[None]", grace_s: float) -> bool:
+async def _drained(work: "asyncio.Future[int]", grace_s: float) -> bool:
     """Whether `work` ended within the grace; it is cancelled when not."""
     await asyncio.wait({work}, timeout=grace_s)
     if work.done():

@@ -12,6 +12,8 @@ from kvpool.core.errors import StartupFailed
 
 _MAX_UNIX_PATH_BYTES: Final = 107  # sun_path without its final NUL
 
+_WILDCARDS: Final = ("0.0.0.0", "::")
+
 _CURES: Final = {
     errno.EADDRINUSE: "it is in use; stop the process that listens there or configure another port",
     errno.EACCES: "permission denied; configure a port above 1023, or a directory this user may write",
@@ -39,6 +41,11 @@ class TcpAddress:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def advertised_host(listen_host: str, advertise_host: str) -> str:
+    """Where others reach a listener: its own address, or `advertise_host` if that is a wildcard."""
+    return advertise_host if listen_host in _WILDCARDS else listen_host
 
 
 def startup_error(address: object, error: OSError) -> StartupFailed:
@@ -108,6 +115,6 @@ def check_directory(directory: Path) -> None:
         raise StartupFailed(f"directory {directory} is not writable by uid {os.getuid()}; change its owner or mode")
 
 
-def restricted_umask() -> int:
-    """Set the umask under which a new socket is usable by this user alone; returns the old one for restoring."""
-    return os.umask(0o177)
+def restricted_umask(group_access: bool = False) -> int:
+    """Set the umask under which a new socket is usable by this user alone, or by its group too; returns the old one."""
+    return os.umask(0o117 if group_access else 0o177)

@@ -72,14 +72,17 @@ class ControlServer:
         check_tcp(address)
         return bind_port(self.grpc, address)
 
-    def listen_unix(self, path: Path) -> None:
-        """Bind a unix socket that only this user may use. Call before `start`. Raises StartupFailed."""
+    def listen_unix(self, path: Path, *, group_access: bool = False) -> None:
+        """Bind a unix socket that only this user, or also its file's group, may use.
+
+        Call before `start`. Raises StartupFailed.
+        """
         claim_unix_path(path)
         # The umask is the process's: services listen at start, before other threads make files.
-        old_umask = restricted_umask()
+        old_umask = restricted_umask(group_access)
         try:
             self.grpc.add_insecure_port(f"{_UNIX_SCHEME}{path.absolute()}")
-            path.chmod(0o600)
+            path.chmod(0o660 if group_access else 0o600)
         except (RuntimeError, OSError) as error:
             raise StartupFailed(f"cannot listen on {path}: {error}; configure another path") from error
         finally:

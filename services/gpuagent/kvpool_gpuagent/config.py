@@ -29,6 +29,9 @@ class GpuAgentConfig:
     data_dir: Annotated[Path, "directory of this agent's node id; one process at a time"]
     index_endpoints: Annotated[tuple[str, ...], "index replicas, host:port, comma separated"]
     socket: Annotated[Path, "unix socket that engines of this host connect to"]
+    socket_group_access: Annotated[bool, "who is in the group of the sockets may connect too, not this user alone"] = (
+        False
+    )
     listen: Annotated[str, "TCP address of status and health, host:port; port 0 picks a free one"] = "127.0.0.1:0"
     advertise_host: Annotated[str, "host name or address under which others reach this agent"] = "127.0.0.1"
     metrics_listen: Annotated[str, "address of /metrics, host:port; port 0 picks a free one"] = "127.0.0.1:0"

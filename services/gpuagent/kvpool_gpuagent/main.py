@@ -43,7 +43,7 @@ from kvpool_server.interceptors import (
     current_identity,
 )
 from kvpool_server.lifecycle import Stop, run_service
-from kvpool_server.listen import TcpAddress
+from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.loops import poll_grpc_directly
 from kvpool_server.metrics import new_registry, start_metrics_server
@@ -96,9 +96,9 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
             config,
             registry,
         )
-        server.listen_unix(config.socket)
+        server.listen_unix(config.socket, group_access=config.socket_group_access)
         node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
-        descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer)
+        descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer, group_access=config.socket_group_access)
         descriptors.start()
         stack.callback(descriptors.close)
         node = dataclasses.replace(node, metrics_url=_start_metrics(config, registry, stack))
@@ -185,7 +185,7 @@ def _start_metrics(config: GpuAgentConfig, registry: CollectorRegistry, stack: A
     address = _address("metrics_listen", config.metrics_listen)
     port, stop_metrics = start_metrics_server(address.host, address.port, registry)
     stack.callback(stop_metrics)
-    return f"http://{TcpAddress(address.host, port)}/metrics"
+    return f"http://{TcpAddress(advertised_host(address.host, config.advertise_host), port)}/metrics"
 
 
 def _node(config: GpuAgentConfig, node_id: bytes, port: int) -> NodeInfo:

@@ -24,6 +24,9 @@ class PageStoreConfig:
     bulk_listen: Annotated[str, "host:port of page streams; port 0 takes a free one"] = "127.0.0.1:7201"
     socket: Annotated[Path | None, "unix socket of control calls; unset: pagestore.sock in the data directory"] = None
     descriptor_socket: Annotated[Path | None, "unix socket of descriptors; unset: the other one with .fds"] = None
+    socket_group_access: Annotated[bool, "who is in the group of the sockets may connect too, not this user alone"] = (
+        False
+    )
     advertise_host: Annotated[str, "host name or address under which other hosts reach this node"] = "127.0.0.1"
     host_id: Annotated[str, "identity of this machine for placement; empty: the boot id"] = ""
     metrics_listen: Annotated[str, "host:port of /metrics; port 0 takes a free one"] = "127.0.0.1:0"

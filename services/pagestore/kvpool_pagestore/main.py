@@ -34,7 +34,7 @@ from kvpool_server.interceptors import (
     RequestMetrics,
 )
 from kvpool_server.lifecycle import Stop, run_service
-from kvpool_server.listen import TcpAddress
+from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
@@ -94,7 +94,8 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     metrics_listen = parse_address("metrics_listen", config.metrics_listen)
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     stack.callback(stop_metrics)
-    node = servers.listen(f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics")
+    metrics_host = advertised_host(metrics_listen.host, config.advertise_host)
+    node = servers.listen(f"http://{TcpAddress(metrics_host, metrics_port)}/metrics")
     node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()

@@ -65,14 +65,14 @@ class PageStoreServers:
         )
         gateway = EngineBulkGateway(engine, asyncio.get_running_loop())
         PageTransferServicer(gateway, _tenant).add_to(self.bulk.grpc)
-        self._descriptors = FdServer(descriptor_socket, on_fetch=self._fetch)
+        self._descriptors = FdServer(descriptor_socket, on_fetch=self._fetch, group_access=config.socket_group_access)
 
     def listen(self, metrics_url: str) -> NodeInfo:
         """Bind everything: the node as others reach it. Raises StartupFailed."""
         config = self._config
         control_port = self.control.listen_tcp(parse_address("listen", config.listen))
         bulk_port = self.bulk.listen_tcp(parse_address("bulk_listen", config.bulk_listen))
-        self.control.listen_unix(self._socket)
+        self.control.listen_unix(self._socket, group_access=config.socket_group_access)
         return NodeInfo(
             node_id=self._node_id,
             kind=NodeKind.PAGESTORE,

@@ -143,6 +143,22 @@ async def test_allowed_user_is_served(tmp_path: Path, monkeypatch: pytest.Monkey
     os.close(owner.fd)
 
 
+async def test_member_of_the_group_is_served_where_the_group_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    friend = PeerCredentials(1, os.getuid() + 1, 1)
+    owner = Owner()
+    server = FdServer(tmp_path / "s", on_fetch=owner.fetch, group_access=True)
+    server.start()
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
+    monkeypatch.setattr("kvpool_server.fds._credentials", lambda _: friend)
+    fetched = await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1)
+    assert owner.peers == [friend]
+    server.close()
+    os.close(fetched.fd)
+    os.close(owner.fd)
+
+
 @pytest.mark.parametrize(
     ("reply", "fd_count", "expected"),
     [

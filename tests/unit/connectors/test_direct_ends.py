@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from kvpool.connectors.direct_values import ChunkPlace, OpenSpace, SharedSpace
 from kvpool.core.grid import ShardGrid
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
+from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
 from tests.unit.connectors.test_direct_pool import Index
 
@@ -114,6 +116,22 @@ async def test_a_call_behind_others_waits_no_longer_than_its_own_limit() -> None
             await first
 
 
+async def test_a_store_that_is_faster_than_the_disk_waits_for_it() -> None:
+    chain = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 41)])  # 80 pages, and 32 may be dirty
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, pages_in_flight=80) as pool:
+            assert await pool.put(SPACE, chain, lambda *_: None) == [True] * len(chain)
+
+
+async def test_a_store_for_which_no_room_comes_is_refused_soon() -> None:
+    with new_world() as world:
+        async with served(world) as store, pool_of(store, room_wait_s=0.05) as pool:
+            peer = await open_session(store.running)
+            await store.running.engine.pages.reserve(peer, [reserve_item(number) for number in range(100, 132)])
+            assert await asyncio.wait_for(pool.put(SPACE, CHAIN, lambda *_: None), WAIT_S) == [False] * 3
+            assert "cap" in pool.counts.last_failure
+
+
 async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> None:
     with new_world() as world:
         async with served(world) as store:
@@ -132,6 +150,19 @@ async def test_closing_the_pool_ends_calls_with_misses_after_their_copies() -> N
             assert await asyncio.to_thread(pool.open, SPACE.space) is None
 
 
+def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
+    given = {"index_endpoints": ["127.0.0.1:1"], "pagestore": "unix:/nobody", "connect_timeout_s": 0.2}
+    pool = DirectSyncPool(DirectPoolConfig.of(given), "test")
+    child = os.fork()
+    if not child:  # pragma: no cover - another process
+        missed = pool.get(SPACE, CHAIN, lambda *_: None) == pool.put(SPACE, CHAIN, lambda *_: None) == [False] * 3
+        pool.close()
+        os._exit(0 if missed and pool.open(SPACE.space) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.find(SPACE, CHAIN) == [False] * 3 and pool.counts.failed_calls == 1
+    pool.close()
+
+
 async def test_a_slot_of_another_size_is_not_written() -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
@@ -140,7 +171,9 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
 
             async def smaller(*arguments: Any, **named: Any) -> Any:
                 results = await reserve(*arguments, **named)
-                object.__setattr__(results[0].slot, "page_bytes", results[0].slot.page_bytes - 8)
+                slot = results[0].slot
+                assert slot is not None
+                object.__setattr__(slot, "page_bytes", slot.page_bytes - 8)
                 return results
 
             session.reserve = smaller  # type: ignore[method-assign]

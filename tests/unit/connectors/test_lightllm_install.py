@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.connectors import lightllm_install
 from kvpool.connectors.lightllm import CpuKvCacheClient, PoolCacheWorker
+from kvpool.core.errors import InvalidRequest
 
 FILES = {
     "server/multi_level_kv_cache/cpu_cache_client.py": "class CpuKvCacheClient: ...\nclass _CpuPageStatus: ...\n",
@@ -35,6 +36,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "lightllm"]:
         del sys.modules[name]
+
+
+def test_a_later_lightllm_with_another_interface_is_refused(package: None, tmp_path: Path) -> None:
+    own = tmp_path / "lightllm/server/multi_level_kv_cache/cpu_cache_client.py"
+    own.write_text(own.read_text() + "class CpuPageAllocState: ...\n")
+    lightllm_install.install_when_imported()
+    with pytest.raises(InvalidRequest, match="CpuPageAllocState"):
+        importlib.import_module("lightllm.server.multi_level_kv_cache.cpu_cache_client")
 
 
 def test_the_classes_are_changed_and_the_rest_stays(package: None, monkeypatch: pytest.MonkeyPatch) -> None:

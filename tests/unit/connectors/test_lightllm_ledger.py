@@ -55,6 +55,28 @@ def test_misuse_is_refused() -> None:
             call()
 
 
+def test_a_late_word_about_pages_that_were_taken_away_changes_nothing() -> None:
+    ledger = PageLedger(2, 8)
+    pages, _ = ledger.allocate_pages([1, 2])
+    ledger.recycle(pages)  # the one who filled them is gone
+    with pytest.raises(InvalidRequest, match="no user"):
+        ledger.update_ready(pages, deref=True, offload=True)
+    assert not ledger.take_groups() and ledger.users == 0
+    assert ledger.allocate_pages([3, 4]) == ([0, 1], [False, False]) or ledger.users == 2
+    ledger.update_ready([0], deref=False, offload=False)
+    with pytest.raises(InvalidRequest, match="no user"):
+        ledger.deref([0, 1, 1])
+    assert ledger.users == 2 and ledger.check_ready([0]) and not ledger.check_ready([1])
+
+
+@pytest.mark.parametrize("hash_key", [-1, 1 << 128])
+def test_what_is_no_chunk_hash_is_refused_before_a_page_is_taken(hash_key: int) -> None:
+    ledger = PageLedger(2, 8)
+    with pytest.raises(InvalidRequest, match="128 bits"):
+        ledger.allocate_pages([1, hash_key])
+    assert ledger.users == 0
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """A naive model: users as a list of who holds which chunk; the ledger must not give a held page away."""
 

@@ -34,7 +34,8 @@ class FullAttentionSpec:
     def __init__(self, **values: Any) -> None:
         self.block_size, self.num_kv_heads, self.head_size, self.dtype = 16, 4, 64, torch.bfloat16
         self.page_size_bytes = 16 * 4 * 2 * 64 * 2
-        self.sliding_window = None
+        self.head_size_v, self.num_head_slots, self.tokens_per_state = 64, None, 1
+        self.sliding_window, self.non_causal = None, False
         vars(self).update(values)
 
 
@@ -42,7 +43,15 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Another kind."""
 
 
-def configured(*, tp: int = 1, device: str = "cuda", quantization: str | None = None, mla: bool = False) -> Any:
+def configured(
+    *,
+    tp: int = 1,
+    device: str = "cuda",
+    quantization: str | None = None,
+    mla: bool = False,
+    load_format: str = "auto",
+    overrides: Any = None,
+) -> Any:
     """What is read of a VllmConfig: 8 layers, 8 KV heads x 64."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -50,12 +59,14 @@ def configured(*, tp: int = 1, device: str = "cuda", quantization: str | None = 
         ),
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format=load_format),
         model_config=SimpleNamespace(
             model="org/model",
             dtype=torch.bfloat16,
             quantization=quantization,
             use_mla=mla,
             hf_config=SimpleNamespace(_commit_hash=None),
+            hf_overrides=overrides or {},
             hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "somewhere"}),
             get_total_num_hidden_layers=lambda: 8,
             get_total_num_kv_heads=lambda: 8,
@@ -104,6 +115,10 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert model_spec(SETTINGS, configured(quantization="fp8"), ROWS) != one
     assert model_spec(replace(SETTINGS, salt="other"), configured(), ROWS) != one
     assert model_spec(replace(SETTINGS, model_revision="r2"), configured(), ROWS) != one
+    assert model_spec(SETTINGS, configured(load_format="dummy"), ROWS) != one  # a benchmark's weights under a real name
+    assert model_spec(SETTINGS, configured(overrides={"vision_config": {"patch_size": 16}}), ROWS) != one
+    by_function = model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS)
+    assert by_function == model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS) != one
 
 
 @pytest.mark.parametrize(
@@ -114,11 +129,29 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
         ([FullAttentionSpec(sliding_window=128)], "sliding-window"),
         ([FullAttentionSpec(dtype=torch.uint8)], "uint8"),
         ([FullAttentionSpec(page_size_bytes=1001)], "1001 bytes"),
+        ([FullAttentionSpec(non_causal=True)], "later ones"),
+        ([FullAttentionSpec(num_kv_heads=2, num_head_slots=2)], "2 slots for 2 KV heads"),
+        ([FullAttentionSpec(num_head_slots=2)], "2 slots for 4 KV heads"),
+        ([FullAttentionSpec(tokens_per_state=4)], "4 tokens"),
+        ([FullAttentionSpec(head_size_v=128)], "V 128"),
     ],
 )
 def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
         cache_facts(configured(), groups(*specs))
+
+
+def test_other_devices_are_named() -> None:
+    with pytest.raises(GeometryUnsupported, match="xpu"):
+        cache_facts(configured(device="xpu"), groups(FullAttentionSpec()))
+
+
+def test_context_parallelism_is_named() -> None:
+    for ways in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config = configured()
+        setattr(config.parallel_config, ways, 2)
+        with pytest.raises(GeometryUnsupported, match="context parallelism"):
+            cache_facts(config, groups(FullAttentionSpec()))
 
 
 def test_chunks_are_whole_blocks() -> None:

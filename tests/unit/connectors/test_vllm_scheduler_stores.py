@@ -106,7 +106,7 @@ def test_a_preempted_request_is_stored_anew() -> None:
 
 
 def test_what_was_stored_is_not_offered_again() -> None:
-    world = World(FakePool(0))
+    world = World(FakePool(0), load="never")
     for name, expected in (("a", 1), ("b", 0)):
         request = a_request(64, name)
         world.match(request)
@@ -163,3 +163,22 @@ def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_o
     assert world.build().release == ["r"]
     world.stored(second)
     assert [change.hashes for change in world.side.take_changes()] == [second.stores[0].hashes]
+
+
+def test_what_the_pool_has_lost_is_stored_again() -> None:
+    world = World(FakePool(3))
+    for name, chunks, expected in (("a", 3, []), ("b", 1, [(1, 3)]), ("c", 3, [])):
+        world.link.pool.chunk_count = chunks
+        request = a_request(100, name)
+        world.match(request)
+        request.num_computed_tokens = 99
+        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        orders = world.build()
+        assert [(order.first_chunk, order.end_chunk) for order in orders.stores] == expected
+        world.stored(orders)
+
+
+def test_what_was_not_loaded_for_another_reason_is_not_told_to_be_gone() -> None:
+    world = World(FakePool(3))
+    world.ended(world.load(a_request(120)), loaded_chunks=1, gone=False)
+    assert world.side.take_changes() == []

@@ -23,6 +23,7 @@ class World:
         self.link = FakeLink(pool)
         wanted = {"agent": "unix:/x", "chunk_tokens": CHUNK, "min_load_tokens": 1, "lookup_wait_ms": 0.0, **settings}
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
+        tells_changes = wanted.pop("tells_changes", True)
         self.side = SchedulerSide(
             VllmSettings(**wanted),
             self.link,  # type: ignore[arg-type]
@@ -30,6 +31,7 @@ class World:
             chunk_bytes=CHUNK_BYTES,
             worker_count=self.worker_count,
             shares_blocks=self.shares_blocks,
+            tells_changes=tells_changes,
             now_s=self.clock.monotonic_s,
         )
 
@@ -46,7 +48,7 @@ class World:
     def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
         return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
 
-    def ended(self, orders: StepOrders, loaded_chunks: int, *, late: bool = False) -> None:
+    def ended(self, orders: StepOrders, loaded_chunks: int, *, late: bool = False, gone: bool = True) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
             LoadEnd(
@@ -56,6 +58,7 @@ class World:
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
                 late=late,
+                gone=gone,
             )
             for order in orders.loads
         ]

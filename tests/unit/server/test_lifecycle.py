@@ -190,3 +190,12 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_an_exit_of_its_own_passes_without_a_word(start: Callable[..., subprocess.Popen[str]]) -> None:
+    child = start("""
+async def main(stop):
+    sys.exit(0)  # as argparse does after --help
+""")
+    output, errors = child.communicate(timeout=30)
+    assert (child.returncode, output, errors) == (0, "", "")

@@ -105,6 +105,16 @@ async def test_unix_socket_is_private_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+async def test_unix_socket_can_be_opened_to_its_group(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    server = control_server()
+    server.listen_unix(path, group_access=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    await server.start()
+    assert await echo(f"unix:{path}", b"hello") == b"hello"
+    await server.stop(0)
+
+
 async def test_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     with socket.socket(socket.AF_UNIX) as dead:

@@ -23,6 +23,7 @@ class DirectPoolConfig:
     match_timeout_s: float = 0.5  # of one look-up
     load_timeout_s: float = 5.0  # of one call that reads
     store_timeout_s: float = 5.0  # of one call that writes; SGLang waits 10 s for its threads to end
+    room_wait_s: float = 1.0  # a call that writes waits so long for the next page that staging has room for
     connect_timeout_s: float = 1.0
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
     pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once
@@ -36,7 +37,14 @@ class DirectPoolConfig:
                 "index_endpoints and pagestore must be set, as in "
                 '{"index_endpoints": ["127.0.0.1:7100"], "pagestore": "unix:/run/kvpool/pagestore.sock"}'
             )
-        for name in ("match_timeout_s", "load_timeout_s", "store_timeout_s", "connect_timeout_s", "retry_interval_s"):
+        for name in (
+            "match_timeout_s",
+            "load_timeout_s",
+            "store_timeout_s",
+            "room_wait_s",
+            "connect_timeout_s",
+            "retry_interval_s",
+        ):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("pages_in_flight", "calls_in_flight", "copy_threads", "remembered_chunks"):

@@ -26,7 +26,7 @@ from kvpool.connectors.direct_values import (
     consecutive,
     wanted_pages,
 )
-from kvpool.connectors.direct_writing import write_window
+from kvpool.connectors.direct_writing import write_with_patience
 from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
 from kvpool.core.outcome import Tier
@@ -123,15 +123,18 @@ class DirectPool:
     async def put(self, space: OpenSpace, chunks: Sequence[ChunkPlace], fill: PayloadCopy) -> list[bool]:
         """Write chunks; True for those that are in the cluster now, or that another writer is just bringing there.
 
-        When it returns nothing is copied any more. After a page was refused the chunks behind it are not tried.
+        It waits for room in staging while other pages become durable. When it returns nothing is copied any more. After
+        a page was refused the chunks behind it are not tried.
         """
         ends_at_s = asyncio.get_running_loop().time() + self._config.store_timeout_s
         good: set[WantedPage] = set()
         pages = wanted_pages(space.space, chunks)
         try:
             async with self._writes.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
-                for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
-                    written = await write_window(session, space, window, wait_s, self._threads, fill)
+                for window, _ in self._windows(pages, session.max_leases, ends_at_s):
+                    written = await write_with_patience(
+                        session, space, window, ends_at_s, self._config.room_wait_s, self._threads, fill
+                    )
                     good |= written.good
                     self.counts.stored_bytes += written.written_bytes
                     if written.error is not None:

@@ -19,6 +19,7 @@ from kvpool.core.page import PageFault, payload_view, verify
 _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
+_RELEASED_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -46,19 +47,26 @@ async def read_window(
         for page, remote in zip(pages, sources, strict=True)
     ]
     copies: list[asyncio.Task[None]] = []
+    done: list[int] = []  # leases that are given back together: a message for each took as long as its copy
+
+    def give_back(lease_id: int) -> None:
+        done.append(lease_id)
+        if len(done) >= _RELEASED_TOGETHER:
+            session.release_soon(done)
+            done.clear()
 
     async def take_one(page: WantedPage, slot: Slot) -> None:
         try:
             taken = await in_thread(threads, _take_page, session, space, page, slot, take)
         except BaseException:  # cancelled, or a copy that must not fail: the slot is read no more either way
-            session.release_soon([slot.lease_id])
+            give_back(slot.lease_id)
             raise
         if isinstance(taken, PageFault):
             _log.error("kvpool: page %s must not be used: %s", space.page_key(page.chunk, page.shard), taken)
             read.corrupt_count += 1
             await _give_up_corrupt(session, slot.lease_id)
             return
-        session.release_soon([slot.lease_id])
+        give_back(slot.lease_id)
         if taken:
             read.good.add(page)
 
@@ -72,7 +80,11 @@ async def read_window(
     except KvPoolError as error:
         read.error = error
     finally:
-        await all_ended(copies)
+        try:
+            await all_ended(copies)
+        finally:
+            if done:
+                session.release_soon(done)
     return read
 
 

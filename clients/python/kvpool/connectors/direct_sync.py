@@ -89,7 +89,7 @@ class DirectSyncPool:
         try:
             return call.result()
         except (CancelledError, KvPoolError) as error:  # closed meanwhile
-            _log.debug("kvpool: computing instead: %s", error or "the pool was closed")
+            _log.debug("kvpool: computing instead: %s", error)
             return [False] * count
         finally:
             wait([call])  # an interrupt of this thread ends no copy, and the caller's memory is being copied

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
+from kvpool.client.retry import Backoff
 from kvpool.connectors.direct_reading import all_ended, in_thread
 from kvpool.connectors.direct_values import OpenSpace, WantedPage
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
@@ -18,6 +19,7 @@ from kvpool.core.page import page_bytes, payload_view, seal
 
 _log = logging.getLogger(__name__)
 _THERE = (Admission.EXISTS, Admission.PENDING)
+_PAUSE_INITIAL_S, _PAUSE_MAX_S = 0.01, 0.2
 _COMMIT_AT_LEAST_S = 0.5  # pages that are filled are worth a moment more
 
 
@@ -28,6 +30,37 @@ class WindowWritten:
     good: set[WantedPage] = field(default_factory=set)
     written_bytes: int = 0
     error: KvPoolError | None = None
+
+
+async def write_with_patience(
+    session: PageStoreSession,
+    space: OpenSpace,
+    pages: Sequence[WantedPage],
+    ends_at_s: float,
+    room_wait_s: float,
+    threads: Executor,
+    fill: Callable[[int, int, memoryview], None],
+) -> WindowWritten:
+    """As write_window, but pages for which staging has no room are tried again, as long as some become durable.
+
+    ends_at_s: by the loop's clock. room_wait_s: without a page for which there was room.
+    """
+    loop, backoff = asyncio.get_running_loop(), Backoff(_PAUSE_INITIAL_S, _PAUSE_MAX_S)
+    whole, left = WindowWritten(), list(pages)
+    gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
+    while True:
+        written = await write_window(session, space, left, ends_at_s - loop.time(), threads, fill)
+        whole.good |= written.good
+        whole.written_bytes += written.written_bytes
+        left = [page for page in left if page not in written.good]
+        if written.good:
+            gives_up_at_s = min(ends_at_s, loop.time() + room_wait_s)
+            backoff.reset()
+        pause_s = backoff.next_s()
+        if not isinstance(written.error, ArenaFull) or loop.time() + pause_s >= gives_up_at_s:
+            whole.error = written.error
+            return whole
+        await asyncio.sleep(pause_s)
 
 
 async def write_window(

@@ -16,7 +16,7 @@ from kvpool.connectors.lightllm_calls import CallClient
 from kvpool.connectors.lightllm_owner import CacheOwner
 from kvpool.connectors.lightllm_settings import LightLlmSettings, settings_of_server
 from kvpool.core.chunks import Tokens, chunk_hashes
-from kvpool.core.errors import ServiceUnavailable
+from kvpool.core.errors import InvalidRequest, KvPoolError
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.1
@@ -83,8 +83,8 @@ class CpuKvCacheClient:
         return page, page is not None
 
     def check_allpages_ready(self, page_list: Sequence[int]) -> bool:
-        """Whether the bytes of all pages are there."""
-        return bool(self._ask("check_allpages_ready", list(page_list), otherwise=True))
+        """Whether the bytes of all pages are there; nobody may use them without the owner's word."""
+        return bool(self._ask("check_allpages_ready", list(page_list), otherwise=not page_list))
 
     def deref_pages(self, page_list: Sequence[int]) -> None:
         """One user less for each page."""
@@ -121,7 +121,9 @@ class CpuKvCacheClient:
     def _ask(self, name: str, *arguments: Any, otherwise: Any = None) -> Any:
         try:
             return self._calls.call(name, *arguments)
-        except ServiceUnavailable as error:
+        except InvalidRequest:
+            raise  # of the caller
+        except KvPoolError as error:
             _log.warning("kvpool: going on without the CPU cache: %s", error)
             return otherwise
 
@@ -149,7 +151,10 @@ class PoolCacheWorker:
         """Wait for groups and store them; how many there were."""
         groups = self._owner.take_groups(timeout_s)
         for group in groups:
-            self._owner.store(group)
+            try:
+                self._owner.store(group)
+            except Exception:  # the groups behind it hold pages too, and lightllm has no other worker
+                _log.exception("kvpool: %d pages were not stored", len(group.pages))
         return len(groups)
 
     def stop(self) -> None:

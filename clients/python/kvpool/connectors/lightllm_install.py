@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from kvpool.core.errors import InvalidRequest
+
 _CLIENT_MODULE = "lightllm.server.multi_level_kv_cache.cpu_cache_client"
 _WORKER_MODULE = "lightllm.server.multi_level_kv_cache.disk_cache_worker"
 _HASH_MODULE = "lightllm.utils.kv_cache_utils"
@@ -24,6 +26,11 @@ def install_when_imported() -> None:
 def _change_client(module: Any) -> None:
     from kvpool.connectors.lightllm import CpuKvCacheClient
 
+    if hasattr(module, "CpuPageAllocState"):
+        raise InvalidRequest(
+            "this lightllm asks its CPU cache who owns a page (CpuPageAllocState), which is not served: use a revision "
+            "up to the one that is named in kvpool/connectors/README.md, or start without install_when_imported"
+        )
     module.CpuKvCacheClient = CpuKvCacheClient
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,7 +58,11 @@ class PageLedger:
         """A page for each chunk, and whether its bytes are there; each page has one user more.
 
         From the first chunk on for which no page is free the answer is NO_PAGE.
+        raises: InvalidRequest for what is no number of 128 bits.
         """
+        for hash_key in hash_keys:
+            if not 0 <= hash_key < 1 << 128:
+                raise InvalidRequest(f"{hash_key} is no chunk hash of 128 bits")
         pages: list[int] = []
         ready: list[bool] = []
         for hash_key in hash_keys:
@@ -82,7 +86,11 @@ class PageLedger:
         return page
 
     def update_ready(self, pages: Sequence[int], *, deref: bool, offload: bool) -> None:
-        """The bytes of pages are in place. deref: one user less. offload: the leading ones are to be stored."""
+        """The bytes of pages are in place. deref: one user less. offload: the leading ones are to be stored.
+
+        raises: InvalidRequest for a page without users, which may be another chunk's by now; then nothing has changed.
+        """
+        self._used(pages)
         for page in self._known(pages):
             self._pages[page].status = PageStatus.READY
         group = pages[: pages.index(NO_PAGE)] if NO_PAGE in pages else pages
@@ -96,11 +104,11 @@ class PageLedger:
         return all(self._pages[page].status is PageStatus.READY for page in self._known(pages))
 
     def deref(self, pages: Iterable[int]) -> None:
-        """One user less for each page. raises: InvalidRequest for a page without users."""
+        """One user less for each page. raises: InvalidRequest for a page without users; then nothing has changed."""
+        pages = list(pages)
+        self._used(pages)
         for page in self._known(pages):
             one = self._pages[page]
-            if not one.users:
-                raise InvalidRequest(f"page {page} has no user who could let go of it")
             one.users -= 1
             if not one.users:
                 self._unused[page] = None
@@ -144,6 +152,11 @@ class PageLedger:
     def _use(self, page: int) -> None:
         self._pages[page].users += 1
         self._unused.pop(page, None)
+
+    def _used(self, pages: Iterable[int]) -> None:
+        for page, times in Counter(self._known(pages)).items():
+            if self._pages[page].users < times:
+                raise InvalidRequest(f"page {page} has no user who could let go of it")
 
     def _known(self, pages: Iterable[int]) -> list[int]:
         known = [page for page in pages if page != NO_PAGE]

@@ -11,6 +11,7 @@ from kvpool.connectors.direct_sync import DirectSyncPool
 from kvpool.connectors.direct_values import ChunkPlace, OpenSpace
 from kvpool.connectors.lightllm_calls import CallServer
 from kvpool.connectors.lightllm_ledger import NO_PAGE, OffloadGroup, PageLedger
+from kvpool.connectors.lightllm_peers import Peers
 from kvpool.connectors.lightllm_settings import LightLlmSettings
 from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import InvalidRequest
@@ -33,6 +34,7 @@ class CacheOwner:
         self._space: OpenSpace | None = None
         self._closed = False
         self.opened()
+        self._peers = Peers(self._recycle_pages)
         self._server = CallServer(settings.socket, self._connect)
 
     def opened(self) -> OpenSpace | None:
@@ -106,27 +108,26 @@ class CacheOwner:
             self._closed = True
             self._offered.notify_all()
         self._server.close()
+        self._peers.close()
         self._pool.close()
 
-    def _connect(self) -> tuple[Callable[[str, list[Any]], Any], Callable[[], None]]:
+    def _connect(self, pid: int) -> Callable[[str, list[Any]], Any] | None:
         """A process that ends in the middle of an offload leaves pages that nobody will fill: they are given back."""
-        held: list[int] = []
+        peer = self._peers.connected(pid)
+        if peer is None:
+            return None
 
         def handle(name: str, arguments: list[Any]) -> Any:
             result = self.call(name, *arguments)
             if name == "allocate_pages":
-                held.extend(page for page in result[0] if page != NO_PAGE)
-            elif name == "recycle_pages" or (name == "update_pages_status_to_ready" and arguments[1]):
-                for page in arguments[0]:
-                    if page in held:
-                        held.remove(page)
+                pages = [page for page in result[0] if page != NO_PAGE]
+                if not self._peers.hold(peer, pages):
+                    self._recycle_pages(pages)
+            elif name in ("recycle_pages", "update_pages_status_to_ready"):
+                self._peers.let_go(peer, arguments[0])
             return result
 
-        def ended() -> None:
-            with self._lock:
-                self._ledger.recycle(held)
-
-        return handle, ended
+        return handle
 
     def _hash_key(self) -> str:
         space = self.opened()

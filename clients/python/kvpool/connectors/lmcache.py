@@ -77,6 +77,7 @@ class L2AdapterCalls:
         self._results: dict[str, dict[int, Any]] = {"store": {}, "lookup": {}, "load": {}}
         self._bells = {kind: create_event_notifier() for kind in self._results}
         self._closed = False
+        self._said_no_delete = False
 
     def get_store_event_fd(self) -> int:
         """Readable when a store has ended."""
@@ -148,6 +149,19 @@ class L2AdapterCalls:
         """A bitmap of the objects that were read, verified; None while the load goes on."""
         return self._fetch("load", task_id)
 
+    def delete(self, keys: Sequence[Any]) -> None:
+        """Not served: the cluster has no call that drops single pages, which others may use. Said once, never raised.
+
+        LMCache's own eviction of this level (`eviction` in its adapter JSON, quotas) would go on without effect.
+        """
+        with self._lock:
+            said, self._said_no_delete = self._said_no_delete, True
+        if keys and not said:
+            _log.error(
+                "kvpool: LMCache's eviction of this level has no effect: leave `eviction` out of the adapter's JSON, "
+                "and bound it by the pagestores' budgets or `kvpool policy set`"
+            )
+
     def report_status(self) -> dict[str, Any]:
         """Whether the pagestore can be reached, and everything counted since the start."""
         counts = self._pool.counts
@@ -188,7 +202,7 @@ class L2AdapterCalls:
             result = failed
             if not task.cancelled() and (error := task.exception()) is None:
                 result = task.result()
-                told(result)
+                _heard(told, result)
             elif not task.cancelled() and not isinstance(error, KvPoolError):
                 _log.error("kvpool: a %s task failed", kind, exc_info=error)
             self._end(kind, task_id, result)
@@ -219,6 +233,14 @@ class L2AdapterCalls:
     def _tell(self, name: str, *arguments: object) -> None:
         """Of LMCache's base class: its accounting and its listeners."""
         getattr(self, name)(*arguments)
+
+
+def _heard(told: Callable[[object], None], result: object) -> None:
+    """A listener of LMCache that fails must not keep the task's result from being fetched."""
+    try:
+        told(result)
+    except Exception:
+        _log.exception("kvpool: a listener of LMCache failed")
 
 
 def _bitmap(flags: Sequence[bool]) -> Any:

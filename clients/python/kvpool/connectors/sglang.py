@@ -24,13 +24,13 @@ from kvpool.connectors.direct_values import ChunkPlace, OpenSpace
 from kvpool.connectors.sglang_pools import HostPages, Identity, StorageConfig, host_pages
 from kvpool.connectors.strided_pages import StridedPages, bytes_of
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.errors import InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from kvpool.core.foreign_keys import foreign_chunk_hash
 
 _log = logging.getLogger(__name__)
 CLASS_NAME = "KvPoolHiCache"
 # Of SGLang itself, or of its loading of backends.
-_SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+_SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
 
 
 def __getattr__(name: str) -> object:
@@ -69,6 +69,17 @@ class HiCacheCalls:
         self.mem_pool_host = mem_pool_host
         self._host = host_pages(mem_pool_host, self._config, self._identity)
         self._space = self._pool.open(self._host.space)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """SGLang names all pools of a model here, the one above among them.
+
+        raises: GeometryUnsupported for another one: with a part of its state missing a prefix is of no use.
+        """
+        if host_pool is not getattr(self, "mem_pool_host", None):
+            raise GeometryUnsupported(
+                f"the side pool {host_pool_name} is not served (models with hybrid, sliding-window, sparse attention, "
+                "draft models): use another HiCache storage backend"
+            )
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Leading pages that are in the cluster."""

@@ -23,6 +23,8 @@ HOST_LAYOUTS: Mapping[str, CacheAxes] = MappingProxyType(
         "page_head": CacheAxes(axes=("plane", "block", "head", "token", "layer")),
     }
 )
+# Others, those that inherit from them included, keep scales or indexes beside kv_buffer, or other layers on each rank.
+HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 _DTYPES = {
     "bfloat16": Dtype.BF16,
     "float16": Dtype.FP16,
@@ -90,6 +92,15 @@ def host_pages(pool: Any, config: StorageConfig, identity: Identity) -> HostPage
 
     raises: GeometryUnsupported or InvalidRequest for a pool that cannot be served, saying what to change.
     """
+    if type(pool).__name__ not in HOST_POOLS:
+        raise GeometryUnsupported(
+            f"host pools of {type(pool).__name__} are not served, only {' and '.join(HOST_POOLS)}; use another HiCache "
+            "storage backend"
+        )
+    if getattr(pool, "layer_shard_enabled", False):
+        raise GeometryUnsupported(
+            "layers that are split over ranks are not served; use another HiCache storage backend"
+        )
     axes = HOST_LAYOUTS.get(pool.layout)
     if axes is None:
         raise GeometryUnsupported(

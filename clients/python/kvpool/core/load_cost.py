@@ -47,7 +47,7 @@ class LoadCost:
             self.compute_ms_per_token = _mixed(self.compute_ms_per_token, duration_s * 1e3 / token_count)
 
     def note_load(self, size_bytes: int, duration_s: float, estimated_ms: float, queued_bytes: int = 0) -> None:
-        """A load that came in whole, or took too long. duration_s: from its decision until the engine knew of its end.
+        """A load that came in whole. duration_s: from its decision until the engine knew of its end.
 
         estimated_ms: without the loads before it, which had queued_bytes; 0 if there was no estimate. The first load of
         a process connects and maps: it says nothing of later ones.

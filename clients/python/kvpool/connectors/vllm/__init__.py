@@ -19,7 +19,11 @@ __all__ = ["KvPoolConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "KvPoolConnector":
-        from kvpool.connectors.vllm.connector import KvPoolConnector
+        try:
+            from kvpool.connectors.vllm.connector import KvPoolConnector
+        except ImportError as error:
+            from kvpool.connectors.vllm.compatibility import not_served
 
+            raise ImportError(not_served(str(error))) from error
         return KvPoolConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _SHARED_MEMORY = "/dev/shm"  # where torch makes shared memory
 _SPARE_BYTES = 16 << 20
-# An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for.
+# An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for, and as
+# long as there is none, other orders do not wait for one at all.
 _EVENT_WAIT_S = 0.05
 
 
@@ -60,16 +61,20 @@ class _Events:
 
         self._device = device
         self._events = GpuEvents(device.index or 0)
+        self._wait_s = _EVENT_WAIT_S
         self.slots = self._events.slots
 
     def record(self) -> EngineEvent | None:
         try:
-            return self._events.record(timeout_s=_EVENT_WAIT_S)
+            event = self._events.record(timeout_s=self._wait_s)
         except DeadlineExceeded:
             import torch
 
+            self._wait_s = 0.0
             torch.cuda.current_stream(self._device).synchronize()
             return None
+        self._wait_s = _EVENT_WAIT_S
+        return event
 
 
 def layers_in_order(kv_caches: Mapping[str, torch.Tensor], layer_count: int) -> list[torch.Tensor]:

@@ -52,7 +52,8 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        """raises: InvalidRequest for an extra config that must be changed; nothing else stops the engine."""
+        """raises: InvalidRequest for an extra config, or a vLLM, that must be another one; nothing else stops it."""
+        wiring.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = wiring.settings_of(vllm_config)
         self._scheduler: SchedulerSide | None = None

@@ -52,12 +52,19 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         raise GeometryUnsupported(f"the engine's KV cache is of {kind}; only full attention and MLA are served")
     if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
         raise GeometryUnsupported("the engine has sliding-window or chunked attention; only full attention is served")
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise GeometryUnsupported("decode context parallelism spreads a block's tokens over ranks; it is not served")
+    if getattr(spec, "non_causal", False):
+        raise GeometryUnsupported("the engine's tokens attend to later ones: equal prefixes have unequal KV")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise GeometryUnsupported("context parallelism spreads a block's tokens over ranks; it is not served")
+    _check_rows(spec)
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise GeometryUnsupported(f"the engine's KV cache is of {dtype}; bfloat16, float16 and float32 are served")
-    on_cpu = torch.device(vllm_config.device_config.device_type).type == "cpu"
+    device = torch.device(vllm_config.device_config.device_type).type
+    if device not in ("cpu", "cuda"):
+        raise GeometryUnsupported(f"the engine runs on {device}; CPUs and NVIDIA GPUs are served")
+    on_cpu = device == "cpu"
     block_bytes = spec.page_size_bytes
     heads = spec.num_kv_heads
     if block_bytes % (heads * spec.block_size):
@@ -75,6 +82,20 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         dtype=dtype,
         isa=isa,
     )
+
+
+def _check_rows(spec: Any) -> None:
+    """Some backends pack K and V in other ways than V right behind K for each token and head. With two KV heads, two
+    slots for K and V of all heads make tensors of the very same shape. raises: GeometryUnsupported.
+    """
+    slots, states = getattr(spec, "num_head_slots", None), getattr(spec, "tokens_per_state", 1)
+    if slots is not None or states != 1:
+        raise GeometryUnsupported(
+            f"the attention backend packs K and V in a way of its own ({slots} slots for {spec.num_kv_heads} KV heads, "
+            f"{states} tokens in a state); choose another --attention-backend"
+        )
+    if spec.head_size_v not in (0, spec.head_size):  # 0: MLA
+        raise GeometryUnsupported(f"K has {spec.head_size} elements and V {spec.head_size_v}; equal ones are served")
 
 
 def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> KeyspaceSpec:
@@ -129,10 +150,15 @@ def model_revision(model: Any) -> str:
 
 
 def _salt(settings: VllmSettings, vllm_config: Any) -> bytes:
-    """Whatever else the KV depends on: what was overridden of the model's config, and how weights are quantized."""
+    """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
+    whether they are real ones."""
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _PROVENANCE}
-    parts = [settings.salt, config, str(model.dtype), model.quantization, str(vllm_config.cache_config.cache_dtype)]
+    overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
+    quantization = [model.quantization, str(vllm_config.cache_config.cache_dtype)]
+    parts = [settings.salt, config, overrides, str(model.dtype), quantization]
+    if str(vllm_config.load_config.load_format) == "dummy":
+        parts.append("made-up weights")
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
@@ -14,6 +15,8 @@ from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun
 
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
+# After a load that was late nothing is loaded for a while, the longer the more have been late since one was not.
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class LoadPlans:
         self._settings, self._tally, self._now_s = settings, tally, now_s
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self.cost = LoadCost()
+        self._pauses = Backoff(_PAUSE_S, _PAUSE_MAX_S)
+        self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
@@ -69,7 +74,8 @@ class LoadPlans:
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
         offered_chunks = chunks = sum(run.chunk_count for run in runs)
         if self._settings.load == LOAD_QUICKER:
-            chunks = self.cost.worthwhile_chunks(runs, self._queued_bytes)
+            paused = self._now_s() < self._paused_until_s
+            chunks = 0 if paused else self.cost.worthwhile_chunks(runs, self._queued_bytes)
         if self._queued_bytes + chunks * self._chunk_bytes > self._settings.load_bytes_in_flight_max:
             chunks = 0
         if not lookup.counted:  # a request that gets no blocks asks again and again
@@ -141,7 +147,11 @@ class LoadPlans:
         first_chunk = running.order.hashes[running.order.first_chunk]
         if self._first_chunks.get(first_chunk, ("", 0.0))[0] == request_id:
             del self._first_chunks[first_chunk]
-        if running.late or not running.failed:
+        if running.late:
+            if self._now_s() >= self._paused_until_s:  # of loads that are late together the first one counts
+                self._paused_until_s = self._now_s() + self._pauses.next_s()
+        elif not running.failed:
+            self._pauses.reset()
             # A step that waits for the layers of its loads ends with its own work: that is no part of the load.
             duration_s = running.worker_s if self._settings.layerwise else self._now_s() - running.begun_at_s
             self.cost.note_load(running.size_bytes, duration_s, running.plan.estimated_ms, running.plan.queued_bytes)

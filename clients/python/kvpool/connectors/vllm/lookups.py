@@ -20,7 +20,8 @@ from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _GOOD_FOR_S = 1.0  # a request that gets no blocks at once need not be matched in every step
-_BEGUN_MAX = 32  # in one step: each hashes a prompt first
+_BEGUN_MAX = 32  # in one step
+_TOKENS_MAX = 1 << 17  # to be hashed in one step: some 10 ms
 _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is taken for lost
 
 
@@ -55,7 +56,11 @@ class Lookups:
     def new_step(self) -> None:
         """What one step may wait and begin is to be had again."""
         self._wait_left_s = self._settings.lookup_wait_ms / 1e3
-        self._begun = 0
+        self._begun, self._tokens = 0, 0
+
+    def hashed(self, token_count: int) -> None:
+        """So many tokens were hashed for a lookup in this step."""
+        self._tokens += token_count
 
     @property
     def pool(self) -> KvPool | None:
@@ -64,8 +69,8 @@ class Lookups:
 
     @property
     def may_begin(self) -> bool:
-        """Whether another one may be begun in this step."""
-        return self._begun < _BEGUN_MAX
+        """Whether another prompt may be hashed and looked up in this step."""
+        return self._begun < _BEGUN_MAX and self._tokens < _TOKENS_MAX
 
     def answer(self, lookup: Lookup, pool: KvPool, chain: Chain, held_chunks: int) -> PrefixMatch | None:
         """What the pool has of a chain; None while that is not known. Waits for a moment at most."""
@@ -74,7 +79,7 @@ class Lookups:
         if lookup.found is not None and lookup.running is None and fresh:
             return lookup.found
         if lookup.running is None:
-            if not self.may_begin:
+            if self._begun >= _BEGUN_MAX:
                 return None
             lookup.running = self._begin(pool, chain, held_chunks)
             lookup.begun_at_s, lookup.held_chunks = now_s, held_chunks

@@ -75,7 +75,8 @@ class ChunksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
-    """How a load ended on one rank. late: it was given up at its deadline."""
+    """How a load ended on one rank. late: it was given up at its deadline. gone: the pool does not
+    have its first failed chunk, or a damaged one; after other failures it may have it still."""
 
     request_id: str
     chunk_count: int  # that came in
@@ -86,6 +87,7 @@ class LoadEnd:
     disk_tokens: int = 0
     remote_tokens: int = 0
     late: bool = False
+    gone: bool = False
     failure: str = ""
 
 

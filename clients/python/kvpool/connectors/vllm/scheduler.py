@@ -25,7 +25,7 @@ from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-_STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
+_STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_REPETITION")
 _CHANGES_MAX = 4096
 _UNREADY_S = 1.0  # what a worker said of its agent holds for so long; it is heard of with steps only
 
@@ -102,8 +102,10 @@ class SchedulerSide:
         state.plan, pool = None, self._pool_for(state, held_tokens)
         if pool is None:
             return 0
-        if state.chain is None and not self._lookups.may_begin:
-            return None
+        if state.chain is None:
+            if not self._lookups.may_begin:
+                return None
+            self._lookups.hashed(request.num_tokens)
         chain = self._chain_of(state, pool)
         held_chunks = held_tokens // self._settings.chunk_tokens
         if chain.chunk_count <= held_chunks:
@@ -114,6 +116,8 @@ class SchedulerSide:
         if found is None:
             return None
         self._known.add(chain.hashes[held_chunks : found.matched_chunks])
+        if found.error is None and not state.lookup.counted:  # what was evicted is to be stored again
+            self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
         state.plan = self._loads.plan(chain, state.lookup, found, held_tokens)
         return state.plan.token_count if state.plan is not None else 0
 
@@ -268,7 +272,7 @@ class SchedulerSide:
         if end.failed_chunks and self._seldom.due("load"):
             why, more = end.failure or "damaged or gone", self._seldom.more("load")
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
-        if gone:
+        if gone and end.gone:
             self._known.drop(gone)
             self._tell(ChunksChanged(hashes=gone))
 

@@ -20,7 +20,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreE
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker_stores import WorkerStores
 from kvpool.connectors.vllm.worker_tables import block_table, chain_of
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing
 from kvpool.core.ipc import EngineEvent
 
 
@@ -183,6 +183,7 @@ class WorkerSide:
                 disk_tokens=tokens.disk if tokens is not None else 0,
                 remote_tokens=tokens.remote if tokens is not None else 0,
                 late=report is not None and isinstance(report.error, DeadlineExceeded),
+                gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
                 failure=failure,
             )
         )

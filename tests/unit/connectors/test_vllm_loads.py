@@ -1,0 +1,157 @@
+"""What the vLLM connector's scheduler's side learns of loads, and how it goes about those of its requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.client.engine_items import EngineMatchRun, EngineSource
+from kvpool.client.hashing import Chain
+from kvpool.client.pool_values import PrefixMatch
+from tests.unit.connectors.vllm_fakes import FakePool, a_request
+from tests.unit.connectors.vllm_worlds import BLOCKS, CHUNK_BYTES, World
+
+
+def learned(world: World, request_id: str, *, seconds: float, loaded_chunks: int = 3, late: bool = False) -> None:
+    """One load, from its decision until the engine knows of its end."""
+    orders = world.load(a_request(120, request_id, first_token=1000 * len(request_id)))
+    assert orders.loads
+    world.clock.advance(seconds)
+    world.ended(orders, loaded_chunks, late=late)
+
+
+def test_a_load_takes_until_the_engine_knows_of_its_end() -> None:
+    world = World(FakePool(3, estimated_ms=30.0))
+    learned(world, "the first one connects", seconds=5.0)
+    learned(world, "a", seconds=0.130)
+    assert world.side.cost.overhead_ms == pytest.approx(100)
+    assert world.side.cost.load_bytes_per_s == pytest.approx(3 * CHUNK_BYTES / 0.130)
+
+
+def test_after_a_load_that_was_late_others_are_computed_for_a_moment() -> None:
+    world = World(FakePool(3, estimated_ms=30.0))
+    world.side.cost.warmed_up = True
+    learned(world, "damaged", seconds=0.9, loaded_chunks=1)
+    learned(world, "late", seconds=0.9, loaded_chunks=1, late=True)
+    assert world.side.cost.overhead_ms == 0  # it says nothing of loads that come in
+    assert world.match(a_request(120, "now", first_token=5000)) == 0
+    world.clock.advance(1.0)
+    assert world.match(a_request(120, "soon", first_token=6000)) == 96
+
+
+def test_loads_that_are_late_together_count_as_one() -> None:
+    world = World(FakePool(3))
+    together = [world.load(a_request(120, f"r{number}", first_token=1000 * number)) for number in range(20)]
+    for orders in together:
+        world.ended(orders, 0, late=True)
+    world.clock.advance(1.0)
+    assert world.match(a_request(120, "soon", first_token=90_000)) == 96
+
+
+def test_an_agent_that_lets_loads_be_late_is_asked_now_and_then_only() -> None:
+    world = World(FakePool(3, estimated_ms=1.0), shares_blocks=False)
+    loads = 0
+    for number in range(600):
+        request = a_request(120, f"r{number}")
+        tokens = world.match(request)
+        if tokens:
+            loads += 1
+            world.side.allocated(request, BLOCKS, tokens)
+            orders = world.build()
+            world.clock.advance(0.8)
+            world.ended(orders, 0, late=True)
+        world.build()
+        world.side.finished(request, [], "FINISHED_ABORTED")
+        world.clock.advance(0.2)  # five requests a second
+    assert 6 <= loads <= 14  # pauses are jittered
+
+
+def test_an_operator_who_wants_loads_always_gets_them() -> None:
+    world = World(FakePool(3), load="always")
+    world.ended(world.load(a_request(120, "late")), 0, late=True)
+    assert world.match(a_request(120, "next", first_token=5000)) == 96
+
+
+def test_a_part_that_is_loaded_is_measured_against_its_own_estimate() -> None:
+    class TwoRuns(FakePool):
+        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+            return PrefixMatch(
+                3,
+                chain.usable_tokens(3),
+                (
+                    EngineMatchRun(2, EngineSource.STAGING, 20.0),
+                    EngineMatchRun(1, EngineSource.REMOTE, 1e6),
+                ),
+            )
+
+    world = World(TwoRuns())
+    world.side.cost.warmed_up = True
+    world.side.cost.note_prefill(100, 0.2)
+    orders = world.load(a_request(120))
+    assert orders.loads[0].end_chunk == 2
+    world.clock.advance(0.050)
+    world.ended(orders, loaded_chunks=2)
+    assert world.side.cost.overhead_ms == pytest.approx(30)
+
+
+def test_what_waits_before_a_load_is_no_overhead_of_it() -> None:
+    world = World(FakePool(3, estimated_ms=10.0))
+    world.side.cost.warmed_up, world.side.cost.load_bytes_per_s = True, 3 * CHUNK_BYTES / 0.1
+    first = world.load(a_request(120, "a"))
+    second = world.load(a_request(120, "b", first_token=500))
+    world.clock.advance(0.110)
+    world.side.received(["b"])
+    assert world.side.cost.overhead_ms == pytest.approx(0, abs=1e-6)
+    world.ended(first, 3)
+    assert second.loads
+
+
+def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
+    world = World(FakePool(0))
+    requests = [a_request(100, f"r{number}", first_token=200 * number) for number in range(40)]
+    for request in requests:
+        world.match(request)
+        request.num_computed_tokens = 99  # one known token each; the others are guesses
+    orders = world.build({request.request_id: 5 for request in requests})
+    world.clock.advance(0.05)
+    world.side.heard(orders.step, [])
+    assert world.side.cost.compute_ms_per_token == 0
+
+
+def test_steps_that_wait_for_layers_do_not_say_how_fast_the_engine_computes() -> None:
+    world = World(FakePool(3), layerwise=True)
+    request = a_request(400)
+    tokens = world.match(request)
+    assert tokens == 96
+    world.side.allocated(request, BLOCKS, tokens)
+    orders = world.build({"r": 304})
+    world.clock.advance(2.0)
+    world.ended(orders, 3)
+    assert world.side.cost.compute_ms_per_token == 0
+
+
+def test_a_request_that_ends_with_the_step_that_loaded_its_layers_is_stored() -> None:
+    world = World(FakePool(3), layerwise=True)
+    request = a_request(140)
+    world.load(request)
+    request.num_computed_tokens = 140
+    assert world.side.finished(request, BLOCKS, "FINISHED_LENGTH_CAPPED")  # vLLM says this before the load's end
+    assert [(order.first_chunk, order.end_chunk) for order in world.build().stores] == [(3, 4)]
+
+
+def test_an_ended_load_does_not_let_others_forget_a_running_one_of_the_same_chunk() -> None:
+    world = World(FakePool(3))
+    first = world.load(a_request(120, "a"))
+    world.clock.advance(60.0)  # late: nobody waits for it any more
+    world.load(a_request(120, "b"))
+    world.ended(first, 3)
+    assert world.match(a_request(120, "c")) is None
+
+
+def test_tokens_are_named_only_if_somebody_asks_for_them() -> None:
+    world = World(FakePool(0), tells_changes=False)
+    request = a_request(100)
+    world.match(request)
+    request.num_computed_tokens = 99
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    world.stored(world.build())
+    assert world.side.take_changes() == []

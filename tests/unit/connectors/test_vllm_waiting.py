@@ -1,0 +1,227 @@
+"""Many requests, slow answers and ends that are lost: what the vLLM connector's scheduler's side does in one step."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.client.hashing import Chain
+from kvpool.client.pool_values import PrefixMatch
+from kvpool.client.sync import BackgroundLoop
+from kvpool.connectors.vllm.request_chain import request_chain
+from kvpool.core.errors import ServiceUnavailable
+from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
+from tests.unit.connectors.vllm_worlds import BLOCKS, World
+
+_HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
+
+
+def test_however_many_requests_wait_a_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(FakePool(3), lookup_wait_ms=3.0)
+    world.link.held = True
+    waited: list[float] = []
+
+    def wait(futures: list[Future[Any]], timeout_s: float) -> None:
+        waited.append(timeout_s)
+        world.clock.advance(timeout_s)
+
+    monkeypatch.setattr("concurrent.futures.wait", wait)
+    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(30)]
+    assert [world.match(request) for request in requests] == [None] * 30
+    assert sum(waited) == pytest.approx(0.003)
+    world.build()
+    world.side.matched_tokens(requests[0], 0)
+    assert sum(waited) == pytest.approx(0.006)
+
+
+def test_a_step_begins_so_many_lookups_and_hashes_so_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    hashed: list[str] = []
+
+    def count(request: Any, *others: Any) -> Chain:
+        hashed.append(request.request_id)
+        return request_chain(request, *others)
+
+    monkeypatch.setattr(_HASHING, count)
+    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
+    for request in requests:
+        world.match(request)
+    assert len(hashed) == 32
+    for expected in (64, 96, 100, 100):
+        world.build()
+        assert {world.side.matched_tokens(request, 0) for request in requests} == {None}
+        assert len(hashed) == expected
+    world.link.go()
+    assert [world.side.matched_tokens(request, 0) for request in requests] == [96] * 100
+
+
+def test_a_lookup_that_is_never_answered_costs_a_moment_only(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    assert world.match(request) is None
+    world.clock.advance(1.0)
+    assert world.side.matched_tokens(request, 0) is None
+    world.clock.advance(0.5)
+    assert world.side.matched_tokens(request, 0) == 0
+    assert world.side.tally.take()["failed_lookups"] == 1
+    assert "never answered" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), TimeoutError(), ServiceUnavailable("gone")])
+def test_a_lookup_that_ends_in_any_error_is_no_match(error: Exception) -> None:
+    class Broken(FakePool):
+        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+            raise error
+
+    world = World(Broken(3))
+    assert world.match(a_request(120)) == 0
+    assert world.side.tally.take()["failed_lookups"] == 1
+
+
+def test_failures_of_many_requests_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(FakePool(error=ServiceUnavailable("gone")), chunk_tokens=16)
+    for number in range(50):
+        world.match(a_request(120, f"r{number}"))
+        world.clock.advance(0.2)
+    assert caplog.text.count("nothing is looked up") == 1
+    world.clock.advance(10.0)
+    world.match(a_request(120, "last"))
+    assert caplog.text.count("nothing is looked up") == 2
+    assert "more like it" in caplog.text
+
+
+def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
+    world = World(FakePool(3))
+    world.match(a_request(120))
+    world.side.allocated(a_request(120, "unknown"), BLOCKS[:4], 64)
+    (order,) = world.build().loads
+    assert (order.first_chunk, order.end_chunk) == (0, 0)
+    assert order.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
+
+
+def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
+    world = World(FakePool(3))
+    world.side.heard(world.build().step, [], ready=False)
+    request = a_request(120)
+    assert world.match(request) == 0
+    request.num_computed_tokens = 119
+    assert not world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert world.build().stores == []
+    world.clock.advance(1.5)  # an idle engine hears of its recovery with a request only
+    assert world.match(a_request(120, "b")) == 96
+
+
+def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(FakePool(0), store="prefill")
+    for name in ("bad", "good"):
+        world.side.on_new_request(a_request(64, name))
+
+    def fail(request: Any, *others: Any) -> Chain:
+        if request.request_id == "bad":
+            raise RuntimeError("planted")
+        return request_chain(request, *others)
+
+    monkeypatch.setattr(_HASHING, fail)
+    orders = world.build({"bad": 64, "good": 64})
+    assert [order.request_id for order in orders.stores] == ["good"]
+    assert "planted" in caplog.text
+
+
+def test_a_request_whose_adapter_is_being_read_computes_and_is_stored_later(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    world = World(FakePool(3))
+    world.link.held = True
+    lora = SimpleNamespace(lora_int_id=1, lora_name="l", lora_path=str(tmp_path))
+    request = a_request(120, lora_request=lora)
+    assert world.match(request) == 0
+    world.link.go()
+    world.link.held = False
+    request.num_computed_tokens = 119
+    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+
+
+def test_after_a_reset_the_pool_is_anothers() -> None:
+    world = World(FakePool(3))
+    request, begun, loading = a_request(120, "new"), a_request(120, "begun"), a_request(120, "loading", first_token=500)
+    world.load(loading)
+    for one in (request, begun):
+        world.match(one)
+    begun.num_computed_tokens = 64
+    world.side.forget()
+    assert world.side.matched_tokens(begun, 0) == 0  # its blocks may be of both kinds of weights
+    world.link.pool.chunk_count = 0
+    world.side.matched_tokens(request, 0)
+    asked = [chain.hashes for chain, _ in world.link.pool.asked]
+    assert not set(asked[-1]) & {one for hashes in asked[:-1] for one in hashes}
+    request.num_computed_tokens = begun.num_computed_tokens = 119
+    assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    assert not world.side.finished(begun, BLOCKS, "FINISHED_STOPPED")
+    (order,) = world.build().stores
+    assert (order.request_id, order.hashes) == ("new", asked[-1])
+
+
+def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
+    world = World(FakePool(3))
+    for number in range(5):
+        request = a_request(120, f"r{number}", first_token=200 * number)
+        world.ended(world.load(request), loaded_chunks=3)
+        request.num_computed_tokens = 119
+        world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+        world.stored(world.build())
+    side: Any = world.side
+    assert (side._states, side._loads._running, side._loads._first_chunks, side._store_plans._open) == ({}, {}, {}, {})
+    assert side._loads._queued_bytes == 0
+
+
+def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
+    class Loop(FakeLink):
+        def start(self, work: Any) -> Any:
+            return background.start(work)
+
+    class Slow(FakePool):
+        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    background = BackgroundLoop("test lookups")
+    try:
+        world = World(FakePool(3), lookup_wait_ms=5000.0)
+        world.side._lookups._link = world.link = Loop(FakePool(3))  # type: ignore[assignment]
+        assert world.match(a_request(120)) == 96
+        world.link.pool = Slow(3)
+        world.side._lookups._wait_left_s = 0.001
+        request = a_request(120, "b", first_token=300)
+        assert world.match(request) is None
+        world.side.finished(request, [], "FINISHED_ABORTED")
+    finally:
+        background.stop()
+
+
+def test_a_step_hashes_so_many_tokens_also_of_requests_that_wait_for_anothers_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.connectors.vllm.lookups._TOKENS_MAX", 500)
+    world = World(FakePool(3))
+    world.load(a_request(120, "first"))
+    hashed: list[str] = []
+
+    def count(request: Any, *others: Any) -> Chain:
+        hashed.append(request.request_id)
+        return request_chain(request, *others)
+
+    monkeypatch.setattr(_HASHING, count)
+    requests = [a_request(120, f"r{number}") for number in range(12)]
+    assert {world.match(request) for request in requests} == {None}
+    assert len(hashed) == 5
+    world.build()
+    assert {world.side.matched_tokens(request, 0) for request in requests} == {None}
+    assert len(hashed) == 10

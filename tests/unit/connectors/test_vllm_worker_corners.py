@@ -1,0 +1,178 @@
+"""What a worker's side of the vLLM connector does when a step, its orders or its GPU go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.client.engine_items import TierTokens
+from kvpool.client.pool_values import BlockHold, LoadReport
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.wiring import idle_worker
+from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
+from kvpool.testing import ManualClock
+from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool
+from tests.unit.connectors.vllm_fakes import FakeLink
+
+
+class LayerTicket:
+    """A load that brings one chunk."""
+
+    layers_loaded, done = 0, False
+
+    def __init__(self, first_chunk: int, error: KvPoolError) -> None:
+        self._report = LoadReport(first_chunk, 1, (first_chunk + 1,), TierTokens(), error, BlockHold())
+
+    async def wait_layers(self, layers: int) -> bool:
+        return True
+
+    async def report(self) -> LoadReport:
+        return self._report
+
+
+class LayerPool(Pool):
+    """Loads one chunk only."""
+
+    def begin_load(self, chain: Any, blocks: Any, *, first_chunk: int, **values: Any) -> LayerTicket:
+        return LayerTicket(first_chunk, DeadlineExceeded("planted"))
+
+
+def a_worker(pool: Any, *, record: Any = lambda: None, **settings: Any) -> WorkerSide:
+    return WorkerSide(
+        VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
+        FakeLink(pool),  # type: ignore[arg-type]
+        block_tokens=BLOCK,
+        chunk_bytes=CHUNK_BYTES,
+        load_only=False,
+        record=record,
+        now_s=ManualClock().monotonic_s,
+    )
+
+
+def a_load(request_id: str, blocks: Sequence[int]) -> LoadOrder:
+    return LoadOrder(
+        request_id=request_id,
+        hashes=HASHES,
+        token_count=130,
+        block_ids=tuple(blocks),
+        first_chunk=0,
+        end_chunk=4,
+        first_token=0,
+        end_token=128,
+        timeout_s=1.0,
+    )
+
+
+def a_store(number: int, request_id: str, blocks: Sequence[int]) -> StoreOrder:
+    return StoreOrder(
+        number=number,
+        request_id=request_id,
+        hashes=HASHES,
+        token_count=130,
+        block_ids=tuple(blocks),
+        first_chunk=2,
+        end_chunk=4,
+    )
+
+
+def stores_of(worker: WorkerSide) -> list[tuple[int, int]]:
+    """Numbers, and chunks that failed."""
+    return [(end.number, end.failed_chunks) for end in worker.take_ends() if isinstance(end, StoreEnd)]
+
+
+@pytest.mark.parametrize("told_first", [False, True])
+def test_what_was_computed_from_layers_that_did_not_come_is_not_stored(told_first: bool) -> None:
+    pool = LayerPool()
+    worker = a_worker(pool, layerwise=True)
+    other, apart = (*BLOCKS[:4], 301, 302, 303, 304), range(400, 408)
+    orders = StepOrders(
+        step=1,
+        loads=[a_load("r", BLOCKS)],
+        # Another request has found the same blocks in the engine's own cache; a third one has nothing to do with them.
+        stores=[a_store(1, "r", BLOCKS), a_store(2, "other", other), a_store(3, "apart", apart)],
+    )
+    worker.start_loads(orders)
+    worker.wait_layers(1)
+    if told_first:  # with drafts to compute, vLLM ends a step after it has asked what failed
+        assert worker.take_failed_blocks() == set(BLOCKS[2:])
+    worker.start_stores(orders)
+    assert worker.take_failed_blocks() == (set() if told_first else set(BLOCKS[2:]))
+    assert stores_of(worker) == [(1, 2), (2, 2), (3, 0)]
+    assert [asked["blocks"] for asked in pool.asked] == [list(apart)]
+    later = StepOrders(step=2, stores=[a_store(4, "r", BLOCKS)])
+    worker.start_loads(later)
+    worker.start_stores(later)
+    assert (4, 0) in stores_of(worker)
+
+
+def test_a_load_that_was_late_says_so() -> None:
+    worker = a_worker(LayerPool(), layerwise=True)
+    worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))
+    worker.take_failed_blocks()
+    (end,) = worker.take_ends()
+    assert isinstance(end, LoadEnd)
+    assert (end.late, end.gone, end.chunk_count, end.failed_chunks) == (True, False, 1, 3)
+
+
+def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
+    class Failing(Pool):
+        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+            return LoadReport(0, 1, (1, 2, 3), TierTokens(), self.error, BlockHold())
+
+        error: KvPoolError
+
+    pool = Failing()
+    worker = a_worker(pool)
+    told = []
+    for pool.error in (PageMissing("planted"), PageCorrupt("planted"), ServiceUnavailable("planted")):
+        worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))
+        worker.take_received()
+        told += [end.gone for end in worker.take_ends() if isinstance(end, LoadEnd)]
+    assert told == [True, True, False]
+
+
+def test_a_gpu_that_cannot_record_costs_each_order_but_loses_none() -> None:
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    worker = a_worker(Pool(), record=fail)
+    worker.start_loads(StepOrders(step=1, loads=[a_load("a", BLOCKS), a_load("b", range(200, 208))]))
+    assert worker.take_received() == {"a", "b"}
+    assert worker.take_failed_blocks() == {*BLOCKS, *range(200, 208)}
+    worker.start_stores(StepOrders(step=1, stores=[a_store(1, "c", BLOCKS)], release=["c"]))
+    assert worker.take_released() == {"c"}
+    assert stores_of(worker) == [(1, 2)]
+
+
+def test_a_load_of_which_nothing_is_known_ends() -> None:
+    worker = a_worker(Pool())
+    order = LoadOrder(
+        request_id="r",
+        hashes=(),
+        token_count=0,
+        block_ids=BLOCKS,
+        first_chunk=0,
+        end_chunk=0,
+        first_token=0,
+        end_token=128,
+        timeout_s=0.0,
+    )
+    worker.start_loads(StepOrders(step=1, loads=[order]))
+    assert (worker.take_received(), worker.take_failed_blocks()) == ({"r"}, set(BLOCKS))
+
+
+def test_a_worker_that_cannot_share_ends_what_it_is_ordered() -> None:
+    configured = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
+    worker = idle_worker(VllmSettings(agent="unix:/x", chunk_tokens=CHUNK), configured)
+    assert not worker.ready
+    orders = StepOrders(step=1, loads=[a_load("a", BLOCKS)], stores=[a_store(1, "b", BLOCKS)], release=["b"])
+    worker.start_loads(orders)
+    worker.start_stores(orders)
+    assert (worker.take_released(), worker.take_received()) == ({"b"}, {"a"})
+    assert worker.take_failed_blocks() == set(BLOCKS)
+    assert stores_of(worker) == [(1, 2)]

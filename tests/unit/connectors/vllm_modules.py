@@ -1,0 +1,107 @@
+"""As much of vLLM's modules as the connector imports, for tests without vLLM."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+EVENTS = "vllm.distributed.kv_events"
+
+
+class Role(enum.Enum):
+    """KVConnectorRole."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """KVConnectorBase_V1."""
+
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._vllm_config, self._kv_cache_config, self._role = vllm_config, kv_cache_config, role
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._connector_metadata: Any = None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._connector_metadata = metadata
+
+    on_new_request = update_connector_output = take_events = reset_cache = requires_kv_delivery = None
+    handle_preemptions = get_transfer_results = get_block_ids_with_load_errors = build_connector_worker_meta = None
+
+
+@dataclass
+class SchedulerOutput:
+    """One of vLLM's dataclasses."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] | None = None
+    kv_connector_block_state: Any = None
+
+
+class Request:
+    """One of vLLM's plain classes: attributes are set by its constructor."""
+
+    def __init__(self) -> None:
+        self.request_id = self.num_prompt_tokens = self.num_computed_tokens = self.num_in_flight_tokens = None
+        self.num_preemptions = self.cache_salt = self.lora_request = self.mm_features = self.prompt_embeds = None
+        self.resumable = self.skip_reading_prefix_cache = self.all_token_ids = None
+
+    num_tokens = 0
+
+
+@dataclass
+class VllmConfig:
+    """What the connector's constructor reads."""
+
+    kv_transfer_config: Any
+    kv_events_config: Any = None
+    cache_config: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
+    batches: int = 1
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        return self.batches
+
+
+def a_config(batches: int = 1, **extra: Any) -> VllmConfig:
+    """Of an engine with the connector."""
+    extra = {"agent": "unix:/x", "chunk_tokens": 32, **extra}
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="fail"
+    )
+    return VllmConfig(transfer, batches=batches)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends."""
+    empty: Any = type("Empty", (), {})
+    modules: dict[str, dict[str, Any]] = {
+        BASE: {
+            "KVConnectorBase_V1": Base,
+            "KVConnectorRole": Role,
+            "KVConnectorMetadata": empty,
+            "KVConnectorWorkerMetadata": empty,
+        },
+        METRICS: {"KVConnectorStats": empty, "KVConnectorPromMetrics": empty},
+        EVENTS: {"MEDIUM_STORAGE": "STORAGE", "BlockRemoved": dict, "BlockStored": dict, "KVCacheEvent": object},
+        "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
+        "vllm.v1.request": {"Request": Request},
+        "vllm.config": {"VllmConfig": VllmConfig},
+    }
+    for name, values in modules.items():
+        for at in range(name.count(".") + 1):
+            package = ".".join(name.split(".")[: at + 1])
+            monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
+        vars(sys.modules[name]).update(values)
+    vars(sys.modules["vllm"])["__version__"] = "9.9"
+    for own in ("kvpool.connectors.vllm.connector", "kvpool.connectors.vllm.messages"):
+        monkeypatch.setitem(sys.modules, own, ModuleType(own))  # gone after the test
+        del sys.modules[own]

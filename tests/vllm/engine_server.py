@@ -1,0 +1,236 @@
+"""vLLM engines, each in processes of its own: `python -m tests.vllm.engine_server SOCKET`, until its stdin ends.
+
+Each connection gets an engine. Its first line is vLLM's arguments with `log` (a file) and `kvpool` (an extra config;
+absent for plain vLLM); then come commands, one a line, answered by `id` in the order in which they end. All processes
+of an engine are forked from this one, which has imported vLLM: that takes ten seconds, three times an engine, when each
+of its processes is spawned, as vLLM's CPU platform wants it. The API server that test_server.py starts does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_LINE_BYTES_MAX = 1 << 26
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    os.environ.update(ENVIRONMENT)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    _import_all()
+    listener.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine
+    print("ready", flush=True)
+    while True:
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            return
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _become_engine(connection)
+        connection.close()
+
+
+def _import_all() -> None:
+    """Whatever an engine's processes would import, and what is needed to fork them."""
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    import kvpool.connectors.vllm.connector  # noqa: F401
+
+    configure = CpuPlatform.check_and_update_config
+
+    def configure_to_fork(vllm_config: Any) -> None:
+        configure(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
+    # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+
+
+def _become_engine(connection: socket.socket) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # so that a test can kill all of the engine's processes
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        asyncio.run(_serve(connection))
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE_BYTES_MAX)
+    config = json.loads(await reader.readline())
+    log = os.open(config.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    _answer(writer, {"id": 0, "pid": os.getpid()})
+    await writer.drain()
+    events = (config.get("kv_events_config") or {}).get("endpoint", "")
+    served = _Served(_engine(config), writer, _Events(events) if events else None)
+    _answer(writer, {"id": 1})
+    while line := await reader.readline():
+        served.begin(json.loads(line))
+    served.engine.shutdown()
+
+
+def _answer(writer: asyncio.StreamWriter, document: Mapping[str, Any]) -> None:
+    writer.write(json.dumps(document).encode() + b"\n")
+
+
+def _engine(config: dict[str, Any]) -> Any:
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    extra = config.pop("kvpool", None)
+    if extra is not None:
+        config["kv_transfer_config"] = {
+            "kv_connector": "KvPoolConnector",
+            "kv_connector_module_path": "kvpool.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    if config.get("kv_events_config"):
+        config["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **config["kv_events_config"])
+    arguments = AsyncEngineArgs(
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=False,
+        worker_extension_cls="tests.vllm.worker_probe.WorkerProbe",
+        **{"max_model_len": 4096, **config},
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+class _Events:
+    """What vLLM publishes, as anyone who subscribes gets it."""
+
+    def __init__(self, endpoint: str) -> None:
+        import zmq.asyncio
+
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        self._socket.connect(endpoint)
+        self._socket.subscribe(b"")
+        self.heard: list[dict[str, Any]] = []
+        self._task = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        import msgspec
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        while True:
+            _, _, payload = await self._socket.recv_multipart()
+            for event in decoder.decode(payload).events:
+                named = {field: getattr(event, field) for field in event.__struct_fields__}
+                self.heard.append({"kind": type(event).__name__, **named})
+
+
+class _Served:
+    """An engine and the commands it is at."""
+
+    def __init__(self, engine: Any, writer: asyncio.StreamWriter, events: _Events | None) -> None:
+        self.engine, self._writer, self._events = engine, writer, events
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def begin(self, command: Mapping[str, Any]) -> None:
+        """Answered some time."""
+        self._tasks[command["id"]] = asyncio.create_task(self._run(command))
+
+    async def _run(self, command: Mapping[str, Any]) -> None:
+        try:
+            found = await getattr(self, f"_{command['op']}")(command)
+        except asyncio.CancelledError:
+            found = {"error": "aborted"}
+        except Exception as error:
+            found = {"error": repr(error)}
+        del self._tasks[command["id"]]
+        _answer(self._writer, {"id": command["id"], **found})
+
+    async def _generate(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Greedy tokens of each prompt, and how long all of them took together."""
+        started_s = time.perf_counter()
+        outputs = await asyncio.gather(
+            *(self._one(command, number, prompt) for number, prompt in enumerate(command["prompts"]))
+        )
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "seconds": time.perf_counter() - started_s,
+        }
+
+    async def _one(self, command: Mapping[str, Any], number: int, prompt: list[int]) -> Any:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            max_tokens=command["max_tokens"], temperature=0.0, detokenize=False, ignore_eos=True
+        )
+        given: dict[str, Any] = {"prompt_token_ids": prompt}
+        if command.get("salt"):
+            given["cache_salt"] = command["salt"]
+        outputs = [one async for one in self.engine.generate(given, parameters, f"{command['id']}-{number}")]
+        return outputs[-1]
+
+    async def _abort(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """A generation that is under way, as a client that goes away does."""
+        task = self._tasks.get(command["target"])
+        if task is not None:
+            task.cancel()
+        return {}
+
+    async def _reset(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        return {"reset": await self.engine.reset_prefix_cache()}
+
+    async def _probe(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """A method of WorkerProbe on all ranks."""
+        return {"ranks": await self.engine.collective_rpc(command["method"], args=tuple(command["arguments"]))}
+
+    async def _published(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """All events so far, bytes in hexadecimal."""
+        assert self._events is not None
+        return {"events": json.loads(json.dumps(self._events.heard, default=bytes.hex))}
+
+    async def _counters(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """kvpool's counters, those of preemption and the share of blocks in use, by name."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        found: dict[str, float] = {}
+        for metric in get_metrics_snapshot():
+            if any(part in metric.name for part in ("kvpool", "preempt", "kv_cache_usage")):
+                found[metric.name.removeprefix("vllm:")] = found.get(metric.name, 0) + getattr(metric, "value", 0)
+        return {"counters": found}
+
+
+if __name__ == "__main__":
+    main()
