@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +56,10 @@ def running_redis(directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running_index(directory: Path, redis_url: str, name: str = "index") -> Iterator[Server]:
+def running_index(directory: Path, redis_url: str, name: str = "index", flags: Sequence[str] = ()) -> Iterator[Server]:
     """An index process."""
     ready = directory / f"{name}.json"
-    command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+    command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *flags]
     environment = {**os.environ, "KVPOOL_INDEX_REDIS_URL": redis_url}
     log = (directory / f"{name}.log").open("wb")
     with log, _ended(subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log)) as process:

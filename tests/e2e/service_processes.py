@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,18 @@ class Process:
 class ServiceCluster:
     """An index in memory, pagestores and agents; each pagestore is a host of its own."""
 
-    def __init__(self, directory: Path, shm: Path) -> None:
-        self._directory, self._shm = directory, shm
-        self.index = Process("kvpool_index", directory / "index", "--listen", "127.0.0.1:0", "--lease-ttl-ms", "1000")
+    def __init__(self, directory: Path, shm: Path, flags: Mapping[str, Sequence[str]], redis_url: str) -> None:
+        self._directory, self._shm, self._flags = directory, shm, flags
+        self.index = Process(
+            "kvpool_index",
+            directory / "index",
+            *("--listen", "127.0.0.1:0", "--lease-ttl-ms", "1000", *flags.get("index", ())),
+            variables={"KVPOOL_INDEX_REDIS_URL": redis_url},
+        )
         self._processes = [self.index]
 
-    def pagestore(self, name: str) -> Process:
-        """A pagestore on host `name`."""
+    def pagestore(self, name: str, *flags: str) -> Process:
+        """A pagestore on host `name`. flags: more, or others, of them."""
         directory = self._directory / f"pagestore-{name}"
         process = Process(
             "kvpool_pagestore",
@@ -90,6 +95,8 @@ class ServiceCluster:
             *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
             *("--arena-bytes", str(64 << 20), "--segment-bytes", str(8 << 20), "--disk-bytes", str(256 << 20)),
             *("--heartbeat-interval-ms", "200", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+            *self._flags.get("pagestore", ()),
+            *flags,
         )
         self._processes.append(process)
         return process
@@ -104,6 +111,7 @@ class ServiceCluster:
             directory,
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index.wait_ready()["endpoint"]),
             *("--socket", str(self.socket(f"{name}.agent")), "--host-id", host or f"host of {name}", *local, *flags),
+            *self._flags.get("gpuagent", ()),
         )
         self._processes.append(process)
         return process
@@ -121,12 +129,14 @@ class ServiceCluster:
 
 
 @contextmanager
-def service_cluster(tmp_path: Path) -> Iterator[ServiceCluster]:
-    """Killed with everything it has left in shared memory when the block ends."""
+def service_cluster(
+    tmp_path: Path, *, flags: Mapping[str, Sequence[str]] | None = None, redis_url: str = ""
+) -> Iterator[ServiceCluster]:
+    """Killed with everything it has left in shared memory when the block ends. flags: more of them, by service."""
     shm = Path("/dev/shm") / f"kvpool-test-{os.getpid()}-{tmp_path.name[-20:]}"
     shm.mkdir(mode=0o700)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, shm, ignore_errors=True)
-        cluster = ServiceCluster(tmp_path, shm)
+        cluster = ServiceCluster(tmp_path, shm, flags or {}, redis_url)
         stack.callback(cluster.kill_all)
         yield cluster

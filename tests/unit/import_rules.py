@@ -70,7 +70,9 @@ SERVICE_RULES: dict[str, Rule] = {
     "{X}": Rule(),
     "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
     "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
-    "{X}.config.*": Rule(may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs")),
+    "{X}.config.*": Rule(
+        may_import=(*CORE, "{X}.core", "kvpool_server.config", "kvpool_server.logs", "kvpool_server.tls")
+    ),
     "{X}.metrics.*": Rule(may_import=(*CORE, "{X}.core", "prometheus_client")),
     "{X}.adapters.*": Rule(
         may_import=(*CORE, *RUNTIME, "{X}.ports", "{X}.core", *GPU, "numpy", "xxhash", "hiredis"),

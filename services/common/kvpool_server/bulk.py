@@ -7,6 +7,7 @@ import grpc
 
 from kvpool_server.listen import TcpAddress, check_tcp
 from kvpool_server.server import GrpcLimits, bind_port
+from kvpool_server.tls import ServiceTls
 
 
 class BulkServer:
@@ -27,10 +28,10 @@ class BulkServer:
             maximum_concurrent_rpcs=threads,
         )
 
-    def listen_tcp(self, address: TcpAddress) -> int:
-        """Bind `address` and return its port. Call before `start`. Raises StartupFailed."""
+    def listen_tcp(self, address: TcpAddress, tls: ServiceTls | None = None) -> int:
+        """Bind `address` and return its port; plain without `tls`. Call before `start`. Raises StartupFailed."""
         check_tcp(address)
-        return bind_port(self.grpc, address)
+        return bind_port(self.grpc, address, tls)
 
     def start(self) -> None:
         """Begin to answer."""

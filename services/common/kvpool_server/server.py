@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.core.errors import StartupFailed
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
+from kvpool_server.tls import ServiceTls
 
 _UNIX_SCHEME: Final = "unix:"
 
@@ -26,6 +27,7 @@ class GrpcLimits:
     keepalive_time_s: float = 20.0  # a silent connection is pinged after this
     keepalive_timeout_s: float = 10.0  # and dropped when the ping is not answered within this
     min_ping_interval_s: float = 5.0  # clients that ping more often are sent away
+    handshake_timeout_s: float = 20.0  # who has not shaken hands by then is sent away
 
     def options(self) -> list[tuple[str, int]]:
         """The channel arguments of a server."""
@@ -39,6 +41,7 @@ class GrpcLimits:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(self.handshake_timeout_s * 1000)),
         ]
 
 
@@ -61,16 +64,24 @@ class ControlServer:
         )
         self._service_names = tuple(service_names)
         self._unix_paths: list[Path] = []
+        self._health_grpc: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection(
             (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
         )
 
-    def listen_tcp(self, address: TcpAddress) -> int:
-        """Bind `address` and return its port. Call before `start`. Raises StartupFailed."""
+    def listen_tcp(self, address: TcpAddress, tls: ServiceTls | None = None) -> int:
+        """Bind `address` and return its port; plain without `tls`. Call before `start`. Raises StartupFailed."""
         check_tcp(address)
-        return bind_port(self.grpc, address)
+        return bind_port(self.grpc, address, tls)
+
+    def listen_health(self, address: TcpAddress) -> int:
+        """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed."""
+        check_tcp(address)
+        self._health_grpc = grpc.aio.server(options=GrpcLimits(max_message_bytes=1 << 16).options())
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_grpc)
+        return bind_port(self._health_grpc, address, None)
 
     def listen_unix(self, path: Path, *, group_access: bool = False) -> None:
         """Bind a unix socket that only this user, or also its file's group, may use.
@@ -93,6 +104,8 @@ class ControlServer:
         """Begin to answer. Health says NOT_SERVING until `set_serving(True)`."""
         await self.set_serving(False)
         await self.grpc.start()
+        if self._health_grpc is not None:
+            await self._health_grpc.start()
 
     async def set_serving(self, serving: bool) -> None:
         """Publish whether the service is ready: for the server as a whole and for each of its services."""
@@ -104,14 +117,19 @@ class ControlServer:
         """Say NOT_SERVING, refuse new calls, let running ones end within the grace, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+        if self._health_grpc is not None:
+            await self._health_grpc.stop(0)
         for path in self._unix_paths:
             path.unlink(missing_ok=True)
 
 
-def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress) -> int:
+def bind_port(server: grpc.Server | grpc.aio.Server, address: TcpAddress, tls: ServiceTls | None) -> int:
     """Bind one TCP address that `check_tcp` found free; returns the port. Raises StartupFailed."""
     try:
-        port = server.add_insecure_port(str(address))
+        if tls is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), tls.server())
     except RuntimeError as error:
         # Free a moment ago: someone else was faster.
         raise StartupFailed(f"cannot listen on {address}: it was just taken; configure another port") from error

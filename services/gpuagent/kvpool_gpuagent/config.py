@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from kvpool_server.tls import TlsSettings
+
 _POSITIVE = (
     "copy_threads",
     "scratch_bytes",
@@ -23,7 +25,7 @@ _POSITIVE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAgentConfig:
+class GpuAgentConfig(TlsSettings):
     """One gpuagent. It reaches one local pagestore by its unix socket, or none and uses page streams."""
 
     data_dir: Annotated[Path, "directory of this agent's node id; one process at a time"]

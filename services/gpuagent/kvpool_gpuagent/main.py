@@ -50,6 +50,7 @@ from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer
+from kvpool_server.tls import open_tls
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,13 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
     async with AsyncExitStack() as stack:
         directory = DataDirectory(config.data_dir)
         stack.callback(directory.close)
-        client = IndexClient(ClientConfig(index_endpoints=config.index_endpoints, host_id=config.host_id))
+        tls = open_tls(config, registry, service="gpuagent")
+        calling = ClientConfig(
+            index_endpoints=config.index_endpoints, host_id=config.host_id, tls=tls.client if tls else None
+        )
+        client = IndexClient(calling)
         stack.push_async_callback(client.close)
-        engine = _engine(config, client, registry, stack, stop)
+        engine = _engine(config, calling, client, registry, stack, stop)
         desk = DescriptorDesk()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
@@ -97,7 +102,9 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
             registry,
         )
         server.listen_unix(config.socket, group_access=config.socket_group_access)
-        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen)))
+        node = _node(config, directory.node_id, server.listen_tcp(_address("listen", config.listen), tls))
+        if config.health_listen:
+            server.listen_health(_address("health_listen", config.health_listen))
         descriptors = FdServer(descriptor_socket, on_offer=desk.on_offer, group_access=config.socket_group_access)
         descriptors.start()
         stack.callback(descriptors.close)
@@ -146,14 +153,19 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
 
 
 def _engine(
-    config: GpuAgentConfig, client: IndexClient, registry: CollectorRegistry, stack: AsyncExitStack, stop: Stop
+    config: GpuAgentConfig,
+    calling: ClientConfig,
+    client: IndexClient,
+    registry: CollectorRegistry,
+    stack: AsyncExitStack,
+    stop: Stop,
 ) -> GpuAgentEngine:
-    """The engine on its adapters; what has threads is closed by the stack."""
+    """The engine on its adapters; what has threads is closed by the stack. calling: how others are called."""
     device = _device(config, stop)
     stack.push_async_callback(device.close)
     pools = ConfiguredPools(
         client,
-        ClientConfig(host_id=config.host_id),
+        calling,
         pagestore_socket=config.pagestore_socket,
         bounce_bytes=config.bounce_bytes,
         on_map=device.register_segment,
@@ -163,7 +175,7 @@ def _engine(
     replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
     stack.push_async_callback(index.close)
-    agents = GrpcPeerAgents(ClientConfig(host_id=config.host_id))
+    agents = GrpcPeerAgents(calling)
     return GpuAgentEngine(config, device, index, pools, metrics, agents)
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from kvpool_server.config import SECRET
+from kvpool_server.tls import TlsSettings
 
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LOG_FORMATS: Final = ("logfmt", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexConfig:
+class IndexConfig(TlsSettings):
     """The kvpool index: which chunks exist, where, and who is alive."""
 
     listen: Annotated[str, "host:port of the gRPC service; port 0 takes a free one"] = "127.0.0.1:7100"

@@ -37,6 +37,7 @@ from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.server import ControlServer
 from kvpool_server.tasks import BackgroundTasks
+from kvpool_server.tls import open_tls
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     listen, metrics_listen = _address("listen", config.listen), _address("metrics_listen", config.metrics_listen)
     registry = new_registry()
+    tls = open_tls(config, registry, service="index")
     store = _open_store(config)
     engine = IndexEngine(
         store=store,
@@ -77,7 +79,9 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
         version=kvpool.__version__,
     )
     server = build_server(engine, config, RequestMetrics("index", registry))
-    endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen)))
+    endpoint = str(TcpAddress(listen.host, server.listen_tcp(listen, tls)))
+    if config.health_listen:
+        server.listen_health(_address("health_listen", config.health_listen))
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
     try:
@@ -86,7 +90,10 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
             for name, work in engine.background_work():
                 tasks.start(work, name=name)
             await server.set_serving(True)
-            _log.info("serving", extra=fields(endpoint=endpoint, metrics_url=metrics_url, store=store.kind))
+            _log.info(
+                "serving",
+                extra=fields(endpoint=endpoint, metrics_url=metrics_url, store=store.kind, tls=tls is not None),
+            )
             gc.freeze()  # what was made at start stays: no later collection has to walk over it
             write_ready_file(config.ready_file, endpoint=endpoint, metrics_url=metrics_url, store=store.kind)
             await stop.wait()

@@ -10,12 +10,13 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool_pagestore.core.quota import TenantQuotas
+from kvpool_server.tls import TlsSettings
 
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageStoreConfig:
+class PageStoreConfig(TlsSettings):
     """The kvpool pagestore: owns page bytes on one node, in shared memory above a disk tier."""
 
     data_dir: Annotated[Path, "directory of the node id and the disk tier; one process at a time"]

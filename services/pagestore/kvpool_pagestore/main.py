@@ -39,6 +39,7 @@ from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
+from kvpool_server.tls import ServiceTls, open_tls
 
 _log = logging.getLogger(__name__)
 
@@ -68,17 +69,18 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     tune_process()
     _log.info("starting", extra=fields(version=kvpool.__version__, **describe(config)))
     registry = new_registry()
+    tls = open_tls(config, registry, service="pagestore")
     directory = DataDirectory(config.data_dir)
     stack.callback(directory.close)
     clear_ready_file(config.ready_file)  # not before: it may be that of the process that holds the directory
     arena = _Arena(config, directory.node_id)
     stack.callback(arena.close)
-    index = _index(config)
+    index = _index(config, tls)
     parts = EngineParts(
         arena=arena.segments,
         store=await _open_store(config),
         disk_live_bytes=live_page_bytes(config.disk_bytes),
-        peers=GrpcPeerPages(),
+        peers=GrpcPeerPages(tls=tls.client if tls else None),
         index=index,
         placement=IndexPlacement(index) if isinstance(index, NodeIndexLink) else NoPlacement(),
         workers=_workers(config, stack),
@@ -90,7 +92,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.push_async_callback(engine.close)
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
-    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry))
+    servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls)
     metrics_listen = parse_address("metrics_listen", config.metrics_listen)
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     stack.callback(stop_metrics)
@@ -140,10 +142,15 @@ async def _open_store(config: PageStoreConfig) -> PageStore | None:
     return await asyncio.to_thread(open_disk_tier, config.data_dir / "disk", config.disk_bytes)
 
 
-def _index(config: PageStoreConfig) -> IndexLink:
+def _index(config: PageStoreConfig, tls: ServiceTls | None) -> IndexLink:
     if not config.index_endpoints:
         return NoIndex()
-    return NodeIndexLink(config.index_endpoints, config.index_timeout_ms / 1e3, config.reconcile_interval_ms / 1e3)
+    return NodeIndexLink(
+        config.index_endpoints,
+        config.index_timeout_ms / 1e3,
+        config.reconcile_interval_ms / 1e3,
+        tls=tls.client if tls else None,
+    )
 
 
 def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:

@@ -26,6 +26,7 @@ from kvpool_server.interceptors import (
 )
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer
+from kvpool_server.tls import ServiceTls
 
 _SERVICES = pagestore_pb2.DESCRIPTOR.services_by_name
 _FLUSH = f"/{_SERVICES['PageStoreService'].full_name}/Flush"
@@ -36,9 +37,15 @@ class PageStoreServers:
     """Everything that listens."""
 
     def __init__(
-        self, config: PageStoreConfig, engine: PageStoreEngine, node_id: bytes, requests: RequestMetrics
+        self,
+        config: PageStoreConfig,
+        engine: PageStoreEngine,
+        node_id: bytes,
+        requests: RequestMetrics,
+        tls: ServiceTls | None = None,
     ) -> None:
         self._config = config
+        self._tls = tls
         self._engine = engine
         self._node_id = node_id
         self._socket = (config.socket or config.data_dir / "pagestore.sock").absolute()
@@ -70,8 +77,10 @@ class PageStoreServers:
     def listen(self, metrics_url: str) -> NodeInfo:
         """Bind everything: the node as others reach it. Raises StartupFailed."""
         config = self._config
-        control_port = self.control.listen_tcp(parse_address("listen", config.listen))
-        bulk_port = self.bulk.listen_tcp(parse_address("bulk_listen", config.bulk_listen))
+        control_port = self.control.listen_tcp(parse_address("listen", config.listen), self._tls)
+        bulk_port = self.bulk.listen_tcp(parse_address("bulk_listen", config.bulk_listen), self._tls)
+        if config.health_listen:
+            self.control.listen_health(parse_address("health_listen", config.health_listen))
         self.control.listen_unix(self._socket, group_access=config.socket_group_access)
         return NodeInfo(
             node_id=self._node_id,

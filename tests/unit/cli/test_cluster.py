@@ -16,6 +16,7 @@ from kvpool.cli.cluster import (
     plan_store,
     socket_dir,
 )
+from kvpool.core.errors import StartupFailed
 
 
 def value_of(command: tuple[str, ...], flag: str) -> str:
@@ -92,3 +93,20 @@ def test_every_process_ends_with_us(tmp_path: Path) -> None:
     assert all(value_of(plan.command, "--parent-pid") == str(os.getpid()) for plan in plans)
     if store.process is not None:
         assert store.process.command[1:4] == ("-m", "kvpool.cli.leash", str(os.getpid()))
+
+
+def test_a_cluster_speaks_tls_only_when_told_and_then_all_of_it(tmp_path: Path) -> None:
+    plain = ClusterOptions(state_dir=tmp_path)
+    files = {f"tls_{name}_file": f"{name}.pem" for name in ("cert", "key", "ca")}
+    secure = ClusterOptions(state_dir=tmp_path, tls_client_auth="none", **files)
+    store = plan_store(plain)
+    for options in (plain, secure):
+        for plan in (plan_index(options, store), plan_pagestore(options, 0, "h:1"), plan_agent(options, 0, "h:1")):
+            if options is plain:
+                assert not any(part.startswith("--tls") for part in plan.command)
+                continue
+            assert value_of(plan.command, "--tls-key-file") == os.path.abspath("key.pem")
+            assert value_of(plan.command, "--tls-ca-file") == os.path.abspath("ca.pem")
+            assert value_of(plan.command, "--tls-client-auth") == "none"
+    with pytest.raises(StartupFailed, match="belong together"):
+        ClusterOptions(state_dir=tmp_path, tls_ca_file="ca.pem")

@@ -5,13 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from kvpool.connectors.sglang import HiCacheCalls
+from kvpool.connectors.sglang import HiCacheCalls, _page_numbers
 from kvpool.connectors.sglang_pools import Identity, host_pages
-from kvpool.core.errors import GeometryUnsupported
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig
 
 IDENTITY = Identity(model_id="tiny", model_revision="1")
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        list(range(32)),  # one page for two keys
+        [*range(1, 33), *range(32, 64)],  # not aligned
+        [*range(31), 40, *range(32, 64)],  # a token that lies elsewhere
+    ],
+)
+def test_slots_that_are_no_whole_pages_are_refused(slots: list[int]) -> None:
+    host = host_pages(MhaPool("page_first"), StorageConfig(), IDENTITY)
+    assert _page_numbers(host, ["a", "b"], torch.arange(64, 128)) == [2, 3]
+    with pytest.raises(InvalidRequest, match="whole pages"):
+        _page_numbers(host, ["a", "b"], torch.tensor(slots))
 
 
 class ScaledPool(MhaPool):

@@ -44,11 +44,11 @@ def test_sentinels_have_a_login_of_their_own() -> None:
 @pytest.mark.parametrize("url", ["rediss://h:1", "rediss+sentinel://h:1/kv", "rediss+cluster://h:1"])
 def test_tls(url: str) -> None:
     parsed = parse_redis_url(url)
-    assert parsed.login.tls is not None and parsed.login.tls.check_hostname
+    assert parsed.login.tls is not None and parsed.login.tls.context().check_hostname
     if parsed.sentinel_login is not None:
         assert parsed.sentinel_login.tls is parsed.login.tls
     unchecked = parse_redis_url(f"{url}?ssl_check_hostname=false").login.tls
-    assert unchecked is not None and not unchecked.check_hostname
+    assert unchecked is not None and not unchecked.context().check_hostname
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ class ClusterOptions:
     device: str = "cpu"
     tenant: str = "default"
     log_level: str = "info"
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_ca_file: str = ""
+    tls_client_auth: str = "require"
 
     def __post_init__(self) -> None:
         if not 0 <= self.pagestores <= 64 or not 0 <= self.agents <= 64:
@@ -46,6 +50,22 @@ class ClusterOptions:
             raise StartupFailed(f"--index-port must be 0 to 65535, got {self.index_port}")
         if self.redis_url and self.memory_index:
             raise StartupFailed("--redis and --memory-index exclude each other")
+        if any(self._tls_files) and not all(self._tls_files):
+            raise StartupFailed("--tls-cert-file, --tls-key-file and --tls-ca-file belong together; give all or none")
+
+    @property
+    def _tls_files(self) -> tuple[str, str, str]:
+        return self.tls_cert_file, self.tls_key_file, self.tls_ca_file
+
+    @property
+    def tls_flags(self) -> tuple[str, ...]:
+        """Of each service; none for a cluster in the clear."""
+        if not self.tls_ca_file:
+            return ()
+        files = map(os.path.abspath, self._tls_files)
+        names = ("--tls-cert-file", "--tls-key-file", "--tls-ca-file")
+        given = (part for pair in zip(names, files, strict=True) for part in pair)
+        return (*given, "--tls-client-auth", self.tls_client_auth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +147,7 @@ def plan_index(options: ClusterOptions, store: StorePlan) -> ProcessPlan:
         *_service("kvpool_index"),
         *("--listen", f"{options.host}:{options.index_port}", "--metrics-listen", f"{options.host}:0"),
         *("--ready-file", str(ready), "--lease-ttl-ms", str(options.lease_ttl_ms)),
-        *("--tenant", options.tenant, "--log-level", options.log_level),
+        *("--tenant", options.tenant, "--log-level", options.log_level, *options.tls_flags),
     )
     return ProcessPlan(
         name="index-0",
@@ -153,7 +173,7 @@ def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) ->
         *("--arena-bytes", str(options.arena_bytes), "--disk-bytes", str(options.disk_bytes)),
         *(("--segment-bytes", str(segment_bytes)) if segment_bytes else ()),
         *(("--shm-dir", options.shm_dir) if options.shm_dir else ()),
-        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level),
+        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", "--bulk-listen": "bulk_endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="pagestore", command=command, ready_file=ready, pins=pins)
@@ -170,7 +190,7 @@ def plan_agent(options: ClusterOptions, number: int, index_endpoint: str) -> Pro
         *("--listen", f"{options.host}:0", "--metrics-listen", f"{options.host}:0", "--advertise-host", options.host),
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}", "--pagestore-socket", local),
         *("--device", options.device),
-        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level),
+        *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="agent", command=command, ready_file=ready, pins=pins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,12 +16,19 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.client.index import IndexClient, NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.client.tls import TLS_VARIABLES, TlsCredentials, tls_from_environment
 from kvpool.core.cluster import LiveNode, NodeKind
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 
 ResultT = TypeVar("ResultT")
 
 CALL_TIMEOUT_S = 3.0  # a person waits
+_TLS_HELP = {
+    "tls_ca_file": "CA bundle that the services' certificates come from; without it commands speak in the clear",
+    "tls_cert_file": "certificate of this client, for services that demand one",
+    "tls_key_file": "its private key",
+    "tls_server_name": "name that the services' certificates have, instead of the host called",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +37,55 @@ class Target:
 
     index_endpoint: str
     state: ClusterState | None
+    tls: TlsCredentials | None = None
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Declare --index."""
+    """Declare --index and the --tls flags."""
     parser.add_argument(
         "--index", default="", metavar="HOST:PORT", help="an index of the cluster (default: of the state directory's)"
     )
+    add_tls(parser)
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Declare --tls-ca-file and its like."""
+    for name, variable in TLS_VARIABLES.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag,
+            default="",
+            metavar="NAME" if name == "tls_server_name" else "FILE",
+            help=f"{_TLS_HELP[name]} (env {variable})",
+        )
+
+
+def find_tls(arguments: argparse.Namespace) -> TlsCredentials | None:
+    """What the flags or the environment say. Raises InvalidRequest."""
+    return tls_from_environment(os.environ, {name: getattr(arguments, name, "") for name in TLS_VARIABLES})
 
 
 def find_target(arguments: argparse.Namespace) -> Target:
     """The cluster that --index or the state directory names. Raises CommandFailed if there is none."""
+    tls = find_tls(arguments)
     if arguments.index:
-        return Target(index_endpoint=arguments.index, state=None)
+        return Target(index_endpoint=arguments.index, state=None, tls=tls)
     state = read_state(arguments.state_dir)
     endpoints = [process.endpoints.get("endpoint", "") for process in state.of_role("index")] if state else []
     if state is None or not endpoints or not endpoints[0]:
         raise CommandFailed(
             f"no cluster runs in {arguments.state_dir}; start one with `kvpool up`, or name one by --index HOST:PORT"
         )
-    return Target(index_endpoint=endpoints[0], state=state)
+    return Target(index_endpoint=endpoints[0], state=state, tls=tls)
 
 
 def client_config(target: Target) -> ClientConfig:
     """Settings of commands: more patient than an engine, less than an operator."""
     return ClientConfig(
-        index_endpoints=(target.index_endpoint,), call_timeout_s=CALL_TIMEOUT_S, match_timeout_s=CALL_TIMEOUT_S
+        index_endpoints=(target.index_endpoint,),
+        call_timeout_s=CALL_TIMEOUT_S,
+        match_timeout_s=CALL_TIMEOUT_S,
+        tls=target.tls,
     )
 
 

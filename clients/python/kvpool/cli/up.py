@@ -47,6 +47,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add("--lease-ttl-ms", "a dead node leaves matches within this", int)
     add("--device", "where engines of the agents keep their KV", choices=("cpu", "cuda"))
     add("--log-level", "how much the services log", choices=("debug", "info", "warning", "error"))
+    for flag, what in (("cert", "certificate chain"), ("key", "private key"), ("ca", "CA bundle")):
+        add(f"--tls-{flag}-file", f"{what} of all services, which then speak TLS; all three together", metavar="FILE")
+    add("--tls-client-auth", "whether callers need a certificate, with TLS", choices=("require", "none"))
     parser.set_defaults(run=run_up)
 
 
@@ -66,6 +69,10 @@ def run_up(arguments: argparse.Namespace) -> int:
         lease_ttl_ms=arguments.lease_ttl_ms,
         device=arguments.device,
         log_level=arguments.log_level,
+        tls_cert_file=arguments.tls_cert_file,
+        tls_key_file=arguments.tls_key_file,
+        tls_ca_file=arguments.tls_ca_file,
+        tls_client_auth=arguments.tls_client_auth,
     )
     if arguments.detach:
         return _detach(arguments.state_dir, [argument for argument in arguments.argv if argument != "--detach"])

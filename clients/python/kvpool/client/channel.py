@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import grpc
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.retry import TRANSIENT, Backoff, call_with_retry
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.wire.status import error_from_rpc
+from kvpool.wire.tls import is_unix, narrowed
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -24,7 +26,7 @@ def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
     """A channel to "host:port" or "unix:/path"; it connects when first used. Call on the loop that will use it."""
     if not endpoint:
         raise InvalidRequest("an endpoint is empty; give host:port or unix:/path")
-    options: list[tuple[str, int]] = [
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1e3)),
@@ -37,7 +39,19 @@ def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
     ]
-    return grpc.aio.insecure_channel(endpoint, options=options)
+    if config.tls is None or is_unix(endpoint):
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    _, credentials = config.tls.channel_credentials()
+    return grpc.aio.secure_channel(endpoint, credentials, options=[*options, *config.tls.channel_options()])
+
+
+class _Opened(NamedTuple, Generic[StubT]):
+    """A channel in use. before: the one of the last certificates, on which long streams may go on."""
+
+    channel: grpc.aio.Channel
+    stub: StubT
+    generation: int  # of the certificates; 0 without TLS
+    before: grpc.aio.Channel | None
 
 
 class Endpoints(Generic[StubT]):
@@ -52,7 +66,8 @@ class Endpoints(Generic[StubT]):
         self._endpoints = endpoints
         self._config = config
         self._make_stub = make_stub
-        self._opened: dict[str, tuple[grpc.aio.Channel, StubT]] = {}
+        self._opened: dict[str, _Opened[StubT]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._position = 0
         self._closed = False
 
@@ -75,11 +90,18 @@ class Endpoints(Generic[StubT]):
         """The stub of the endpoint in use. Raises ServiceUnavailable after close."""
         if self._closed:
             raise ServiceUnavailable("this client is closed; open a new one")
-        known = self._opened.get(self.endpoint)
-        if known is None:
-            channel = open_channel(self.endpoint, self._config)
-            known = self._opened[self.endpoint] = (channel, self._make_stub(channel))
-        return known[1]
+        endpoint, tls = self.endpoint, self._config.tls
+        known = self._opened.get(endpoint)
+        generation = tls.generation if tls is not None and not is_unix(endpoint) else 0
+        if known is None or known.generation != generation:
+            if known is not None and known.before is not None:  # two renewals old: its streams begin anew
+                closing = asyncio.ensure_future(known.before.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            channel = open_channel(endpoint, self._config)
+            before = known.channel if known is not None else None
+            known = self._opened[endpoint] = _Opened(channel, self._make_stub(channel), generation, before)
+        return known.stub
 
     def fail(self, endpoint: str) -> None:
         """Say that `endpoint` did not serve; unless another caller said so before, the next one comes into use."""
@@ -90,8 +112,11 @@ class Endpoints(Generic[StubT]):
         """Close all channels; calls in flight end with ServiceUnavailable. Idempotent."""
         self._closed = True
         opened, self._opened = self._opened, {}
-        for channel, _ in opened.values():
-            await channel.close()
+        for each in opened.values():
+            await each.channel.close()
+            if each.before is not None:
+                await each.before.close()
+        await asyncio.gather(*self._closing)
 
     async def call(
         self,
@@ -110,22 +135,28 @@ class Endpoints(Generic[StubT]):
         if len(self._endpoints) > 1:
             retry_on = (*TRANSIENT, DeadlineExceeded)  # of one attempt: another endpoint may answer
 
+        refused = set[str]()  # certificates do not come to fit within the time of a call
+
         async def attempt(remaining_s: float) -> ResponseT:
             endpoint = self.endpoint
             # An endpoint that hangs must leave time for the others.
             share = len(self._endpoints) if idempotent else 1
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
-            except retry_on:
+            except retry_on as error:
+                if isinstance(error, TlsFailed):
+                    refused.add(endpoint)
                 self.fail(endpoint)
                 raise
 
         if not idempotent:
             return await attempt(limit_s)
         backoff = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s)
-        return await call_with_retry(
-            attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on, give_up=lambda: self._closed
-        )
+
+        def give_up() -> bool:
+            return self._closed or len(refused) == len(set(self._endpoints))
+
+        return await call_with_retry(attempt, timeout_s=limit_s, backoff=backoff, retry_on=retry_on, give_up=give_up)
 
     async def _call_once(
         self,
@@ -136,7 +167,7 @@ class Endpoints(Generic[StubT]):
         try:
             return await method(self.stub())(request, timeout=timeout_s, metadata=self._config.metadata)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise narrowed(error_from_rpc(error), self._config.tls) from error
         except grpc.aio.UsageError as error:
             raise closed_channel_error(error) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.wire.tls import TlsCredentials
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
@@ -12,6 +14,7 @@ class ClientConfig:
     index_endpoints: tuple[str, ...] = ()  # "host:port" or "unix:/path"; several: tried in turn
     agent_endpoint: str = ""  # of this rank's gpuagent, usually "unix:/path"
     bearer_token: str = field(default="", repr=False)  # sent as `authorization`; empty: none
+    tls: TlsCredentials | None = None  # for every "host:port"; None: plain. Unix sockets never have TLS
     host_id: str = ""  # identity of this machine, to prefer its pagestore
     call_timeout_s: float = 5.0  # of a unary call, its retries included
     match_timeout_s: float = 0.5  # of a match on the hot path: later than that, recomputing has begun anyway

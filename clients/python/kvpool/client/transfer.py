@@ -29,6 +29,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from kvpool.wire.frames import DEFAULT_FRAME_BYTES, MAX_MESSAGE_BYTES, BulkFrame, decode_page_frame
 from kvpool.wire.status import error_from_rpc
+from kvpool.wire.tls import TlsCredentials, narrowed
 
 __all__ = ["Keyspaces", "OnRead", "OnWritten", "PageToRead", "PageToWrite", "PageTransferClient"]
 
@@ -67,10 +68,16 @@ class PageTransferClient:
     """Streams to one pagestore's bulk endpoint. Thread-safe; calls that run at once share one connection."""
 
     def __init__(
-        self, endpoint: str, *, metadata: Sequence[tuple[str, str]] = (), frame_bytes: int = DEFAULT_FRAME_BYTES
+        self,
+        endpoint: str,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        frame_bytes: int = DEFAULT_FRAME_BYTES,
+        tls: TlsCredentials | None = None,
     ) -> None:
-        """`metadata` goes with every call: credentials. Connects when first used."""
+        """`metadata` goes with every call. Connects when first used, and anew when the files of `tls` have changed."""
         self._endpoint = endpoint
+        self._tls = tls
         self._metadata = tuple(metadata)
         self._frame_bytes = frame_bytes
         self._lock = threading.Lock()
@@ -167,14 +174,22 @@ class PageTransferClient:
         with self._lock:
             if self._closed:
                 raise ServiceUnavailable(f"the client of {self._endpoint} is closed; open a new one")
-            if self._connection is None:
-                self._connection = _Connection(grpc.insecure_channel(self._endpoint, options=_CHANNEL_OPTIONS))
+            generation = self._tls.generation if self._tls is not None else 0
+            outdated = self._connection
+            if outdated is None or outdated.generation != generation:
+                self._connection = _Connection(self._new_channel(), generation)
+                if outdated is not None and outdated.call_count == 0:
+                    outdated.channel.close()
             connection = self._connection
+            assert connection is not None
             connection.call_count += 1
         try:
             yield connection.channel
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed under us
-            raised = error_from_rpc(error) if isinstance(error, grpc.RpcError) else ServiceUnavailable(str(error))
+            if isinstance(error, grpc.RpcError):
+                raised = narrowed(error_from_rpc(error), self._tls)
+            else:
+                raised = ServiceUnavailable(str(error))
             if isinstance(raised, ServiceUnavailable):
                 self._retire(connection)
             raise raised from error
@@ -185,6 +200,13 @@ class PageTransferClient:
             if unused:
                 connection.channel.close()
 
+    def _new_channel(self) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(self._endpoint, options=_CHANNEL_OPTIONS)
+        _, credentials = self._tls.channel_credentials()
+        options = [*_CHANNEL_OPTIONS, *self._tls.channel_options()]
+        return grpc.secure_channel(self._endpoint, credentials, options=options)
+
     def _retire(self, connection: _Connection) -> None:
         with self._lock:
             if self._connection is connection:
@@ -192,10 +214,11 @@ class PageTransferClient:
 
 
 class _Connection:
-    """A channel, and how many calls use it."""
+    """A channel, the generation of its certificates, and how many calls use it."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, generation: int) -> None:
         self.channel = channel
+        self.generation = generation
         self.call_count = 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvpool.client.config import ClientConfig
+from kvpool.client.tls import tls_from_environment
 from kvpool.core.errors import InvalidRequest
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "int": (int,)}
@@ -82,6 +84,7 @@ class DirectPoolConfig:
         return ClientConfig(
             index_endpoints=self.index_endpoints,
             bearer_token=self.bearer_token,
+            tls=tls_from_environment(os.environ),
             host_id=self.host_id,
             call_timeout_s=self.connect_timeout_s,
             match_timeout_s=self.match_timeout_s,

@@ -31,6 +31,23 @@ class WindowRead:
     error: KvPoolError | None = None
 
 
+class _TakenLeases:
+    """Given back together: a message for each took as long as its copy."""
+
+    def __init__(self, session: PageStoreSession) -> None:
+        self._session, self._lease_ids = session, list[int]()
+
+    def add(self, lease_id: int) -> None:
+        self._lease_ids.append(lease_id)
+        if len(self._lease_ids) >= _RELEASED_TOGETHER:
+            self.give_back()
+
+    def give_back(self) -> None:
+        if self._lease_ids:
+            self._session.release_soon(self._lease_ids)
+            self._lease_ids = []
+
+
 async def read_window(
     session: PageStoreSession,
     space: OpenSpace,
@@ -47,26 +64,20 @@ async def read_window(
         for page, remote in zip(pages, sources, strict=True)
     ]
     copies: list[asyncio.Task[None]] = []
-    done: list[int] = []  # leases that are given back together: a message for each took as long as its copy
-
-    def give_back(lease_id: int) -> None:
-        done.append(lease_id)
-        if len(done) >= _RELEASED_TOGETHER:
-            session.release_soon(done)
-            done.clear()
+    taken_leases = _TakenLeases(session)
 
     async def take_one(page: WantedPage, slot: Slot) -> None:
         try:
             taken = await in_thread(threads, _take_page, session, space, page, slot, take)
         except BaseException:  # cancelled, or a copy that must not fail: the slot is read no more either way
-            give_back(slot.lease_id)
+            taken_leases.add(slot.lease_id)
             raise
         if isinstance(taken, PageFault):
             _log.error("kvpool: page %s must not be used: %s", space.page_key(page.chunk, page.shard), taken)
             read.corrupt_count += 1
             await _give_up_corrupt(session, slot.lease_id)
             return
-        give_back(slot.lease_id)
+        taken_leases.add(slot.lease_id)
         if taken:
             read.good.add(page)
 
@@ -83,8 +94,7 @@ async def read_window(
         try:
             await all_ended(copies)
         finally:
-            if done:
-                session.release_soon(done)
+            taken_leases.give_back()
     return read
 
 

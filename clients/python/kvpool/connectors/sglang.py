@@ -239,7 +239,8 @@ def _page_numbers(host: HostPages, keys: Sequence[str], host_indices: Any) -> li
     """raises: InvalidRequest unless there are whole, aligned pages for all keys."""
     indices = np.asarray(host_indices.cpu() if hasattr(host_indices, "cpu") else host_indices)
     starts = indices[:: host.page_tokens]
-    if len(indices) != len(keys) * host.page_tokens or (starts % host.page_tokens).any():
+    whole = len(indices) == len(keys) * host.page_tokens and not (starts % host.page_tokens).any()
+    if not whole or (indices.reshape(-1, host.page_tokens) != starts[:, None] + np.arange(host.page_tokens)).any():
         raise InvalidRequest(f"{len(indices)} host indices are no {len(keys)} whole pages of {host.page_tokens} tokens")
     return cast("list[int]", (starts // host.page_tokens).tolist())
 

@@ -10,6 +10,7 @@ The tokens are those that `model.generate` gives without it. Whatever fails in k
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.request_stats import RequestStats
+from kvpool.client.tls import tls_from_environment
 from kvpool.connectors.agent_pool import AgentPool
 from kvpool.connectors.block_memory import block_memory
 from kvpool.connectors.first_token import FirstTokenTimer
@@ -276,10 +278,11 @@ class _Times:
 
 
 def _client_config(agent: str, device_type: str) -> ClientConfig:
+    tls = tls_from_environment(os.environ)
     if device_type != "cuda":
-        return ClientConfig(agent_endpoint=agent)
+        return ClientConfig(agent_endpoint=agent, tls=tls)
     # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
-    return ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0)
+    return ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0, tls=tls)
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:

@@ -168,6 +168,13 @@ class ServiceUnavailable(KvPoolError):
     advice = "recompute now and reconnect"
 
 
+class TlsFailed(ServiceUnavailable):
+    """A TLS connection to a service could not be made; the message says what did not fit and what to change."""
+
+    reason = "TLS_FAILED"
+    advice = "nothing is sent in the clear instead"
+
+
 class NodeUnknown(KvPoolError):
     """The node has no live lease."""
 
@@ -224,7 +231,12 @@ class StartupFailed(KvPoolError):
 
 
 def _concrete_errors() -> dict[str, type[KvPoolError]]:
-    return {error_type.reason: error_type for error_type in KvPoolError.__subclasses__()}
+    found, rest = dict[str, type[KvPoolError]](), KvPoolError.__subclasses__()
+    while rest:
+        error_type = rest.pop(0)
+        found[error_type.reason] = error_type
+        rest += error_type.__subclasses__()
+    return found
 
 
 ERRORS_BY_REASON: Mapping[str, type[KvPoolError]] = MappingProxyType(_concrete_errors())

@@ -12,6 +12,7 @@ import grpc
 
 from kvpool.core import errors
 from kvpool.core.errors import KvPoolError
+from kvpool.wire.tls_words import explain_closed, explain_tls
 
 REASON_KEY: Final = "kvpool-reason"
 ITEM_INDEX_KEY: Final = "kvpool-item-index"
@@ -46,6 +47,7 @@ STATUS_BY_ERROR: Final[Mapping[type[KvPoolError], grpc.StatusCode]] = MappingPro
         errors.NotServed: grpc.StatusCode.UNIMPLEMENTED,
         errors.StoreUnavailable: grpc.StatusCode.UNAVAILABLE,
         errors.ServiceUnavailable: grpc.StatusCode.UNAVAILABLE,
+        errors.TlsFailed: grpc.StatusCode.UNAVAILABLE,
         errors.StoreFault: grpc.StatusCode.UNAVAILABLE,
         errors.Draining: grpc.StatusCode.UNAVAILABLE,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -122,6 +124,10 @@ def error_from_reason(reason: str, message: str) -> KvPoolError:
 
 
 def _from_bare_status(code: grpc.StatusCode | None, message: str) -> KvPoolError:
+    if code is grpc.StatusCode.UNAVAILABLE and (explained := explain_tls(message)):
+        return errors.TlsFailed(explained)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        message = explain_closed(message) or message
     error_type = _ERROR_BY_BARE_STATUS.get(code) if code is not None else None
     if error_type is not None:
         return error_type(message)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.errors import ArenaFull
 from kvpool_gpuagent.adapters.budget import Budget
@@ -64,7 +65,8 @@ class BounceBuffers:
 class PeerClients:
     """One client per bulk endpoint, and the threads that run their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsCredentials | None = None) -> None:
+        self._tls = tls
         self._clients: dict[str, PageTransferClient] = {}
         self._lock = threading.Lock()  # calls ask for clients on their own threads
         self._threads = ThreadPoolExecutor(STREAM_THREADS, thread_name_prefix="stream")
@@ -74,7 +76,7 @@ class PeerClients:
         with self._lock:
             client = self._clients.get(endpoint)
             if client is None:
-                client = self._clients[endpoint] = PageTransferClient(endpoint)
+                client = self._clients[endpoint] = PageTransferClient(endpoint, tls=self._tls)
             return client
 
     async def run(self, job: Callable[[], None]) -> None:

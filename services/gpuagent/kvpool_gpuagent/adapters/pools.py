@@ -28,7 +28,7 @@ class ConfiguredPools:
         """on_map: makes arena segments fast for the device that copies from and to them."""
         self._index, self._config, self._pagestore_socket = index, config, pagestore_socket
         self._buffers = StreamBuffers.of(bounce_bytes)
-        self._peers = PeerClients()
+        self._peers = PeerClients(config.tls)
         self._on_map = on_map
 
     def __call__(self, keyspace: bytes, spec: KeyspaceSpec, peer_name: str) -> PagePool:

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.adapters.redis_lua import Script
+from kvpool_index.adapters.redis_tls import HINT_PLAIN, HINT_TLS, explain_tls
 from kvpool_index.adapters.redis_url import Login, Server
 from kvpool_index.adapters.redis_wire import Connection, Reply, checked, is_error, lacks_script, pack
 from kvpool_index.core.redis_stats import RedisStats
@@ -16,6 +17,7 @@ ResultT = TypeVar("ResultT")
 
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.25
+_SHARE_OF_HANDSHAKE: Final = 0.7  # of the time for a connection, so that what failed can be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ class RedisLink:
         except TimeoutError as error:
             raise StoreUnavailable(f"{self._name()} did not answer within {self._timeout_s + wait_s:g} s") from error
         except OSError as error:
-            raise StoreUnavailable(f"{self._name()} cannot be reached: {error}") from error
+            raise StoreUnavailable(f"{self._name()} cannot be reached: {explain_tls(error)}") from error
         except asyncio.CancelledError:
             if wait_s and connection is not None:
                 connection.abort("the call that waited was cancelled")  # it would hold up whoever comes next
@@ -198,7 +200,7 @@ class RedisLink:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         async with asyncio.timeout(self._timeout_s):
             server = self.server = await self._find()
-            connection = await _connected(server, self._options.login)
+            connection = await _connected(server, self._options.login, self._timeout_s)
             try:
                 await _log_in(connection, self._options.login, self._timeout_s, masters_only=self._options.masters_only)
             except BaseException:
@@ -227,18 +229,27 @@ def link_to(server: Server, options: LinkOptions) -> RedisLink:
     return RedisLink(find, options)
 
 
-async def _connected(server: Server, login: Login) -> Connection:
+async def _connected(server: Server, login: Login, timeout_s: float) -> Connection:
     loop = asyncio.get_running_loop()
     if server.path:
         _, connection = await loop.create_unix_connection(Connection, server.path)
     else:
-        _, connection = await loop.create_connection(Connection, server.host, server.port, ssl=login.tls)
+        tls = login.tls.context() if login.tls is not None else None
+        # A Redis in the clear waits for the end of a line: only time tells that it has no TLS.
+        limit_s = timeout_s * _SHARE_OF_HANDSHAKE if tls is not None else None
+        _, connection = await loop.create_connection(
+            Connection, server.host, server.port, ssl=tls, ssl_handshake_timeout=limit_s
+        )
     return connection
 
 
 async def _log_in(connection: Connection, login: Login, timeout_s: float, *, masters_only: bool) -> None:
     commands = [*login.commands(), *([pack(b"ROLE")] if masters_only else [])]
-    replies = await connection.send(b"".join(commands), len(commands), timeout_s)
+    try:
+        replies = await connection.send(b"".join(commands), len(commands), timeout_s)
+    except ConnectionError as error:
+        hint = HINT_PLAIN if login.tls is None else HINT_TLS
+        raise ConnectionError(f"{error}, before its first answer; {hint}") from error
     for reply in replies:
         if is_error(reply):
             # A server without AUTH, or a proxy, repeats the arguments of a command that it does not know.

@@ -8,14 +8,15 @@ Options after `?`: ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_check_hostname=f
 and sentinel_password, because user and password are those of the servers that hold the data.
 """
 
-import ssl
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, parse_url
 
+from kvpool_index.adapters.redis_tls import RedisTls, TlsOptions
 from kvpool_index.adapters.redis_wire import pack
 
 PartsT = TypeVar("PartsT")
@@ -48,7 +49,7 @@ class Login:
     username: str = ""
     password: str = ""
     db: int = 0
-    tls: ssl.SSLContext | None = None
+    tls: RedisTls | None = None
 
     def commands(self) -> list[bytes]:
         """What a connection says first. PING last, so that Redis has answered once before the connection is used."""
@@ -83,7 +84,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     parts = _split(urlsplit, url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     _refuse(options.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if topology == "sentinel" else frozenset()))
-    tls = _tls_context(options) if base == "rediss" else None
+    tls = _tls(options) if base == "rediss" else None
     account, _, hosts = parts.netloc.rpartition("@")
     username, _, password = account.partition(":")
     names = [unquote(name) for name in parts.path.split("/") if name]
@@ -115,7 +116,7 @@ def _parse_single(url: str) -> RedisUrl:
             username=options.get("username", ""),
             password=options.get("password", ""),
             db=options.get("db", 0),
-            tls=_tls_context(options) if url.startswith("rediss:") else None,
+            tls=_tls(options) if url.startswith("rediss:") else None,
         ),
     )
 
@@ -158,10 +159,16 @@ def _number(text: str, name: str) -> int:
     return int(text)
 
 
-def _tls_context(options: dict[str, Any]) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"))
-    if str(options.get("ssl_check_hostname", "true")).lower() in ("false", "0", "no"):
-        context.check_hostname = False  # the certificate is still verified
-    if options.get("ssl_certfile"):
-        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
-    return context
+def _tls(options: dict[str, Any]) -> RedisTls:
+    def path(name: str) -> Path | None:
+        return Path(options[name]) if options.get(name) else None
+
+    unchecked = str(options.get("ssl_check_hostname", "true")).lower() in ("false", "0", "no")
+    return RedisTls(
+        TlsOptions(
+            ca_file=path("ssl_ca_certs"),
+            cert_file=path("ssl_certfile"),
+            key_file=path("ssl_keyfile"),
+            check_hostname=not unchecked,
+        )
+    )

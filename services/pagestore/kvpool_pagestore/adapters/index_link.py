@@ -12,6 +12,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.client.node_link_config import NodeLinkConfig
+from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
 from kvpool.core.page import PageKey
@@ -37,10 +38,17 @@ class Registrant:
 class NodeIndexLink:
     """Implements ports.IndexLink. What is announced before the node is registered waits in the link's bounded queue."""
 
-    def __init__(self, endpoints: tuple[str, ...], timeout_s: float, reconcile_interval_s: float) -> None:
+    def __init__(
+        self,
+        endpoints: tuple[str, ...],
+        timeout_s: float,
+        reconcile_interval_s: float,
+        *,
+        tls: TlsCredentials | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._config = NodeLinkConfig(reconcile_interval_s=reconcile_interval_s)
-        self._client = IndexClient(ClientConfig(index_endpoints=endpoints, call_timeout_s=timeout_s))
+        self._client = IndexClient(ClientConfig(index_endpoints=endpoints, call_timeout_s=timeout_s, tls=tls))
         self._link: NodeLink | None = None
         self._registering: asyncio.Task[None] | None = None
         self._node: NodeInfo | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from kvpool.client.tls import TlsCredentials
 from kvpool.client.transfer import PageToRead, PageTransferClient
 from kvpool.client.transfer_batches import PageToWrite
 from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, SessionBusy
@@ -21,9 +22,16 @@ _PEERS_MAX: Final = 32  # connections kept; those of peers long unused are close
 class GrpcPeerPages:
     """A ports.PeerPages. One connection per peer, shared by its pulls; an idle one is closed by gRPC after a minute."""
 
-    def __init__(self, *, metadata: Sequence[tuple[str, str]] = (), peers_max: int = _PEERS_MAX) -> None:
+    def __init__(
+        self,
+        *,
+        metadata: Sequence[tuple[str, str]] = (),
+        peers_max: int = _PEERS_MAX,
+        tls: TlsCredentials | None = None,
+    ) -> None:
         """`metadata` goes with every call: this node's credentials."""
         self._metadata = metadata
+        self._tls = tls
         self._peers_max = peers_max
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by endpoint, the one used last at the end
@@ -106,7 +114,8 @@ class GrpcPeerPages:
                 raise ServiceUnavailable("this pagestore is shutting down")
             peer = self._peers.get(endpoint)
             if peer is None:
-                peer = self._peers[endpoint] = _Peer(PageTransferClient(endpoint, metadata=self._metadata))
+                client = PageTransferClient(endpoint, metadata=self._metadata, tls=self._tls)
+                peer = self._peers[endpoint] = _Peer(client)
             self._peers.move_to_end(endpoint)
             peer.pull_count += 1
         try:

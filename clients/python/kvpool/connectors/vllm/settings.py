@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from kvpool.client.config import ClientConfig
+from kvpool.client.tls import tls_from_environment
 from kvpool.core.errors import InvalidRequest
 
 DEFAULT_CHUNK_TOKENS = 128
@@ -81,6 +83,7 @@ class VllmSettings:
         return ClientConfig(
             agent_endpoint=self.agent.replace("{rank}", str(rank)),
             bearer_token=self.bearer_token,
+            tls=tls_from_environment(os.environ),
             match_timeout_s=max(self.match_timeout_s, 0.001),
             load_timeout_s=max(self.load_timeout_s, 0.001),
             # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
