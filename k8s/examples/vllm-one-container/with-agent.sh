@@ -46,9 +46,8 @@ keep_agent &
 keeper=$!
 engine=
 trap 'stopping=1; end "$engine"' TERM INT
-for ((waited_s = 0; waited_s < agent_wait_s; waited_s++)); do
-    [[ ! -S $socket && -z $stopping ]] || break
-    sleep 1 &
+while [[ ! -S $socket && -z $stopping ]] && ((SECONDS < agent_wait_s)); do
+    sleep 0.1 &
     wait $!
 done
 [[ -S $socket || -n $stopping ]] || echo "with-agent: no agent after $agent_wait_s s; the engine starts without" >&2
