@@ -10,6 +10,8 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from prometheus_client import CollectorRegistry
+
 import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import NodeInfo
@@ -93,11 +95,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     stack.callback(parts.peers.close)
     last_incarnation = await _load_engine(engine, arena.segments)
     servers = PageStoreServers(config, engine, directory.node_id, RequestMetrics("pagestore", registry), tls)
-    metrics_listen = parse_address("metrics_listen", config.metrics_listen)
-    metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
-    stack.callback(stop_metrics)
-    metrics_host = advertised_host(metrics_listen.host, config.advertise_host)
-    node = servers.listen(f"http://{TcpAddress(metrics_host, metrics_port)}/metrics")
+    node = servers.listen(_start_metrics(config, registry, stack))
     node = replace(node, draining=engine.movement.drain.refuses_pages)
     await _adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
     loop = asyncio.get_running_loop()
@@ -115,6 +113,14 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         await parts.index.close()
         await asyncio.to_thread(parts.peers.close)
         await servers.stop()
+
+
+def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
+    """Serve /metrics until `stack` closes; returns its URL for others."""
+    listen = parse_address("metrics_listen", config.metrics_listen)
+    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
+    stack.callback(stop_metrics)
+    return f"http://{TcpAddress(advertised_host(listen.host, config.advertise_host), port)}/metrics"
 
 
 class _Arena:
