@@ -4,6 +4,7 @@
 #   TORCH_INDEX_URL  package index for torch alone: one with CPU builds, say, where the default brings CUDA packages
 #   PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS   handed on
 #   VLLM_VENV        where `make test-vllm` keeps vLLM, which has an environment of its own
+#   VLLM_ARGS        of its pytest: `-m smoke` is the part of it that takes a minute or so
 ifndef PYTHON
 # The first supported one on the PATH; if there is none, python3 itself says what is wrong.
 PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -12,6 +13,7 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
 endif
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
@@ -66,7 +68,7 @@ $(VLLM_STAMP):
 	@touch '$@'
 
 test-vllm: setup $(VLLM_STAMP)
-	KVPOOL_VLLM_PYTHON='$(abspath $(VLLM_VENV)/bin/python)' $(RUN) -m pytest -n 0 tests/vllm
+	KVPOOL_VLLM_PYTHON='$(abspath $(VLLM_VENV)/bin/python)' $(RUN) -m pytest -n 0 tests/vllm $(VLLM_ARGS)
 
 # BASE_IMAGE, PIP_INDEX_URL and all others of .env.example are taken from the environment.
 smoke-compose: setup

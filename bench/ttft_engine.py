@@ -65,7 +65,9 @@ class Engine:
         started_s = time.perf_counter()
         self._pool.open()
         say(f"registered with {agent} after {time.perf_counter() - started_s:.2f} s")
-        self.cache = PrefixCache(self._pool, block_count=block_count, chunk_tokens=CHUNK_TOKENS)
+        self.cache = PrefixCache(
+            self._pool, block_count=block_count, chunk_tokens=CHUNK_TOKENS, chunk_bytes=block_bytes(spec)
+        )
         self.generator = SharedPrefixGenerator(self.model, self.blocks, self.cache, self._pool)
 
     def first_token(self, prompt: torch.Tensor) -> Any:

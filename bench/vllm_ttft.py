@@ -30,8 +30,7 @@ PREFIX_TOKENS = 1500
 TAIL_TOKENS = 40
 FRESH_TOKENS = 512  # of prompts in the section `nothing`
 NEW_TOKENS = 16
-ARGUMENTS: dict[str, Any] = {"block_size": 32}
-AS_SHIPPED = {"load": "quicker"}  # tests load always
+ARGUMENTS: dict[str, Any] = {"block_size": 32, "as_shipped": True}
 
 
 def ttft_s(engine: Engine, tokens: list[int]) -> float:
@@ -50,11 +49,11 @@ def loaded(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """TTFT of a fresh process with and without the prefix in the pool."""
     agent = agent_of(cluster)
     prefixes = [prompt(PREFIX_TOKENS, seed) for seed in range(rounds)]
-    with engines.start(agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as first:
+    with engines.start(agent=agent, **ARGUMENTS) as first:
         for prefix in prefixes:
             first.generate(prefix, new_tokens=1)
         stored = first.counters().get("stored_chunks", 0)
-    with engines.start(agent=agent, extra=AS_SHIPPED, **ARGUMENTS) as second:
+    with engines.start(agent=agent, **ARGUMENTS) as second:
         warmed(second)
         cold, warm = [], []
         for number, prefix in enumerate(prefixes):
@@ -71,7 +70,7 @@ def loaded(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
 def nothing(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """Paired requests to engines with and without kvpool; no prompt comes twice."""
     with (
-        engines.start(agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as shared,
+        engines.start(agent=agent_of(cluster), **ARGUMENTS) as shared,
         engines.start(**ARGUMENTS) as plain,
     ):
         warmed(shared)
@@ -94,7 +93,7 @@ def killed(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """What a request takes longer when what it loads from dies; seconds from its start."""
     answer: dict[str, Any] = {}
     tokens = prompt(PREFIX_TOKENS + TAIL_TOKENS, 1)
-    with engines.start(agent=agent_of(cluster), extra=AS_SHIPPED, **ARGUMENTS) as engine:
+    with engines.start(agent=agent_of(cluster), **ARGUMENTS) as engine:
         warmed(engine)
         for first_seed, victim in ((800, "pagestore"), (850, "agent")):
             plain_s = statistics.median(ttft_s(engine, prompt(len(tokens), first_seed + n)) for n in range(rounds))

@@ -12,16 +12,18 @@ import pytest
 
 from kvpool.cuda.driver import Driver
 from tests.fixtures.gpu_cluster import GpuHost, gpu_cluster
+from tests.fixtures.redis_server import RedisServer
+from tests.fixtures.redis_server import redis_server as redis_server
 
 NO_SCRATCH_BYTES = 1 << 20  # below what a burst needs
 
 
 @pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuHost]:
+def host(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[GpuHost]:
     driver = Driver.load()
     count = driver.device_count()
     second = driver.device_uuid(min(1, count - 1))
-    with gpu_cluster(tmp_path_factory.mktemp("gpu")) as cluster:
+    with gpu_cluster(tmp_path_factory.mktemp("gpu"), redis_url=redis_server.url) as cluster:
         cluster.agent("rank0", "cuda")
         cluster.agent("rank1", "cuda", visible=second, scratch_bytes=str(NO_SCRATCH_BYTES))
         cluster.agent("crowded", "cuda")

@@ -24,6 +24,8 @@ VLLM_PYTHON_VARIABLE = "KVPOOL_VLLM_PYTHON"  # the interpreter that has vLLM
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 2048
 CHUNK = 128
+# Of kvpool in tests: what is in the pool is loaded, however busy the machine is.
+_PATIENT = {"load": "always", "match_timeout_s": 10.0, "load_timeout_min_s": 10.0}
 _START_S = 180.0  # on a machine that has other work
 _ANSWER_S = 120.0
 _END_S = 30.0
@@ -98,9 +100,16 @@ class Engines:
         self._run_dir.cleanup()
 
     def start(
-        self, *, agent: str = "", extra: dict[str, Any] | None = None, events: bool = False, **arguments: Any
+        self,
+        *,
+        agent: str = "",
+        extra: dict[str, Any] | None = None,
+        as_shipped: bool = False,
+        events: bool = False,
+        **arguments: Any,
     ) -> Engine:
-        """agent: of kvpool; empty for plain vLLM. events: publish them. arguments: of vllm.LLM."""
+        """agent: of kvpool; empty for plain vLLM. as_shipped: kvpool decides by its own defaults whether to load.
+        events: publish them. arguments: of vLLM's engine."""
         config: dict[str, Any] = {
             "model": str(self._model),
             "dtype": "float32",
@@ -113,7 +122,7 @@ class Engines:
                 "agent": agent,
                 "model_id": "tiny",
                 "chunk_tokens": CHUNK,
-                "load": "always",
+                **({} if as_shipped else _PATIENT),
                 **(extra or {}),
             }
         self._started += 1
@@ -149,15 +158,19 @@ class Engine:
     ) -> None:
         with suppress(OSError):  # it may be killed
             self._socket.shutdown(socket.SHUT_WR)
-        with suppress(TimeoutError):
+        with suppress(AssertionError):
             eventually_sync(lambda: not Path(f"/proc/{self._pid}").exists(), deadline_s=_END_S)
         self.kill()
 
     def kill(self) -> None:
         """All of its processes, at once."""
         if self._pid:
+            left = _shared_memory(self._pid)
             with suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
+            for path in left:
+                path.unlink(missing_ok=True)
+            self._pid = 0
         self._lines.close()
         self._socket.close()
 
@@ -239,6 +252,24 @@ class Engine:
             answer: dict[str, Any] = json.loads(line)
             self._answers[answer.pop("id")] = answer
         return self._answers.pop(number)
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """Named shared memory of vLLM's own in the processes of a group, which stays behind when they are killed."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may end meanwhile
+            if os.getpgid(int(process.name)) == group:
+                words = (process / "maps").read_text().split()
+                found |= {Path(word) for word in words if word.startswith("/dev/shm/psm_")}
+    return found
+
+
+def free_port() -> int:
+    """Of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def agent_of(cluster: Cluster, number: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -36,3 +37,16 @@ async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path
     assert not undone
     assert segments.close()
     assert undone == [1]
+
+
+async def test_callers_that_need_overlapping_segments_map_each_once(tmp_path: Path) -> None:
+    """A second mapping in place of the first would unmap memory that a GPU goes on writing to: it stays pinned."""
+    memory, undone = Memory(tmp_path), list[int]()
+    segments = SegmentMap(
+        "/descriptors", b"t" * 32, timeout_s=1.0, fetch=memory.fetch, on_map=lambda segment: lambda: undone.append(1)
+    )
+    await segments.open()
+    await asyncio.gather(segments.map(range(3, 9)), segments.map(range(8, 2, -1)), segments.map([8, 3, 6]))
+    assert sorted(memory.fetched[1:]) == list(range(3, 9))
+    assert segments.close()
+    assert len(undone) == 6

@@ -17,4 +17,5 @@ def generator_over(model: Any, pool: ScriptedPool, *, block_count: int = 32) -> 
     pool.memory = memoryview(bytearray(block_count * block_bytes(spec)))
     pool.block_bytes, pool.chunk_tokens = block_bytes(spec), CHUNK
     blocks = KvBlocks(spec, block_count, pool.memory)
-    return SharedPrefixGenerator(model, blocks, PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK), pool)
+    cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=block_bytes(spec))
+    return SharedPrefixGenerator(model, blocks, cache, pool)

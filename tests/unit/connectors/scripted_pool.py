@@ -48,6 +48,7 @@ class ScriptedPool:
     layers_before_failure: int = 0
     store_failure: str = ""
     estimated_load_ms: float = 0.0
+    load_duration_s: float = 0.001
     hold: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
     matches: list[tuple[int, int]] = field(default_factory=list)  # (chain length, held chunks)
@@ -82,7 +83,7 @@ class ScriptedPool:
         tokens = TierTokens(remote=loaded * self.chunk_tokens)
         complete = loaded == len(span.blocks)
         failure = "" if complete else "a page was damaged"
-        outcome = LoadedChunks(chunk_count=loaded, tokens=tokens, failure=failure)
+        outcome = LoadedChunks(chunk_count=loaded, tokens=tokens, duration_s=self.load_duration_s, failure=failure)
         layers_in = 1_000_000 if complete and self.load_error is None else self.layers_before_failure
         return ScriptedLoad(self.load_error or outcome, layers_in)
 

@@ -71,3 +71,11 @@ def test_every_row_is_complete_up_to_the_cut(sizes: list[tuple[int, int, int]]) 
             assert one.copied_from < number
             assert one.ready <= source.ready + source.computed
             assert (rows[one.copied_from][: one.ready] == tokens[: one.ready]).all()
+
+
+def test_where_a_pass_costs_more_fewer_rows_are_completed_alone() -> None:
+    rows = [np.arange(700), np.arange(1000, 1600), np.arange(2000, 2700)]
+    cheap, dear = (plan_batch(rows, [600, 0, 600], 700, pass_tokens) for pass_tokens in (32, 4096))
+    assert [row.computed for row in cheap.rows] == [0, 500, 0]
+    assert dear.cut == 100
+    assert not any(row.computed for row in dear.rows)

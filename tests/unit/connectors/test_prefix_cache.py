@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool.client.engine_items import EngineMatchRun, EngineSource
-from kvpool.connectors.prefix_cache import PrefixCache, worthwhile_chunks
+from kvpool.connectors.prefix_cache import PrefixCache
 from kvpool.connectors.running_prefix import FoundPrefix
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.errors import ServiceUnavailable
@@ -22,7 +21,7 @@ class Engine:
         self.pool = pool
         if pool is not None:
             pool.memory, pool.block_bytes, pool.chunk_tokens = memoryview(self.memory), CHUNK, CHUNK
-        self.cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK)
+        self.cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=CHUNK)
 
     def run(self, tokens: bytes, *, generated: int = 4) -> FoundPrefix:
         """One request: find, check that what was found is right, compute the rest, keep all."""
@@ -209,27 +208,6 @@ def test_a_broken_copy_leaves_no_block_behind() -> None:
     assert engine.run(PROMPT).own_chunks == 3
 
 
-def run(chunk_count: int, estimated_load_ms: float) -> EngineMatchRun:
-    return EngineMatchRun(chunk_count, EngineSource.DISK, estimated_load_ms)
-
-
-@pytest.mark.parametrize(
-    ("runs", "compute_chunk_ms", "expected"),
-    [
-        ([], 10.0, 0),
-        ([run(4, 0.0)], 0.0, 4),
-        ([run(4, 1e9)], 0.0, 4),  # nothing is known of computing
-        ([run(4, 39.0)], 10.0, 4),
-        ([run(4, 41.0)], 10.0, 0),
-        ([run(4, 5.0), run(4, 100.0)], 10.0, 4),  # the remote part is slower than computing
-        ([run(1, 30.0), run(8, 8.0)], 10.0, 9),  # a slow run is worth what follows
-        ([run(2, 100.0), run(2, 0.0)], 10.0, 0),
-    ],
-)
-def test_loading_must_beat_computing(runs: list[EngineMatchRun], compute_chunk_ms: float, expected: int) -> None:
-    assert worthwhile_chunks(runs, compute_chunk_ms) == expected
-
-
 def test_slow_loads_are_left_alone_once_the_prefill_speed_is_known() -> None:
     pool = ScriptedPool(chunks=shared_chunks(), estimated_load_ms=1000.0)
     engine = Engine(pool)
@@ -240,6 +218,34 @@ def test_slow_loads_are_left_alone_once_the_prefill_speed_is_known() -> None:
     engine = Engine(pool)
     engine.cache.note_prefill(16, 16000.0)
     assert engine.run(PROMPT).loaded.chunk_count == 3
+
+
+def test_loads_that_take_longer_than_was_estimated_are_left_alone_for_a_while() -> None:
+    pool = ScriptedPool(chunks=shared_chunks(), estimated_load_ms=1.0, load_duration_s=1.0)
+    engine = Engine(pool)
+    engine.cache.note_prefill(1600, 1600.0)  # the chunks' 48 tokens take 48 ms
+    loaded = []
+    for _ in range(4):
+        loaded.append(engine.run(PROMPT, generated=0).loaded.chunk_count)
+        engine.cache.forget()
+    assert loaded == [3, 3, 0, 0]  # the first one says nothing: it connects and maps
+
+
+def test_a_prefix_that_needs_what_another_one_loads_begins_after_it() -> None:
+    pool = ScriptedPool(chunks=shared_chunks())
+    engine = Engine(pool)
+    running = engine.cache.begin_beside(list(PROMPT))
+    assert running is not None
+    assert not running.ended
+    assert engine.cache.begin_beside(list(PROMPT)) is None
+    found = running.finish()
+    again = engine.cache.begin_beside(list(PROMPT))
+    assert again is not None
+    assert again.ended
+    assert (found.loaded.chunk_count, again.finish().own_chunks) == (3, 3)
+    engine.cache.release(found)
+    engine.cache.release(again.finish())
+    assert len(pool.loads) == 1
 
 
 def test_a_load_may_take_as_long_as_computing_would() -> None:

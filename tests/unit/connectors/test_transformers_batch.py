@@ -104,7 +104,7 @@ def test_rows_that_are_wholly_known_leave_a_token() -> None:
     ("trouble", "matches", "failure"),
     [
         ({"match_error": DeadlineExceeded("no answer")}, 1, "no answer"),
-        ({"load_error": ServiceUnavailable("the agent is gone")}, 1, "the agent is gone"),
+        ({"load_error": ServiceUnavailable("the agent is gone")}, 2, "the agent is gone"),
         ({"load_limit": 2}, 2, "a page was damaged"),
         ({"reachable": False}, 0, "the pool cannot be reached"),
         ({"store_failure": "the arena is full"}, 2, ""),
@@ -119,7 +119,21 @@ def test_whatever_the_pool_fails_at_is_computed(trouble: dict[str, Any], matches
     assert result.sequences.tolist() == alone(model, batch)
     assert failure in result.stats.failure
     assert bool(result.stats.failure) == bool(failure)
-    assert len(pool.matches) == matches  # a pool that fails costs its deadline once, not for each row
+    assert len(pool.matches) == matches  # a pool that fails costs one deadline, not one for each row
+
+
+def test_rows_that_begin_alike_load_that_once_and_the_rest_beside_each_other() -> None:
+    model, pool = tiny_llama(), ScriptedPool()
+    shared = prompt(2 * CHUNK, seed=9)
+    rows = [torch.cat([shared, prompt(length, seed=length)], dim=1) for length in (3 * CHUNK + 4, 2 * CHUNK + 9)]
+    batch = padded(*rows, prompt(4 * CHUNK + 1, seed=3))
+    run(generator_over(model, pool), batch)
+    elsewhere = ScriptedPool(chunks=pool.chunks)
+    result = run(generator_over(model, elsewhere), batch)
+    assert result.sequences.tolist() == alone(model, batch)
+    loaded = [span.hashes for span in elsewhere.loads]
+    assert [len(hashes) for hashes in loaded] == [5, 4, 2]  # the last one is of the row that waited for the first
+    assert len({one for hashes in loaded for one in hashes}) == 11
 
 
 def test_a_wrong_chunk_would_change_the_tokens_of_its_row() -> None:

@@ -83,8 +83,9 @@ class SegmentMap:
 
     async def map(self, segment_ids: Iterable[int]) -> None:
         """Map segments that are not mapped yet; one fetch for each, whoever asks. raises: as `open` does."""
-        missing = {segment_id for segment_id in segment_ids if segment_id not in self._mappings}
-        for segment_id in missing:
+        for segment_id in set(segment_ids):
+            if segment_id in self._mappings:  # looked at now: others have mapped some while we waited for the last one
+                continue
             task = self._mapping.get(segment_id)
             if task is None:
                 task = self._mapping[segment_id] = asyncio.create_task(self._map_one(segment_id))

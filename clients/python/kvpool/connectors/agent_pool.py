@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -94,7 +95,7 @@ class AgentPool:
 
     def begin_load(self, span: ChunkSpan, timeout_s: float, on_released: Callable[[], None]) -> RunningLoad:
         """See PrefixPool."""
-        pool, after = self._reached(), self._memory.record()
+        pool, after, started_s = self._reached(), self._memory.record(), time.perf_counter()
 
         async def begin() -> LoadTicket:
             return pool.begin_load(
@@ -107,7 +108,7 @@ class AgentPool:
             )
 
         ticket = self._loop.run(begin)
-        ended = self._loop.start(lambda: self._end_load(ticket, on_released))
+        ended = self._loop.start(lambda: self._end_load(ticket, started_s, on_released))
         return _AgentLoad(self._loop, ticket, ended, len(span.blocks))
 
     def store(self, span: ChunkSpan, on_released: Callable[[], None], on_done: Callable[[StoredChunks], None]) -> None:
@@ -153,14 +154,17 @@ class AgentPool:
                 _log.error("kvpool: not used in this process: %s", error)
                 return
 
-    async def _end_load(self, ticket: LoadTicket, on_released: Callable[[], None]) -> LoadedChunks:
+    async def _end_load(self, ticket: LoadTicket, started_s: float, on_released: Callable[[], None]) -> LoadedChunks:
         report = await ticket.report()
+        duration_s = time.perf_counter() - started_s
         if report.hold.ended:
             on_released()
         else:
             await self._begin(_release_after(report.hold.wait(), on_released))
         failure = str(report.error) if report.error is not None else ""
-        return LoadedChunks(chunk_count=report.loaded_chunks, tokens=report.tokens, failure=failure)
+        return LoadedChunks(
+            chunk_count=report.loaded_chunks, tokens=report.tokens, duration_s=duration_s, failure=failure
+        )
 
     async def _store(
         self,

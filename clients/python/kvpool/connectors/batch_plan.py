@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 # What a row that is completed alone costs beside its tokens, in tokens: a forward pass reads all weights, however few
-# tokens it is for. The order of magnitude counts: this decides between one pass for all rows and one more for each.
+# tokens it is for, and a GPU waits for its launches. The order of magnitude counts: this decides between one pass for
+# all rows and one more for each. bench.batch_rows measures it: 208 for a tiny model on 16 cores, 1,395 for an 8B model
+# on an H200, where it varies much with the host.
 PASS_TOKENS = 128
+GPU_PASS_TOKENS = 1024
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,16 +52,19 @@ def common_prefixes(rows: Sequence[npt.NDArray[np.generic]]) -> Ints:
     return common
 
 
-def plan_batch(rows: Sequence[npt.NDArray[np.generic]], known: Sequence[int], width: int) -> BatchPlan:
+def plan_batch(
+    rows: Sequence[npt.NDArray[np.generic]], known: Sequence[int], width: int, pass_tokens: int = PASS_TOKENS
+) -> BatchPlan:
     """The cut with the fewest tokens to compute.
 
     rows: each row's own tokens, at least one. known: leading tokens of each whose KV was found. width: of the batch.
+    pass_tokens: what a pass for one row costs beside its tokens.
     """
     found, common = np.asarray(known, dtype=np.int64), common_prefixes(rows)
     padding = width - np.array([len(row) for row in rows], dtype=np.int64)
     ends = {*(padding + found).tolist(), *(padding + common.max(axis=1)).tolist(), width - 1}
     plans = (_plan(min(cut, width - 1), padding, found, common) for cut in sorted(ends))
-    return min(plans, key=lambda plan: _cost(plan, width))
+    return min(plans, key=lambda plan: _cost(plan, width, pass_tokens))
 
 
 def _plan(cut: int, padding: Ints, found: Ints, common: Ints) -> BatchPlan:
@@ -76,6 +82,6 @@ def _plan(cut: int, padding: Ints, found: Ints, common: Ints) -> BatchPlan:
     return BatchPlan(cut, tuple(rows))
 
 
-def _cost(plan: BatchPlan, width: int) -> int:
-    alone = sum(row.computed + PASS_TOKENS for row in plan.rows if row.computed)
+def _cost(plan: BatchPlan, width: int, pass_tokens: int) -> int:
+    alone = sum(row.computed + pass_tokens for row in plan.rows if row.computed)
     return alone + len(plan.rows) * (width - plan.cut)

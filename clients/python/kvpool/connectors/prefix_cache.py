@@ -14,33 +14,40 @@ from dataclasses import replace
 
 from kvpool.client.engine_items import EngineMatchRun
 from kvpool.connectors.chunk_ledger import ChunkLedger, HeldChunk
-from kvpool.connectors.prefix_pool import ChunkSpan, PrefixPool, RunningLoad, StoredChunks
+from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, RunningLoad, StoredChunks
 from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import KvPoolError
+from kvpool.core.load_cost import LoadCost, LoadRun
 
 _log = logging.getLogger(__name__)
 # The engine's own chunks are found without the pool, also before it was ever reached.
 _OWN_KEY = b"chunks in the engine's own cache"
-_PREFILL_WEIGHT = 0.3  # of the newest measurement of the prefill speed
 _LOAD_TIMEOUT_MIN_S = 1.0
 
 
 class PrefixCache:
-    """Blocks of one chunk each, of which the ledger here decides. One request at a time; callbacks on any thread."""
+    """Blocks of one chunk each, of which the ledger here decides. On one thread; callbacks on any."""
 
     def __init__(
-        self, pool: PrefixPool | None, *, block_count: int, chunk_tokens: int, load_timeout_s: float = 30.0
+        self,
+        pool: PrefixPool | None,
+        *,
+        block_count: int,
+        chunk_tokens: int,
+        chunk_bytes: int,
+        load_timeout_s: float = 30.0,
     ) -> None:
         """load_timeout_s: of one load, as long as nothing is known of how fast the engine computes."""
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
         self._load_timeout_s = load_timeout_s
         self._pool = pool
         self._ledger = ChunkLedger(block_count)
         self._lock = threading.Lock()
         self._stores_changed = threading.Condition(self._lock)
         self._stores_running = 0
-        self._prefill_ms_per_token = 0.0  # 0: not known yet
+        self._cost = LoadCost()
+        self._loading: set[bytes] = set()  # chunks under way, by their own hashes
 
     def find(self, tokens: Tokens) -> FoundPrefix:
         """The longest prefix of whole chunks that can be had, own or loaded, that leaves at least one token."""
@@ -51,10 +58,22 @@ class PrefixCache:
 
         ask_pool: False leaves it at the engine's own chunks.
         """
+        running = self._begin(tokens, ask_pool=ask_pool, beside=False)
+        assert running is not None
+        return running
+
+    def begin_beside(self, tokens: Tokens, *, ask_pool: bool = True) -> RunningPrefix | None:
+        """The same beside others that were begun. None: one of them loads the very chunk that is needed next; begin
+        again when it is finished, and it will be found."""
+        return self._begin(tokens, ask_pool=ask_pool, beside=True)
+
+    def _begin(self, tokens: Tokens, *, ask_pool: bool, beside: bool) -> RunningPrefix | None:
         usable = tokens[: max(0, len(tokens) - 1)]
         own_hashes = chunk_hashes(_OWN_KEY, usable, self.chunk_tokens)
         with self._lock:
             held = self._ledger.find(own_hashes)
+            if beside and len(held) < len(own_hashes) and own_hashes[len(held)] in self._loading:
+                return None
             blocks = [chunk.block for chunk in held]
             self._ledger.pin(blocks)
         own = FoundPrefix(blocks=tuple(blocks), own_chunks=len(held))
@@ -120,9 +139,7 @@ class PrefixCache:
     def note_prefill(self, token_count: int, duration_ms: float) -> None:
         """Tell how long computing tokens took, so that loads slower than that are left alone."""
         if token_count >= self.chunk_tokens:
-            measured = duration_ms / token_count
-            known = self._prefill_ms_per_token or measured
-            self._prefill_ms_per_token = known + _PREFILL_WEIGHT * (measured - known)
+            self._cost.note_prefill(token_count, duration_ms / 1e3)
 
     def flush_stores(self, timeout_s: float) -> bool:
         """Wait until all stores that were begun have ended; False if they have not in time."""
@@ -135,11 +152,13 @@ class PrefixCache:
         started_s = time.perf_counter()
         load: RunningLoad | None = None
         blocks: list[int] = []
-        failure = ""
+        estimated_ms, failure = 0.0, ""
         try:
             runs = pool.match(chain, own.own_chunks)
             own = replace(own, match_ms=(time.perf_counter() - started_s) * 1e3)
-            blocks = self._take(worthwhile_chunks(runs, self._prefill_ms_per_token * self.chunk_tokens))
+            blocks = self._take(self._worthwhile_chunks(runs))
+            if len(blocks) == sum(run.chunk_count for run in runs):
+                estimated_ms = sum(run.estimated_load_ms for run in runs)
             if blocks:
                 span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
                 load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks))
@@ -153,15 +172,39 @@ class PrefixCache:
                 self._bind((), blocks, 0)
         if load is None:
             return RunningPrefix(replace(own, failure=failure))
-        hashes = own_hashes[own.own_chunks :]
-        return RunningPrefix(own, load, blocks, lambda count: self._bind(hashes, blocks, count))
+        hashes = own_hashes[own.own_chunks : own.own_chunks + len(blocks)]
+        with self._lock:
+            self._loading.update(hashes)
+
+        def loaded(chunks: LoadedChunks) -> Sequence[int]:
+            if chunks.chunk_count == len(blocks):
+                self._cost.note_load(chunks.chunk_count * self._chunk_bytes, chunks.duration_s, estimated_ms)
+            return self._bind(hashes, blocks, chunks.chunk_count)
+
+        return RunningPrefix(own, load, blocks, loaded)
+
+    def _worthwhile_chunks(self, runs: Sequence[EngineMatchRun]) -> int:
+        """How many leading chunks to load so that the time gained over computing them is greatest; all as long as
+        nothing is known of computing."""
+        sized = [
+            LoadRun(
+                chunk_count=run.chunk_count,
+                token_count=run.chunk_count * self.chunk_tokens,
+                size_bytes=run.chunk_count * self._chunk_bytes,
+                estimated_ms=run.estimated_load_ms,
+            )
+            for run in runs
+        ]
+        count = self._cost.worthwhile_chunks(sized)
+        if sized and not count:
+            self._cost.passed_over(time.monotonic())
+        return count
 
     def _patience_s(self, chunk_count: int) -> float:
         """A load that takes longer than computing is not waited for: that bounds what a sick pool can cost."""
-        if not self._prefill_ms_per_token:
-            return self._load_timeout_s
-        compute_s = chunk_count * self.chunk_tokens * self._prefill_ms_per_token / 1e3
-        return min(self._load_timeout_s, max(_LOAD_TIMEOUT_MIN_S, compute_s))
+        longest_s = self._load_timeout_s
+        deadline_s = self._cost.deadline_s(chunk_count * self.chunk_tokens, _LOAD_TIMEOUT_MIN_S, longest_s)
+        return min(longest_s, deadline_s)
 
     def _take(self, count: int) -> list[int]:
         """Up to `count` blocks to load into, pinned until the pool lets go of them."""
@@ -173,6 +216,7 @@ class PrefixCache:
     def _bind(self, own_hashes: Sequence[bytes], blocks: Sequence[int], loaded_count: int) -> list[int]:
         """Take in the loaded ones of `blocks` and give back the others; returns where the chunks are, pinned."""
         with self._lock:
+            self._loading.difference_update(own_hashes)
             self._ledger.give_back(blocks[loaded_count:])
             usable = [
                 self._ledger.bind(own_hash, block, pooled=True).block
@@ -223,18 +267,3 @@ class _Store:
         if stored.failure:
             _log.warning("kvpool: %d chunks were not stored: %s", len(stored.failed), stored.failure)
         self._cache._end_store([self._chunks[position] for position in stored.failed])
-
-
-def worthwhile_chunks(runs: Sequence[EngineMatchRun], compute_chunk_ms: float) -> int:
-    """How many leading chunks to load so that the time gained over computing them is greatest.
-
-    compute_chunk_ms: 0 if not known; then, as for runs without an estimate, loading is taken to be worth it.
-    """
-    best_chunks = chunks = 0
-    best_gain_ms = gain_ms = 0.0
-    for run in runs:
-        chunks += run.chunk_count
-        gain_ms += run.chunk_count * compute_chunk_ms - run.estimated_load_ms
-        if not compute_chunk_ms or gain_ms >= best_gain_ms:
-            best_chunks, best_gain_ms = chunks, gain_ms
-    return best_chunks

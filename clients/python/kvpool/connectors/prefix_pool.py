@@ -37,6 +37,7 @@ class LoadedChunks:
 
     chunk_count: int = 0
     tokens: TierTokens = field(default_factory=TierTokens)
+    duration_s: float = 0.0  # from its begin until all was in, however long nobody asked; 0 if unknown
     failure: str = ""  # why the next chunk is not in; empty if all are
 
 

@@ -33,10 +33,10 @@ class RunningPrefix:
         own: FoundPrefix,
         load: RunningLoad | None = None,
         blocks: Sequence[int] = (),
-        bind: Callable[[int], Sequence[int]] = lambda count: (),
+        bind: Callable[[LoadedChunks], Sequence[int]] = lambda loaded: (),
     ) -> None:
-        """own: all that is there without the load. blocks: that are loaded into. bind(count): so many leading ones hold
-        their chunks now, the others are given back; returns where the chunks are, pinned."""
+        """own: all that is there without the load. blocks: that are loaded into. bind(loaded): that many
+        leading ones hold their chunks now, the others are given back; returns where the chunks are, pinned."""
         self._own, self._load, self._blocks, self._bind = own, load, tuple(blocks), bind
         self._found = own if load is None else None
         self._started_s = time.perf_counter()
@@ -47,6 +47,11 @@ class RunningPrefix:
     def blocks(self) -> tuple[int, ...]:
         """Of all chunks that may come. They keep their bytes until `finish`; those that came, as long as pinned."""
         return self._own.blocks + self._blocks
+
+    @property
+    def ended(self) -> bool:
+        """Whether `finish` has nothing to wait for."""
+        return self._found is not None
 
     def wait_layers(self, layers: int) -> bool:
         """Wait until so many leading layers are in for all chunks. False: not all can be had, see `finish`."""
@@ -78,7 +83,7 @@ class RunningPrefix:
         except KvPoolError as error:
             failure = str(error)
         finally:  # also of a wait that was interrupted: the blocks are reused once they are released
-            usable = self._bind(loaded.chunk_count)
+            usable = self._bind(loaded)
         if failure:
             _log.warning("kvpool: computing instead of loading: %s", failure)
         return replace(

@@ -121,7 +121,8 @@ class SharedPrefixGenerator:
         except BaseException:
             pool.close()
             raise
-        cache = PrefixCache(pool, block_count=block_count, chunk_tokens=chunk_tokens, load_timeout_s=load_timeout_s)
+        sizes = {"block_count": block_count, "chunk_tokens": chunk_tokens, "chunk_bytes": block_bytes(spec)}
+        cache = PrefixCache(pool, **sizes, load_timeout_s=load_timeout_s)
         return cls(model, blocks, cache, pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:

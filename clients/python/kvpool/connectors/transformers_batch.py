@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvpool.client.hashing import Chain
 from kvpool.client.request_stats import RequestStats
-from kvpool.connectors.batch_plan import BatchPlan, RowPlan, plan_batch
+from kvpool.connectors.batch_plan import GPU_PASS_TOKENS, PASS_TOKENS, BatchPlan, RowPlan, plan_batch
 from kvpool.connectors.prefix_cache import PrefixCache
-from kvpool.connectors.running_prefix import FoundPrefix
+from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.connectors.transformers_blocks import KvBlocks
 
 if TYPE_CHECKING:
@@ -67,10 +67,11 @@ def fill_batch(
 
     rows: each row's own tokens, the last ones of `width` columns.
     """
-    found = _find(cache, rows)
+    found = find_rows(cache, rows)
     try:
         known = [len(prefix.blocks) * cache.chunk_tokens for prefix in found]
-        plan = plan_batch(rows, known, width)
+        pass_tokens = GPU_PASS_TOKENS if model.device.type == "cuda" else PASS_TOKENS
+        plan = plan_batch(rows, known, width, pass_tokens)
         if plan.cut:
             layers = _assemble(model, blocks, rows, width, found, plan)
             for number in range(len(layers)):
@@ -87,19 +88,36 @@ def fill_batch(
     )
 
 
-def _find(cache: PrefixCache, rows: Sequence[npt.NDArray[np.int64]]) -> list[FoundPrefix]:
-    """One after another, so that what one row loads is the next one's own; a pool that fails is not asked again."""
-    found: list[FoundPrefix] = []
-    ask_pool = True
+def find_rows(cache: PrefixCache, rows: Sequence[npt.NDArray[np.int64]]) -> list[FoundPrefix]:
+    """What is to be had of each row, all of it pinned. Loads of rows that have nothing in common run beside each other.
+
+    A row that goes on with a chunk that another one loads waits for that one, and has the chunk from it. A pool that
+    cannot be asked is not asked again, nor one from which nothing came.
+    """
+    found: dict[int, FoundPrefix] = {}
+    running: dict[int, RunningPrefix] = {}
+    ask_pool, left = True, list(range(len(rows)))
     try:
-        for row in rows:
-            found.append(cache.begin(row, ask_pool=ask_pool).finish())
-            ask_pool = ask_pool and not (found[-1].failure and not found[-1].loaded.chunk_count)
+        while left:
+            waiting = []
+            for number in left:
+                begun = cache.begin_beside(rows[number], ask_pool=ask_pool)
+                if begun is None:
+                    waiting.append(number)
+                    continue
+                running[number] = begun
+                if begun.ended:
+                    ask_pool = ask_pool and not begun.finish().failure
+            for number in list(running):
+                found[number] = prefix = running[number].finish()
+                del running[number]
+                ask_pool = ask_pool and not (prefix.failure and not prefix.loaded.chunk_count)
+            left = waiting
     except BaseException:
-        for prefix in found:
+        for prefix in (*found.values(), *(begun.finish() for begun in running.values())):
             cache.release(prefix)
         raise
-    return found
+    return [found[number] for number in range(len(rows))]
 
 
 def _assemble(

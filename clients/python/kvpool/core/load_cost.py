@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpool.core.errors import InvalidRequest
 
 DEFAULT_BYTES_PER_S = 1e9
-"""Of loads, until one was measured: little for any medium that is worth a cache."""
+"""Of loads that have begun, until one was measured: little for any medium that is worth a cache."""
 _SAMPLE_WEIGHT = 0.3  # of the newest measurement
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
 # Loads that were measured slow are not slow for ever: as long as they are passed over, it is believed less and less.
@@ -79,8 +79,11 @@ class LoadCost:
         return self.compute_ms_per_token * token_count
 
     def load_ms(self, run: LoadRun) -> float:
-        """Without the overhead, which a load has once."""
-        return run.estimated_ms or run.size_bytes / (self.load_bytes_per_s or DEFAULT_BYTES_PER_S) * 1e3
+        """Without the overhead, which a load has once. 0 if nothing is known of any: it is tried, as nothing else would
+        ever measure it."""
+        if run.estimated_ms or not self.load_bytes_per_s:
+            return run.estimated_ms
+        return run.size_bytes / self.load_bytes_per_s * 1e3
 
     def worthwhile_chunks(self, runs: Sequence[LoadRun], queued_bytes: int = 0) -> int:
         """How many leading chunks to load, so that the time gained over computing them is greatest; 0: none.
