@@ -90,6 +90,9 @@ def test_pages_are_matched_flushed_and_cleared(cluster: Cluster, tmp_path: Path)
     assert "2 of 3 chunks" in text
 
     assert "pages" in cluster.run("flush")
+    endpoint = next(node["endpoint"] for node in cluster.json("status")["nodes"] if node["kind"] == "pagestore")
+    assert "0 failed" in cluster.run("flush", "--pagestore", endpoint)
+    cluster.run("flush", "--pagestore", endpoint, "--keyspace", KEYSPACE_NAME, code=1)
     node = next(node for node in cluster.json("status")["nodes"] if node["kind"] == "pagestore")
     assert node["pages"]["dirty"] == 0
     assert node["pages"]["disk"] == node["pages"]["staging"] > 0

@@ -16,6 +16,7 @@ from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restric
 from kvpool_server.tls import ServiceTls
 
 _UNIX_SCHEME: Final = "unix:"
+LIVENESS: Final = "liveness"  # health service that tells only whether the process still answers: what to restart it by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +102,9 @@ class ControlServer:
         self._unix_paths.append(path)
 
     async def start(self) -> None:
-        """Begin to answer. Health says NOT_SERVING until `set_serving(True)`."""
+        """Begin to answer. Health says NOT_SERVING until `set_serving(True)`, except of liveness."""
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
         if self._health_grpc is not None:
             await self._health_grpc.start()

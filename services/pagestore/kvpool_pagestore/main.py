@@ -119,6 +119,14 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         await servers.stop()
 
 
+def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
+    """Serve /metrics until `stack` closes; returns its URL for others."""
+    listen = parse_address("metrics_listen", config.metrics_listen)
+    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
+    stack.callback(stop_metrics)
+    return f"http://{TcpAddress(advertised_host(listen.host, config.advertise_host), port)}/metrics"
+
+
 class _Arena:
     """The arena and whether its segments may be removed in the end."""
 
@@ -130,13 +138,6 @@ class _Arena:
 
     def close(self) -> None:
         self.segments.close(remove=self.unused)
-
-
-def _start_metrics(config: PageStoreConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> str:
-    listen = parse_address("metrics_listen", config.metrics_listen)
-    port, stop_metrics = start_metrics_server(listen.host, listen.port, registry)
-    stack.callback(stop_metrics)
-    return f"http://{TcpAddress(advertised_host(listen.host, config.advertise_host), port)}/metrics"
 
 
 def _tracer(registry: CollectorRegistry, stack: AsyncExitStack) -> Tracer:

@@ -22,7 +22,7 @@ from kvpool_server.interceptors import (
     aio_interceptors,
 )
 from kvpool_server.listen import TcpAddress
-from kvpool_server.server import ControlServer, GrpcLimits
+from kvpool_server.server import LIVENESS, ControlServer, GrpcLimits
 
 SERVICE = "test.Echo"
 LOOPBACK = TcpAddress("127.0.0.1", 0)
@@ -65,6 +65,7 @@ async def test_health_follows_the_service() -> None:
 
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         assert [await status(""), await status(SERVICE)] == [not_serving, not_serving]
+        assert await status(LIVENESS) == serving  # a service that waits for its store is not restarted for it
         await server.set_serving(True)
         assert [await status(""), await status(SERVICE)] == [serving, serving]
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
