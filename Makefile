@@ -15,7 +15,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_ARGS ?=
 TORCH_INDEX_URL ?=
-PYTEST_ARGS ?= -n 2
+# On two cores three workers take two thirds of the time of two: tests with real processes wait for much.
+PYTEST_ARGS ?= -n 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
