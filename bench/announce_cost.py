@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.waiting import ready_document
 from kvpool.client.chunk_directory import FixedLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
@@ -76,10 +77,7 @@ def main() -> None:
         command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
-            ends_s = time.monotonic() + 20
-            while not ready.exists() and time.monotonic() < ends_s:
-                time.sleep(0.05)
-            found = asyncio.run(measure(json.loads(ready.read_text())["endpoint"], given.pages))
+            found = asyncio.run(measure(ready_document(process, ready)["endpoint"], given.pages))
         finally:
             process.kill()
             process.wait()

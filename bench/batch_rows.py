@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from bench.ttft_gpu import Bench, directories
 from bench.ttft_model import SHAPES, build_model, prompt_of, synchronize
+from bench.waiting import until
 from kvpool.cli.output import size_from_text, table
 from kvpool.client.config import ClientConfig
 from kvpool.connectors.agent_pool import AgentPool
@@ -71,10 +73,7 @@ def _compare(cache: PrefixCache, rows: Sequence[Any], chunks: int, spec: Any, ru
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(runs + 1):
         for name, way in ways.items():
-            ends_at_s = time.monotonic() + FORGET_TIMEOUT_S
-            while not _forgotten(cache, rows):
-                assert time.monotonic() < ends_at_s, "the agent does not let go of the blocks"
-                time.sleep(0.01)
+            until(partial(_forgotten, cache, rows), FORGET_TIMEOUT_S, "an agent that lets go of the blocks")
             started_s = time.perf_counter()
             found = way(cache, rows)
             if number:  # the first run of each warms up

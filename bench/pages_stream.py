@@ -33,6 +33,7 @@ from unittest import mock
 import grpc
 import numpy as np
 
+from bench.waiting import ready_document
 from kvpool.client import transfer
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.errors import KvPoolError
@@ -59,7 +60,6 @@ PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)  # 2 MiB, equal for all shards
 KEYSPACE = keyspace_id(encode_keyspace("default", SPEC))
 METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
 BARE = "/bench.Bare/Read"
-START_TIMEOUT_S = 30.0
 
 
 def key(number: int) -> PageKey:
@@ -169,11 +169,7 @@ def pagestore(page_count: int) -> Iterator[str]:
         command += ["--arena-bytes", str(arena_bytes), "--log-level", "warning"]
         with subprocess.Popen(command) as process:
             try:
-                ends_at_s = time.monotonic() + START_TIMEOUT_S
-                while not ready.exists():
-                    assert process.poll() is None and time.monotonic() < ends_at_s, "the pagestore did not start"
-                    time.sleep(0.02)
-                yield json.loads(ready.read_text())["bulk_endpoint"]
+                yield ready_document(process, ready)["bulk_endpoint"]
             finally:
                 process.terminate()
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.waiting import ready_document
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
@@ -74,12 +75,7 @@ def pagestore(directory: Path) -> Iterator[str]:
     command += ["--arena-bytes", str(64 << 20), "--segment-bytes", str(8 << 20), "--log-level", "warning"]
     with subprocess.Popen(command) as process:
         try:
-            ends_at_s = time.monotonic() + START_TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > ends_at_s:
-                    raise RuntimeError("the pagestore did not start")
-                time.sleep(0.01)
-            yield json.loads(ready.read_text())["endpoint"]
+            yield ready_document(process, ready, START_TIMEOUT_S)["endpoint"]
         finally:
             process.kill()
 

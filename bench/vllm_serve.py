@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.waiting import until
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import REPOSITORY, VLLM_PYTHON_VARIABLE, agent_of, make_model
 
@@ -87,15 +87,16 @@ def server(model: Path, agent: str, log: Path) -> Iterator[str]:
 
 
 def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    ends_at_s = time.monotonic() + START_S
-    while True:
+    def answers() -> bool:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError) as error:
-            if process.poll() is not None or time.monotonic() > ends_at_s:
+                return True
+        except OSError as error:
+            if process.poll() is not None:
                 raise RuntimeError(f"no server came up:\n{log.read_text(errors='replace')[-3000:]}") from error
-        time.sleep(0.25)
+            return False
+
+    until(answers, START_S, f"vLLM's server (its log is {log})")
 
 
 def measure(url: str, name: str, out: Path, requests: int, metrics: list[str]) -> None:

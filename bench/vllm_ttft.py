@@ -16,12 +16,11 @@ import os
 import signal
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.waiting import until
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import Engine, Engines, agent_of, make_model, prompt
 from tests.vllm.faults import load_is_running, pid_of
@@ -30,6 +29,7 @@ PREFIX_TOKENS = 1500
 TAIL_TOKENS = 40
 FRESH_TOKENS = 512  # of prompts in the section `nothing`
 NEW_TOKENS = 16
+_BACK_S = 60.0
 ARGUMENTS: dict[str, Any] = {"block_size": 32, "as_shipped": True}
 
 
@@ -101,7 +101,7 @@ def killed(engines: Engines, cluster: Cluster, rounds: int) -> dict[str, Any]:
             pagestore = pid_of(cluster, "pagestore")
             os.kill(pagestore, signal.SIGSTOP)  # so that the load is under way for certain
             begun = engine.begin(tokens, new_tokens=1)
-            _until(load_is_running(cluster))
+            until(load_is_running(cluster), _BACK_S, "a load under way")
             os.kill(pid_of(cluster, victim), signal.SIGKILL)
             took_s = engine.generated(begun).seconds
             if victim != "pagestore":
@@ -120,15 +120,7 @@ def _have_stored(engine: Engine, tokens: list[int]) -> None:
         engine.forget()
         return cached
 
-    _until(found)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    ends_at_s = time.monotonic() + 60.0
-    while not condition():
-        if time.monotonic() > ends_at_s:
-            raise TimeoutError("the cluster did not come back")
-        time.sleep(0.01)
+    until(found, _BACK_S, "a prompt in the pool")
 
 
 def _case(value: float, baseline: float, unit: str) -> dict[str, Any]:
