@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 StubT = TypeVar("StubT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+CallT = TypeVar("CallT", bound=grpc.aio.Call)
 
 
 def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
@@ -179,6 +181,23 @@ class Endpoints(Generic[StubT]):
             raise narrowed(error_from_rpc(error), self._config.tls) from error
         except grpc.aio.UsageError as error:
             raise closed_channel_error(error) from error
+
+
+@contextmanager
+def streamed(open_call: Callable[[], CallT]) -> Iterator[CallT]:
+    """A call that streams answers, for a `with` block that reads them: its errors are kvpool's own, and it is cancelled
+    when the block ends."""
+    call: CallT | None = None
+    try:
+        call = open_call()
+        yield call
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+    except grpc.aio.UsageError as error:
+        raise closed_channel_error(error) from error
+    finally:
+        if call is not None:
+            call.cancel()
 
 
 def closed_channel_error(error: Exception) -> KvPoolError:

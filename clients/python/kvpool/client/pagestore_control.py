@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.client.channel import Endpoints, closed_channel_error
+from kvpool.client.channel import Endpoints, streamed
 from kvpool.client.config import ClientConfig
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
 from kvpool.wire.convert import check_id, page_metadata_from_proto
-from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
@@ -182,11 +181,10 @@ class PageStoreControl:
     ) -> AsyncGenerator[ListedChunk]:
         """Chunks that the node holds, or the `most_read` of them; empty keyspace: all the tenant's. Close it."""
         request = pagestore_pb2.ListChunksRequest(keyspace_id=keyspace, most_read=most_read, pinned_only=pinned_only)
-        call = None
-        try:
-            call = self._endpoints.stub().ListChunks(
-                request, timeout=timeout_s, metadata=self._endpoints.config.metadata
-            )
+        endpoints = self._endpoints
+        with streamed(
+            lambda: endpoints.stub().ListChunks(request, timeout=timeout_s, metadata=endpoints.config.metadata)
+        ) as call:
             async for answer in call:
                 for chunk in answer.chunks:
                     yield ListedChunk(
@@ -197,13 +195,6 @@ class PageStoreControl:
                         disk_shards=chunk.disk_shards,
                         page_reads_per_minute=chunk.page_reads_per_minute,
                     )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
-        except grpc.aio.UsageError as error:
-            raise closed_channel_error(error) from error
-        finally:
-            if call is not None:
-                call.cancel()
 
     async def prefetch(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> int:
         """Begin to bring pages from the node's disk to its staging tier; how many were begun."""
@@ -217,9 +208,10 @@ class PageStoreControl:
         cancel: end a drain that has not ended instead. raises: DrainBlocked, StoreUnavailable, StoreFault.
         """
         request = pagestore_pb2.DrainRequest(cancel=cancel)
-        call = None
-        try:
-            call = self._endpoints.stub().Drain(request, timeout=timeout_s, metadata=self._endpoints.config.metadata)
+        endpoints = self._endpoints
+        with streamed(
+            lambda: endpoints.stub().Drain(request, timeout=timeout_s, metadata=endpoints.config.metadata)
+        ) as call:
             async for answer in call:
                 yield DrainProgress(
                     moved_page_count=answer.moved_page_count,
@@ -228,13 +220,6 @@ class PageStoreControl:
                     remaining_chunk_count=answer.remaining_chunk_count,
                     done=answer.done,
                 )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
-        except grpc.aio.UsageError as error:
-            raise closed_channel_error(error) from error
-        finally:
-            if call is not None:
-                call.cancel()
 
     async def close(self) -> None:
         """Close the channel. Idempotent."""

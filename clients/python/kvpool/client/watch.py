@@ -10,16 +10,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc
-
-from kvpool.client.channel import Endpoints, closed_channel_error
+from kvpool.client.channel import Endpoints, streamed
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import HeartbeatEvent, IndexEvent, ResyncEvent
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.core.transit import Transit
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_watch import index_event_from_proto
-from kvpool.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
@@ -72,9 +69,8 @@ async def _watch_once(
     now_s: Callable[[], float],
 ) -> AsyncGenerator[IndexEvent]:
     request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace, for_replica=for_replica)
-    call, transit = None, Transit(now_s())
-    try:
-        call = endpoints.stub().Watch(request, metadata=endpoints.config.metadata)
+    transit = Transit(now_s())
+    with streamed(lambda: endpoints.stub().Watch(request, metadata=endpoints.config.metadata)) as call:
         async for message in call:
             event = index_event_from_proto(message)
             if event is None:
@@ -84,13 +80,6 @@ async def _watch_once(
                 if transit.is_adrift:
                     raise ServiceUnavailable("heartbeats only seem late: how long the watch took to open is not known")
             yield event
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
-    except grpc.aio.UsageError as error:
-        raise closed_channel_error(error) from error
-    finally:
-        if call is not None:
-            call.cancel()
 
 
 def _aged(heartbeat: HeartbeatEvent, transit: Transit, now_s: float) -> HeartbeatEvent:
