@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,23 @@ class World:
 def end_of(world: World) -> LoadEnd | StoreEnd:
     (end,) = world.side.take_ends()
     return end
+
+
+def test_a_load_ends_for_the_engine_only_when_the_agent_has_stopped_writing() -> None:
+    told_before: list[set[str]] = []
+
+    class Hold:
+        async def wait(self) -> None:
+            told_before.append(set(world.side.take_received()))
+
+    class HoldingPool(Pool):
+        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+            return replace(await super().load(chain, blocks, **values), hold=Hold())  # type: ignore[arg-type]
+
+    world = World(HoldingPool(loaded=2))
+    world.load()
+    assert told_before == [set()]
+    assert world.side.take_received() == {"r"}
 
 
 def test_a_load_that_comes_in_whole() -> None:
