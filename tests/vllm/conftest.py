@@ -57,8 +57,3 @@ def pair(engines: Engines, cluster: Cluster) -> Iterator[tuple[Engine, Engine]]:
     agent = agent_of(cluster)
     with engines.start(agent=agent, events=True) as first, engines.start(agent=agent) as second:
         yield first, second
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Restarts first: engines that wait for work spin, and those of other tests would leave no core to the services."""
-    items.sort(key=lambda item: "test_restarts" not in item.nodeid)

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _LINE_BYTES_MAX = 1 << 26
+_SPIN_S = 50e-6
 
 
 def main() -> None:
@@ -58,6 +59,7 @@ def _import_all() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -71,6 +73,9 @@ def _import_all() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
+    # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up every
+    # other process for seconds (up to 7, with a Linux 6.18, which takes a yield for the whole of a time slice).
+    shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
     # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
 
