@@ -73,8 +73,8 @@ def _import_all() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
-    # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up every
-    # other process for seconds (up to 7, with a Linux 6.18, which takes a yield for the whole of a time slice).
+    # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up
+    # every other process for seconds, up to 7 with Linux 6.18, where a yield gives up the whole time slice.
     shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
     # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
