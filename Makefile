@@ -35,13 +35,14 @@ help:
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
-	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
+	@echo 'make proto   generate kvpool/v1 and docs/api      make clean   remove caches and build output'
 
 setup:
 	@$(PYTHON) tools/setup_venv.py --venv '$(VENV)' --torch-index-url '$(TORCH_INDEX_URL)'
 
 proto: setup
 	$(RUN) tools/generate_proto.py
+	$(RUN) -m tools.generate_api_docs
 
 format: setup
 	$(RUN) -m ruff format .
@@ -52,6 +53,7 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/generate_proto.py --check
+	$(RUN) -m tools.generate_api_docs --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
