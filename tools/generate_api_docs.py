@@ -130,11 +130,9 @@ def types_of(files: list[FileDescriptorProto]) -> dict[str, str]:
     ]
     if nested:
         raise ValueError(f"the pages show no types inside of messages; move those of {nested} out")
-    return {
-        f"{PACKAGE_PREFIX}{one.name}": page_name(file)
-        for file in files
-        for one in (*file.message_type, *file.enum_type)
-    }
+    types = [(file, message.name) for file in files for message in file.message_type]
+    types += [(file, enum.name) for file in files for enum in file.enum_type]
+    return {f"{PACKAGE_PREFIX}{name}": page_name(file) for file, name in types}
 
 
 def overview(files: list[FileDescriptorProto]) -> Iterator[str]:
@@ -153,8 +151,8 @@ def overview(files: list[FileDescriptorProto]) -> Iterator[str]:
 
 def errors() -> Iterator[str]:
     yield from ("# Errors", "", WRITTEN.format(source="kvpool.core.errors"), "")
-    yield "A refused call carries its reason in the trailing metadata `kvpool-reason`; what refuses only an item of a batch"
-    yield "is an [ItemError](common.md#itemerror) with the same reason. Reasons are stable; messages are for people."
+    yield "A refused call carries its reason in the trailing metadata `kvpool-reason`; what refuses one item of a batch"
+    yield "is an [ItemError](common.md#itemerror) with such a reason. Reasons are stable; messages are for people."
     yield ""
     yield from ("| reason | gRPC status | what it means | what to do |", "|---|---|---|---|")
     for reason, error in sorted(ERRORS_BY_REASON.items()):
