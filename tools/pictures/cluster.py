@@ -8,7 +8,7 @@ from tools.pictures.canvas import Canvas, Theme
 
 WIDTH, HEIGHT = 1008, 548
 _TITLE = (
-    "A kvpool cluster: engines and agents share KV by descriptor, agents and pagestores share arena slots by descriptor,"
+    "A kvpool cluster: engines and agents share KV by descriptor, agents and pagestores arena slots likewise,"
     " pagestores stream pages to each other, and all speak gRPC with a stateless index over Redis"
 )
 _ENGINE_Y, _AGENT_Y, _STORE_Y, _INDEX_Y = 50, 166, 282, 432
