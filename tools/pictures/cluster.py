@@ -75,10 +75,10 @@ def _sharing(canvas: Canvas) -> None:
 def _both(canvas: Canvas, x: float, top: float, bottom: float, mapped: Sequence[str], spoken: Sequence[str]) -> None:
     theme = canvas.theme
     canvas.path(((x, top + 2), (x, bottom - 2)), color=theme.strong, width=4, arrows=True)
-    canvas.path(((x + 122, top + 2), (x + 122, bottom - 2)), color=theme.faint, arrows=True)
+    canvas.path(((x + 116, top + 2), (x + 116, bottom - 2)), color=theme.faint, arrows=True)
     first = (top + bottom) / 2 + 4 - (len(mapped) - 1) * _SMALL * 0.65
     canvas.lines(x + 10, first, mapped, size=_SMALL, color=theme.ink)
-    canvas.lines(x + 130, first, spoken, size=_SMALL, color=theme.faint)
+    canvas.lines(x + 124, first, spoken, size=_SMALL, color=theme.faint)
 
 
 def _between_hosts(canvas: Canvas) -> None:
@@ -117,6 +117,6 @@ def _index(canvas: Canvas) -> None:
 def _legend(canvas: Canvas) -> None:
     theme, y = canvas.theme, HEIGHT - 16
     canvas.path(((12, y), (44, y)), color=theme.strong, width=4)
-    canvas.text(52, y + 4, "KV bytes, checked at every crossing", size=_SMALL)
-    canvas.path(((290, y), (322, y)), color=theme.faint)
-    canvas.text(330, y + 4, "gRPC control streams; every agent and pagestore has its own to the index", size=_SMALL)
+    canvas.text(52, y + 4, "KV bytes; pages are verified wherever they cross", size=_SMALL)
+    canvas.path(((390, y), (422, y)), color=theme.faint)
+    canvas.text(430, y + 4, "gRPC control streams; every agent and pagestore has its own to the index", size=_SMALL)
