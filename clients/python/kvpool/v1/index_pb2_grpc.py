@@ -251,7 +251,7 @@ class IndexServiceServicer(object):
 
         Errors:
         - INVALID_ARGUMENT: malformed hashes.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -273,7 +273,7 @@ class IndexServiceServicer(object):
 
         Errors:
         - INVALID_ARGUMENT: a malformed hash or count.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -296,7 +296,7 @@ class IndexServiceServicer(object):
 
         Errors:
         - INVALID_ARGUMENT: a malformed position or keyspace id.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -308,7 +308,7 @@ class IndexServiceServicer(object):
         Idempotent.
 
         Errors:
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -319,7 +319,7 @@ class IndexServiceServicer(object):
         """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
 
         Errors:
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - INVALID_ARGUMENT: a malformed question.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -111,7 +111,7 @@ class IndexServiceStub:
 
     Errors:
     - INVALID_ARGUMENT: malformed hashes.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     MatchStream: _grpc.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]
     """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
@@ -125,7 +125,7 @@ class IndexServiceStub:
 
     Errors:
     - INVALID_ARGUMENT: a malformed hash or count.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     ReportStale: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]
     """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
@@ -140,7 +140,7 @@ class IndexServiceStub:
 
     Errors:
     - INVALID_ARGUMENT: a malformed position or keyspace id.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
     """
     DropKeyspaceLocations: _grpc.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]
@@ -148,14 +148,14 @@ class IndexServiceStub:
     Idempotent.
 
     Errors:
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - INVALID_ARGUMENT: a malformed id.
     """
     Route: _grpc.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]
     """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
 
     Errors:
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - INVALID_ARGUMENT: a malformed question.
     """
     ReconcileDigests: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]
@@ -255,7 +255,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
 
     Errors:
     - INVALID_ARGUMENT: malformed hashes.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     MatchStream: _aio.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]  # type: ignore[assignment]
     """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
@@ -269,7 +269,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
 
     Errors:
     - INVALID_ARGUMENT: a malformed hash or count.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     ReportStale: _aio.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]  # type: ignore[assignment]
     """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
@@ -284,7 +284,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
 
     Errors:
     - INVALID_ARGUMENT: a malformed position or keyspace id.
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
     """
     DropKeyspaceLocations: _aio.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]  # type: ignore[assignment]
@@ -292,14 +292,14 @@ class IndexServiceAsyncStub(IndexServiceStub):
     Idempotent.
 
     Errors:
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - INVALID_ARGUMENT: a malformed id.
     """
     Route: _aio.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]  # type: ignore[assignment]
     """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
 
     Errors:
-    - NOT_FOUND: an unknown keyspace.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     - INVALID_ARGUMENT: a malformed question.
     """
     ReconcileDigests: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]  # type: ignore[assignment]
@@ -456,7 +456,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         - INVALID_ARGUMENT: malformed hashes.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
 
     @_abc_1.abstractmethod
@@ -482,7 +482,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         - INVALID_ARGUMENT: a malformed hash or count.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
 
     @_abc_1.abstractmethod
@@ -509,7 +509,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         - INVALID_ARGUMENT: a malformed position or keyspace id.
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
         """
 
@@ -523,7 +523,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent.
 
         Errors:
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - INVALID_ARGUMENT: a malformed id.
         """
 
@@ -536,7 +536,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
 
         Errors:
-        - NOT_FOUND: an unknown keyspace.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         - INVALID_ARGUMENT: a malformed question.
         """
 
