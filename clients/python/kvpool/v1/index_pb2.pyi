@@ -467,11 +467,11 @@ class NodeLoad(_message.Message):
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     RECONCILE_AGE_MS_FIELD_NUMBER: _builtins.int
     arena_capacity_bytes: _builtins.int
-    """Arena budget and use."""
+    """Hard budget of the arena."""
     arena_used_bytes: _builtins.int
-    """Bytes of slots in use."""
+    """Bytes of slots that hold pages or leases."""
     disk_capacity_bytes: _builtins.int
-    """Disk tier budget and use."""
+    """Hard budget of the disk tier; 0 without one."""
     disk_used_bytes: _builtins.int
     """Bytes of the disk tier as its file system counts them."""
     page_count: _builtins.int
@@ -833,9 +833,9 @@ class ReplaceRange(_message.Message):
     sequence: _builtins.int
     """Position in the announce sequence; acknowledged like that of a batch."""
     first_bucket: _builtins.int
-    """First and last bucket (inclusive), 0 to 65535."""
+    """First bucket, 0 to 65535; see ReconcileDigestsRequest."""
     last_bucket: _builtins.int
-    """Last bucket, inclusive."""
+    """Last bucket, inclusive, first_bucket to 65535."""
     @_builtins.property
     def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
         """The node's whole truth for the range, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
