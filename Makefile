@@ -52,6 +52,8 @@ check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/generate_proto.py --check
+	$(RUN) tools/generate_cli_docs.py --check
+	$(RUN) tools/generate_configuration_docs.py --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)
