@@ -16,6 +16,7 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+_TEST = re.compile(r"`((?:tests/)?[\w/]+\.py)::(\w+)`")
 _RUNBOOK = re.compile(r"docs/[a-z0-9-]+\.md#[\w-]+")
 
 
@@ -72,6 +73,15 @@ def test_alerts_lead_to_headings_of_the_runbook() -> None:
     links = _RUNBOOK.findall((ROOT / "k8s/alerts/kvpool.rules.yml").read_text())
     assert links
     assert [found for link in links if (found := broken(ROOT / "README.md", link))] == []
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: str(path.name))
+def test_a_test_that_a_document_names_is_there(document: Path) -> None:
+    for name, test in _TEST.findall(document.read_text()):
+        file = ROOT / "tests" / name.removeprefix("tests/")
+        assert file.exists() and re.search(rf"^(async )?def {test}\(", file.read_text(), re.MULTILINE), (
+            f"{name}::{test}"
+        )
 
 
 def test_what_is_a_link_and_what_is_not() -> None:
