@@ -23,6 +23,8 @@ from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
 
+_FAILURES_TOLD_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+
 
 class WriteBack:
     """Takes committed pages to disk. Without work it does not run at all."""
@@ -50,6 +52,8 @@ class WriteBack:
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._untold_failures = 0
+        self._tell_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
         # Whether a page may take so many bytes on disk; if so, they are told again once the write has ended.
         self.admit: Callable[[PageKey, int], KvPoolError | None] = lambda key, size_bytes: None
@@ -182,7 +186,7 @@ class WriteBack:
         self._ledger.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
-            _log.warning("page %s is not durable yet: %s", key, error)
+            self._tell_failure(key, error, now_s)
             self._queue.failed(page, error, now_s)
             return
         self._queue.written(page)
@@ -191,6 +195,12 @@ class WriteBack:
             self._disk.discard([key])
         elif metadata != written:  # its retention changed while it was written
             self._tasks.start(self._disk.set_metadata([(key, metadata)]), "set-metadata")
+
+    def _tell_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
+        self._untold_failures += 1
+        if now_s >= self._tell_failures_at_s:
+            _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._untold_failures, key, error)
+            self._untold_failures, self._tell_failures_at_s = 0, now_s + _FAILURES_TOLD_EVERY_S
 
     def _disk_changed(self) -> None:
         if not self._disk.fault:

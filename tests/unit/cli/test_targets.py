@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cli.output import CommandFailed
-from kvpool.cli.targets import live_pagestores
+from kvpool.cli.targets import Target, client_config, live_pagestores
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 
 
@@ -39,3 +39,8 @@ async def test_a_name_that_is_not_exactly_one_nodes_is_refused_naming_all(name: 
 
 async def test_without_a_name_all_are_meant() -> None:
     assert len(await live_pagestores(Nodes())) == 3  # type: ignore[arg-type]
+
+
+def test_several_replicas_may_be_named_and_are_tried_in_turn() -> None:
+    target = Target(index_endpoint="index-0:7100,index-1:7100", state=None)
+    assert client_config(target).index_endpoints == ("index-0:7100", "index-1:7100")

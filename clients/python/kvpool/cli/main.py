@@ -51,6 +51,14 @@ COMMANDS = {
         "look for what commonly goes wrong on this machine and in the cluster, with its cure",
         ("kvpool doctor", "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB"),
     ),
+    "size": Command(
+        "size",
+        "what the KV of a model takes, and how many tokens a node holds",
+        (
+            "kvpool size config.json --arena-bytes 256GiB --disk-bytes 4TiB",
+            "kvpool size --layers 61 --latent-dim 576",
+        ),
+    ),
     "logs": Command("logs", "show logs of the cluster's processes", ("kvpool logs", "kvpool logs pagestore-0 -n 50")),
     "flush": Command("flush", "wait until every page is durable", ("kvpool flush --timeout 120",)),
     "drain": Command(

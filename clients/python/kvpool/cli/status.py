@@ -27,6 +27,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="for monitoring: print only what is wrong; exit code 1 if anything is"
     )
+    parser.add_argument(
+        "--expect",
+        type=int,
+        default=0,
+        metavar="N",
+        help="pagestores that there should be: fewer is wrong, too (who has no lease is unknown otherwise)",
+    )
     parser.set_defaults(run=run_status)
 
 
@@ -34,6 +41,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print it; exit code 1 if the store or any node that has a lease cannot be reached, or for any --check."""
     target = find_target(arguments)
     document = run(read_status(target))
+    document["problems"] += missing_nodes(document, arguments.expect)
     if arguments.json:
         print_json(document)
     elif arguments.check:
@@ -86,6 +94,12 @@ def problems(document: dict[str, Any]) -> list[str]:
             found.append(f"{name}: its disk tier is {state or 'out of service'}: {node['disk']['fault']}")
     found += [f"{process['name']} is not running" for process in document["processes"] if not process["alive"]]
     return found
+
+
+def missing_nodes(document: dict[str, Any], expected: int) -> list[str]:
+    """A line if fewer pagestores have a lease than there should be."""
+    found = sum(node["kind"] == "pagestore" for node in document["nodes"])
+    return [f"{found} of {expected} pagestores have a lease"] if found < expected else []
 
 
 async def _node(target: Target, node: LiveNode) -> dict[str, Any]:

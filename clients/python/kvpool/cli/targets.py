@@ -44,7 +44,10 @@ class Target:
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Declare --index and the --tls flags."""
     parser.add_argument(
-        "--index", default="", metavar="HOST:PORT", help="an index of the cluster (default: of the state directory's)"
+        "--index",
+        default="",
+        metavar="HOST:PORT",
+        help="an index of the cluster, or several, comma separated (default: the state directory's)",
     )
     add_tls(parser)
 
@@ -83,7 +86,7 @@ def find_target(arguments: argparse.Namespace) -> Target:
 def client_config(target: Target) -> ClientConfig:
     """Settings of commands: more patient than an engine, less than an operator."""
     return ClientConfig(
-        index_endpoints=(target.index_endpoint,),
+        index_endpoints=tuple(filter(None, target.index_endpoint.split(","))),
         call_timeout_s=CALL_TIMEOUT_S,
         match_timeout_s=CALL_TIMEOUT_S,
         tls=target.tls,

@@ -11,7 +11,7 @@ from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool.client.channel import closed_channel_error
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
-from kvpool.core.errors import KvPoolError, ServiceUnavailable
+from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto
 from kvpool.wire.stream_status import StreamStatus
@@ -88,7 +88,7 @@ class Announcer:
         try:
             await asyncio.wait([*tasks, self._stream], return_when=asyncio.FIRST_COMPLETED)
             raise self._cause(tasks, self._stream)
-        except ServiceUnavailable:
+        except (ServiceUnavailable, StoreUnavailable):
             endpoints.fail(endpoint)
             raise
         finally:

@@ -16,6 +16,7 @@ from kvpool.core.errors import (
     InvalidRequest,
     KvPoolError,
     ServiceUnavailable,
+    StoreUnavailable,
     TlsFailed,
     WireVersionRefused,
 )
@@ -153,6 +154,10 @@ class Endpoints(Generic[StubT]):
             share = len(self._endpoints) if idempotent else 1
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
+            except StoreUnavailable:
+                # Another replica may have its store: for the next call, since nobody waits for a store.
+                self.fail(endpoint)
+                raise
             except retry_on as error:
                 if isinstance(error, TlsFailed):
                     refused.add(endpoint)

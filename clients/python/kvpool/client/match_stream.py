@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpool.client.channel import Endpoints
 from kvpool.client.stream import RequestStream
 from kvpool.core.cluster import ChainMatch, ChainQuery
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.core.tracing import CHUNKS, SERVED_CHUNKS, SpanKind, rpc_attributes
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert import item_error_from_proto
@@ -59,7 +59,10 @@ class MatchStream:
                 await stream.abort(ServiceUnavailable(f"the index did not answer within {limit_s:g} s"))
             raise
         if answer.HasField("error"):
-            raise item_error_from_proto(answer.error)
+            error = item_error_from_proto(answer.error)
+            if isinstance(error, StoreUnavailable) and self._endpoints.count > 1:
+                await stream.abort(error)  # another replica may have its store: the next stream is to it
+            raise error
         return chain_match_from_proto(answer.match)
 
     def _open(self) -> _Stream:
