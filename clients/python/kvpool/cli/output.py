@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,28 +46,48 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+class NotUnderstood(argparse.ArgumentTypeError, ValueError):
+    """The value of an option; argparse tells the message, where it would name this function for a bare ValueError."""
+
+
 def size_from_text(text: str) -> int:
-    """Bytes of "12345", "64MiB", "2GiB". Raises ValueError, as argparse wants it."""
-    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)):
-        if text.endswith(suffix):
-            return int(float(text.removesuffix(suffix)) * factor)
-    return int(text)
+    """Bytes of "12345", "64MiB", "2GiB". Raises NotUnderstood."""
+    try:
+        for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)):
+            if text.endswith(suffix):
+                size_bytes = int(float(text.removesuffix(suffix)) * factor)
+                break
+        else:
+            size_bytes = int(text)
+    except (ValueError, OverflowError):
+        size_bytes = -1
+    if size_bytes < 0:
+        raise NotUnderstood(f"{text!r} is no size; write bytes, or 64MiB, 1.5GiB, 2TiB")
+    return size_bytes
 
 
 _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def duration_from_text(text: str) -> float:
-    """Seconds of "90s", "15m", "24h", "7d" or "2w". Raises ValueError, as argparse wants it."""
-    duration_s = float(text[:-1]) * _SECONDS_OF[text[-1]] if text[-1:] in _SECONDS_OF else 0.0
+    """Seconds of "90s", "15m", "24h", "7d" or "2w". Raises NotUnderstood."""
+    try:
+        duration_s = float(text[:-1]) * _SECONDS_OF.get(text[-1:], 0)
+    except ValueError:
+        duration_s = 0.0
     if not 0 < duration_s < 1e10:
-        raise ValueError(f"{text!r} is no duration; write 90s, 15m, 24h, 7d or 2w")
+        raise NotUnderstood(f"{text!r} is no duration; write 90s, 15m, 24h, 7d or 2w")
     return duration_s
 
 
 def ask(question: str, *, yes: bool) -> None:
     """Have a person at a terminal agree; a program is taken to know what it does. Raises CommandFailed."""
-    if not yes and sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+    if yes or not sys.stdin.isatty():
+        return
+    # Not by input(), which asks on stdout: a person who redirects the answer to a file must see the question.
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # also where the terminal has ended
         raise CommandFailed("nothing was done; answer y, or give --yes")
 
 

@@ -128,12 +128,13 @@ def render(pinned: Pinned) -> str:
         for node, answer in pinned.answers
     ]
     what = f"{len(pinned.chain.hashes)} chunks of keyspace {pinned.chain.named.name}"
-    if not pinned.until_us:
+    if not pinned.page_count:
+        lacking = "see the errors" if pinned.failed else "let an engine store them first"
+        head = f"nothing was done: no node told that it holds any of the {what}; {lacking}"
+    elif not pinned.until_us:
         head = f"{what} are not pinned any more"
     elif pinned.until_us == PINNED_FOREVER_US:
         head = f"{what} are pinned until `kvpool unpin`"
     else:
         head = f"{what} are pinned until {wall_time(pinned.until_us)}"
-    if not pinned.page_count and not pinned.failed:
-        head = f"no node holds any of the {what}: let an engine store them first"
     return f"{head}\n\n{table(['pagestore', 'host', 'pages', 'error'], rows, right=[2])}"
