@@ -30,11 +30,13 @@ class HungNode:
 
     def __init__(self) -> None:
         self.closed = threading.Event()
+        self.ended = threading.Event()
         self.was_closed_in_time = False
 
     def read_pages(self, *_: object, timeout_s: float) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         self.was_closed_in_time = self.closed.wait(5.0)
+        self.ended.set()
 
     def close(self) -> None:
         self.closed.set()
@@ -58,6 +60,6 @@ def test_ctrl_c_ends_an_export_though_a_node_hangs(
     monkeypatch.setattr(export, "open_transfer", open_transfer)
     path = tmp_path / "file.kvpx"
     assert main(["export", str(path), "--index", "127.0.0.1:1"]) == 1
-    assert node.was_closed_in_time, "what is read from the node must be ended, not waited for"
+    assert node.ended.wait(10.0) and node.was_closed_in_time, "what is read from the node must be ended, not waited for"
     assert "interrupted" in capsys.readouterr().err
     assert not path.exists() and (tmp_path / "file.kvpx.partial").exists()
