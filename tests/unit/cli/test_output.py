@@ -8,13 +8,19 @@ import sys
 import pytest
 
 from kvpool.cli.main import main
-from kvpool.cli.output import EXIT_USAGE, CommandFailed, ask, duration_from_text, fail, size, size_from_text, table
+from kvpool.cli.output import EXIT_USAGE, CommandFailed, ask, cut, duration_from_text, fail, size, size_from_text, table
 from kvpool.core.errors import StartupFailed
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
     text = table(["name", "n"], [["a", 1], ["longer", 10]], right=[1])
     assert text.splitlines() == ["name     n", "------  --", "a        1", "longer  10"]
+
+
+def test_columns_are_as_wide_as_a_terminal_draws_them() -> None:
+    text = table(["name", "n"], [["\u6a21\u578b", 1], ["e\u0301", 2]], right=[1])
+    assert text.splitlines() == ["name  n", "----  -", "\u6a21\u578b  1", "e\u0301     2"]
+    assert cut("\u6a21\u578b", 3) == "\u6a21" and cut("e\u0301x", 1) == "e\u0301" and cut("abc", 2) == "ab"
 
 
 @pytest.mark.parametrize(

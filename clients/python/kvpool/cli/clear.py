@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, table
-from kvpool.cli.targets import add_target, find_target, on_every_pagestore, run
+from kvpool.cli.targets import add_target, find_target, on_every_pagestore, run, said
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
 
@@ -34,7 +34,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
         [
             node.info.node_id.hex()[:8],
             node.info.host_id,
-            *(["-", page_count.message] if isinstance(page_count, KvPoolError) else [page_count, ""]),
+            *(["-", said(page_count)] if isinstance(page_count, KvPoolError) else [page_count, ""]),
         ]
         for node, page_count in answers
     ]

@@ -27,6 +27,7 @@ from kvpool.cli.targets import (
     open_pagestore,
     open_transfer,
     run,
+    said,
 )
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.cluster import NodeInfo
@@ -125,7 +126,7 @@ async def _plan(
                 async for chunk in control.list_chunks(opened.keyspace, timeout_s=_LIST_TIMEOUT_S):
                     listed.add(node, chunk)
         except KvPoolError as error:
-            raise CommandFailed(f"pagestore {describe_node(node)} does not list its chunks: {error.message}") from error
+            raise CommandFailed(f"pagestore {describe_node(node)} does not list its chunks: {said(error)}") from error
 
     nodes = await live_pagestores(index)
     await asyncio.gather(*(listing(node.info) for node in nodes))

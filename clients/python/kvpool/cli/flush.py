@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, table
-from kvpool.cli.targets import Target, add_target, find_target, find_tls, on_every_pagestore, open_pagestore, run
+from kvpool.cli.targets import Target, add_target, find_target, find_tls, on_every_pagestore, open_pagestore, run, said
 from kvpool.client.pagestore_control import FlushOutcome, PageStoreControl
 from kvpool.core.errors import KvPoolError
 
@@ -41,7 +41,7 @@ def run_flush(arguments: argparse.Namespace) -> int:
     for node, answer in answers:
         row: list[object] = [node.info.node_id.hex()[:8], node.info.host_id]
         if isinstance(answer, KvPoolError):
-            well, row = False, [*row, "-", "-", answer.message]
+            well, row = False, [*row, "-", "-", said(answer)]
         else:
             well, row = well and not answer.failed_count, [*row, answer.page_count, answer.failed_count, ""]
         rows.append(row)

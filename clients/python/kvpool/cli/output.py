@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +22,11 @@ class CommandFailed(Exception):
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
     """Columns padded to their widest cell; `right` names the columns of numbers."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
+    widths = [max(text_width(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
 
     def line(values: Sequence[str]) -> str:
         padded = [
-            value.rjust(width) if column in right else value.ljust(width)
+            pad(value, width, right=column in right)
             for column, (value, width) in enumerate(zip(values, widths, strict=True))
         ]
         return "  ".join(padded).rstrip()
@@ -35,6 +37,31 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
 def printable(text: str) -> str:
     """Without what a terminal would obey: names come from nodes."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def text_width(text: str) -> int:
+    """Cells of a terminal: Chinese and Japanese characters take two, combining ones none."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+def pad(text: str, cells: int, *, right: bool = False) -> str:
+    """With blanks behind it, or (right) before it, as many cells wide; wider text stays as it is."""
+    blanks = " " * (cells - text_width(text))
+    return blanks + text if right else text + blanks
+
+
+def cut(text: str, cells: int) -> str:
+    """The longest beginning that is no wider."""
+    if text.isascii():
+        return text[:cells]
+    ends = itertools.accumulate(map(_cells, text))
+    return text[: sum(end <= cells for end in ends)]
 
 
 def size(size_bytes: float) -> str:
