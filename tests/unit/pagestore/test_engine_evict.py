@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.core.errors import InvalidRequest, StoreFault
 from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.engine_evict import Evicted, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
@@ -63,6 +64,29 @@ async def test_a_page_that_waits_for_its_write_or_is_read_goes_too() -> None:
             await running.engine.flush(TENANT, b"")
             assert durable(world) == set()
             assert running.engine.gauges().arena_used_bytes == 0
+
+
+async def test_what_was_given_up_is_not_brought_back_from_the_disk_before_it_is_deleted_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1, 2])
+            await running.engine.flush(TENANT, b"")
+            disk = running.engine.evicting._disk
+            assert disk is not None
+            delete, answers = disk.delete, []
+
+            async def asked_before(keys: Sequence[PageKey]) -> None:
+                answers.append(await acquire_one(running, peer, wanted(1)))
+                await delete(keys)
+
+            monkeypatch.setattr(disk, "delete", asked_before)
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
+            assert [answer.grant for answer in answers] == [None], "it is not served from the moment of the call"
+            assert running.engine.gauges().staging_pages == 0
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
 
 
 async def test_staging_only_gives_up_what_is_durable_and_nothing_that_is_not() -> None:
