@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,28 @@ async def test_what_was_given_up_is_not_brought_back_from_the_disk_before_it_is_
             assert [answer.grant for answer in answers] == [None], "it is not served from the moment of the call"
             assert running.engine.gauges().staging_pages == 0
             assert (await acquire_one(running, peer, wanted(1))).grant is None
+
+
+async def test_a_page_that_is_given_up_while_a_slot_is_sought_for_it_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.evicting.evict(TENANT, gone([1], staging_only=True)) == Evicted(page_count=1)
+            space, evicting = running.engine.prefetch._flights._space, running.engine.evicting
+            find = space.find
+
+            async def find_later(*arguments: Any) -> Any:
+                assert evicting._disk is not None
+                evicting._disk.forget(page_key(1))  # as evict does; the bytes are still there
+                return await find(*arguments)
+
+            monkeypatch.setattr(space, "find", find_later)
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+            assert running.engine.gauges().arena_used_bytes == 0
 
 
 async def test_staging_only_gives_up_what_is_durable_and_nothing_that_is_not() -> None:
