@@ -270,7 +270,7 @@ class DiskTier:
             self._unreadable.add(key)
 
     def forget(self, key: PageKey) -> None:
-        """It is not here any more. Whoever calls this from outside holds writes back, and calls `delete` before long."""
+        """It is not here any more. Who calls this from outside holds writes back and calls `delete` before long."""
         metadata = self.map.metadata(key)
         if metadata is not None and self.map.remove(key):
             self._announcer.disk(key, metadata.group_head_hash, False)

@@ -90,7 +90,7 @@ async def test_what_was_given_up_is_not_brought_back_from_the_disk_before_it_is_
             assert (await acquire_one(running, peer, wanted(1))).grant is None
 
 
-async def test_a_page_that_is_given_up_while_a_slot_is_sought_for_it_is_not_read(
+async def test_a_page_given_up_while_a_slot_is_sought_for_it_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:
