@@ -171,6 +171,12 @@ def describe_node(info: NodeInfo) -> str:
     return f"{info.node_id.hex()[:8]} ({info.host_id}, {info.endpoint})"
 
 
+def describe(node: LiveNode, answer: object) -> dict[str, Any]:
+    """What every document of `--json` says of a node that was called."""
+    error = said(answer) if isinstance(answer, KvPoolError) else ""
+    return {"node_id": node.info.node_id.hex(), "host_id": node.info.host_id, "error": error}
+
+
 async def on_pagestores(
     target: Target, nodes: Sequence[LiveNode], call: Callable[[PageStoreControl], Awaitable[ResultT]]
 ) -> list[tuple[LiveNode, ResultT | KvPoolError]]:

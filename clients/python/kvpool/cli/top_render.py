@@ -79,8 +79,9 @@ def _head(view: View, clock: str) -> list[Line]:
         Line(f"read     {_rate(read)}: {sources}"),
         Line(f"saved    {tokens:,.0f} prompt tokens/s    write {_rate(total.write_bytes)}"),
         Line(
-            f"evicted  {total.evicted['staging']:,.0f}/s staging, {total.evicted['disk']:,.0f}/s disk    "
-            f"failed loads {total.failed_chunks:,.1f}/s    corrupt pages {total.corrupt_pages:,.1f}/s",
+            # What is cut off first on a narrow terminal stands last.
+            f"failed   {total.failed_chunks:,.1f} loads/s, {total.corrupt_pages:,.1f} corrupt pages/s    "
+            f"evicted {total.evicted['staging']:,.0f}/s staging, {total.evicted['disk']:,.0f}/s disk",
             BAD if bad else PLAIN,
         ),
     ]
