@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -180,7 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             code=EXIT_USAGE,
         )
     argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = build_parser(argv).parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names come from elsewhere: any of them can be shown everywhere
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        arguments = build_parser(argv).parse_args(argv)
+    except KeyboardInterrupt:  # modules of commands take their time
+        return EXIT_FAILED
     arguments.argv = argv
     arguments.state_dir_given = arguments.state_dir is not None
     if arguments.state_dir is None:

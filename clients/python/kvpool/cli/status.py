@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, size, table
-from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run
+from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run, said
 from kvpool.cli.top_view import natural
 from kvpool.client.index import NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreStatus
@@ -130,7 +130,7 @@ async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
             async with open_agent(target, info.endpoint) as agent:
                 document["sessions"] = len((await agent.status(timeout_s=NODE_TIMEOUT_S)).sessions)
     except KvPoolError as error:
-        document["error"] = error.message
+        document["error"] = said(error)
     return document
 
 
@@ -235,8 +235,8 @@ def _summary(nodes: Sequence[dict[str, Any]]) -> str:
 
 
 def _faults(nodes: Sequence[dict[str, Any]]) -> list[str]:
-    faults = [(node["node_id"][:8], fault) for node in nodes for fault in (node["error"], node["disk"]["fault"])]
-    return [f"{name}: {fault}" for name, fault in faults if fault]
+    silent = [f"{node['node_id'][:8]} does not answer: {node['error']}" for node in nodes if node["error"]]
+    return silent + [f"{node['node_id'][:8]}: {node['disk']['fault']}" for node in nodes if node["disk"]["fault"]]
 
 
 def _use(budget: dict[str, Any]) -> str:
@@ -246,7 +246,7 @@ def _use(budget: dict[str, Any]) -> str:
 
 
 def _pages(node: dict[str, Any]) -> str:
-    if node["kind"] != "pagestore":
+    if node["kind"] != "pagestore" or node["error"]:
         return "-"
     pages = node["pages"]
     return f"{pages['staging']} staged ({pages['dirty']} dirty), {pages['disk']} on disk"
