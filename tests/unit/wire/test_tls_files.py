@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from kvpool.core.errors import InvalidRequest
 from kvpool.wire.certificates import Validity, read_certificates
 from kvpool.wire.tls import TlsCredentials
-from kvpool.wire.tls_files import TlsFiles, read_files
+from kvpool.wire.tls_files import TlsFiles, TlsMaterial, Version, read_files
 from tests.fixtures.certificates import Authority, PrivateKey, not_after_s, put
 
 
@@ -182,6 +182,57 @@ def test_a_renewal_that_cannot_be_used_is_told_once_and_left(
     assert "tls_key_file" in caplog.text and "stay in use" in caplog.text
     authority.issue(tmp_path / "own")
     assert credentials.current().generation == 2
+
+
+def test_the_rest_of_a_renewal_that_comes_while_its_half_is_refused_is_seen(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = authority.issue(tmp_path / "own")
+    credentials = TlsCredentials(files)
+    assert files.cert_file is not None and files.key_file is not None
+    renewed = authority.issue(tmp_path / "renewed")
+    assert renewed.cert_file is not None and renewed.key_file is not None
+    put(files.cert_file, renewed.cert_file.read_bytes())
+    key_pem = renewed.key_file.read_bytes()
+
+    def read_then_write_the_rest(paths: TlsFiles, generation: int) -> tuple[Version, TlsMaterial]:
+        monkeypatch.undo()
+        try:
+            return read_files(paths, generation)
+        finally:
+            put(tmp_path / "own" / "tls.key", key_pem)
+
+    monkeypatch.setattr("kvpool.wire.tls.read_files", read_then_write_the_rest)
+    credentials.current()
+    assert credentials.current().key_pem == key_pem
+
+
+def test_files_that_are_written_anew_with_the_same_content_are_no_renewal(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a copy of three files, of which one is new, would end the long streams of clients twice."""
+    files = authority.issue(tmp_path / "own")
+    credentials = TlsCredentials(files)
+    before = credentials.current()
+    caplog.set_level(logging.INFO)
+    for _, path in files.named():
+        put(path, path.read_bytes())
+        assert credentials.current() is before
+    assert not caplog.records
+
+
+def test_files_that_go_away_again_are_told_again(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = authority.issue(tmp_path / "own")
+    credentials = TlsCredentials(files)
+    good = credentials.current()
+    for _ in range(2):
+        files.ca_file.rename(tmp_path / "elsewhere")
+        assert credentials.current() is good
+        (tmp_path / "elsewhere").rename(files.ca_file)
+        assert credentials.current() is good
+    assert credentials.reload_failure_count == len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(("days_later", "words"), [(11, "expired on"), (-2, "is not valid before")])
