@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
+from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.tls import TlsCredentials, TlsFiles
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
@@ -27,10 +28,11 @@ from kvpool_server.server import ControlServer, GrpcLimits
 from kvpool_server.tls import ClientAuth, ServiceTls, TlsSettings, open_tls
 from tests.fixtures.certificates import Authority, not_after_s
 from tests.fixtures.index_server import RunningIndex, running_index
-from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, SPEC, metadata, new_world, page_key, sealed_page
+from tests.fixtures.pagestore import KEYSPACE, KEYSPACES, PAGE_BYTES, SPEC, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.redis_server import free_port
 
+QUERY = ChainQuery(keyspace=KEYSPACE, chunk_hashes=b"h" * 16, shards=1)
 MODES = pytest.mark.parametrize("client_auth", list(ClientAuth), ids=lambda mode: mode.value)
 
 
@@ -147,17 +149,23 @@ async def control_server(tls: ServiceTls | None) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: f"{misfit.server} server, {misfit.client} client")
 async def test_what_does_not_fit_is_explained(misfit: Misfit, parties: dict[str, TlsFiles | None]) -> None:
-    """Of a control call and of a page stream, each within its deadline."""
+    """Of a control call, of a stream of requests, of a stream of answers and of pages, each within its deadline."""
     server, client = parties[misfit.server], parties[misfit.client]
     tls = TlsCredentials(client) if client is not None else None
     async with control_server(service_tls(server) if server is not None else None) as endpoint:
         async with index_client(endpoint, tls, timeout_s=0.5) as index:
-            with pytest.raises(misfit.error) as caught:
+            with pytest.raises(misfit.error) as unary:
                 await index.get_info()
+            with pytest.raises(misfit.error) as requests:
+                await index.match_stream.match(QUERY, timeout_s=5.0)
+        control = PageStoreControl(endpoint, ClientConfig(tls=tls))
+        with pytest.raises(misfit.error) as answers:
+            await anext(control.drain(timeout_s=5.0))
+        await control.close()
         transfers = PageTransferClient(endpoint, tls=tls)
         told = await asyncio.to_thread(read_nothing, transfers)
         transfers.close()
-    for error in (caught.value, told[0][0]):
+    for error in (unary.value, requests.value, answers.value, told[0][0]):
         assert type(error) is misfit.error
         assert misfit.said in str(error), error
         assert "127.0.0.1" in str(error)
