@@ -209,6 +209,21 @@ async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authorit
     await server.stop(0.1)
 
 
+async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(authority: Authority, tmp_path: Path) -> None:
+    """No watches, which last and which a hostile caller could end for others, and no connections that do nothing."""
+    server = ControlServer(interceptors=[], service_names=["test"])
+    server.listen_tcp(TcpAddress("127.0.0.1", 0), service_tls(authority.issue(tmp_path / "own")))
+    port = server.listen_health(TcpAddress("127.0.0.1", 0), idle_s=0.2)
+    await server.start()
+    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_stream("/grpc.health.v1.Health/Watch")(b"").read()
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+            await channel.wait_for_state_change(state)
+    await server.stop(0.1)
+
+
 async def served_expiry_s(index: RunningIndex) -> int:
     """When the certificate that a new connection is shown ends."""
     host, _, port = index.endpoint.rpartition(":")

@@ -160,7 +160,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _tls(scheme: str, options: dict[str, Any]) -> RedisTls | None:
-    """Raises ValueError for options without effect: whoever wrote them wants TLS, and would send a password in clear."""
+    """Raises ValueError for options without effect: whoever wrote them wants TLS, and would send a password without."""
     if scheme != "rediss":
         if pointless := sorted(options.keys() & _TLS_OPTIONS):
             raise ValueError(f"{', '.join(pointless)} without TLS: write rediss for redis in the scheme")
