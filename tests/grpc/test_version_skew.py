@@ -143,10 +143,14 @@ async def test_a_client_understands_a_recorded_and_a_newer_index(newer: bool) ->
     answers = {name: recorded("0.1")[name].parse() for name in ("open_keyspace_answer", "match_answer")}
     match: Any = answers["match_answer"]
     if newer:  # a tier and a kind of node that we do not know
-        place = common_pb2.Location(node_id=b"x" * 16, incarnation=1, tier=UNKNOWN, shards=1)  # type: ignore[arg-type]
+        place = common_pb2.Location(node_id=recorder().NODE, incarnation=1, tier=UNKNOWN, shards=1)  # type: ignore[arg-type]
         match.match.runs[0].locations.insert(0, place)
         match.match.runs.add(chunk_count=2, locations=[place])
         match.match.matched_chunks = 3
+        strange = common_pb2.Location(node_id=b"x" * 16, incarnation=1, tier=common_pb2.TIER_DISK, shards=1)
+        match.match.runs[0].locations.insert(0, strange)
+        match.match.runs.insert(1, index_pb2.MatchRun(chunk_count=1, locations=[strange]))
+        match.match.matched_chunks += 1
         match.match.nodes.add(node_id=b"x" * 16, kind=UNKNOWN)
     data = {name: newer_answer(one) if newer else one.SerializeToString() for name, one in answers.items()}
     async with answering(
