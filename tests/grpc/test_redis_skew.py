@@ -62,7 +62,7 @@ async def test_what_replicas_of_a_release_kept_is_read_and_changed_by_ours(relea
         (node,) = await store.nodes.snapshot()
         assert (replace(node.info, incarnation=0), node.load, node.alive) == (told.NODE, told.LOAD, True)
         assert await store.keyspaces.by_id(told.KEYSPACE) == told.BOUND
-        assert await store.keyspaces.of_tenant(told.TENANT) == [told.BOUND]
+        assert await store.keyspaces.of_tenant(TENANT) == [told.BOUND]
         assert await store.policies.get([told.KEYSPACE]) == [told.POLICY]
         (value,) = await store.locations.read(told.KEYSPACE, [GroupRead(told.CHUNK, [told.CHUNK[:8]])])
         assert decode_value(value) == (Entry(node.ordinal, (0, 0b01, EVERY_SHARD[2])),)
