@@ -40,6 +40,7 @@ def test_what_cannot_be_used_is_told_once_and_left(
     files.key_file.unlink()
     assert tls.context() is good is tls.context()
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert str(files.key_file) in caplog.messages[1]
     authority.issue(tmp_path / "own")
     assert tls.context() is not good
 

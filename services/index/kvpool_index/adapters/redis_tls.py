@@ -85,6 +85,8 @@ def _state(options: TlsOptions) -> list[tuple[int, ...]] | str:
 
 
 def _new_context(options: TlsOptions) -> ssl.SSLContext:
+    for path in options.files():
+        path.stat()  # whose error names the file, which OpenSSL's does not
     context = ssl.create_default_context(cafile=options.ca_file)
     context.check_hostname = options.check_hostname  # the certificate is verified in any case
     if options.cert_file is not None:
