@@ -83,7 +83,7 @@ class Announcer:
         self.last_progress_s = asyncio.get_running_loop().time()
         self._stream = asyncio.get_running_loop().create_future()
         call = endpoints.stub().Announce(metadata=endpoints.config.metadata)
-        status = StreamStatus(call)
+        status = StreamStatus(call, endpoints.config.tls)
         tasks = [asyncio.create_task(self._write(call, status, lease)), asyncio.create_task(self._read(call, status))]
         try:
             await asyncio.wait([*tasks, self._stream], return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ from kvpool.core.errors import (
     WireVersionRefused,
 )
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls import is_unix, narrowed
+from kvpool.wire.tls import TlsCredentials, is_unix, narrowed
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -189,15 +189,15 @@ class Endpoints(Generic[StubT]):
 
 
 @contextmanager
-def streamed(open_call: Callable[[], CallT]) -> Iterator[CallT]:
+def streamed(open_call: Callable[[], CallT], tls: TlsCredentials | None) -> Iterator[CallT]:
     """A call that streams answers, for a `with` block that reads them: its errors are kvpool's own, and it is cancelled
-    when the block ends."""
+    when the block ends. tls: of the call's channel."""
     call: CallT | None = None
     try:
         call = open_call()
         yield call
     except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
+        raise narrowed(error_from_rpc(error), tls) from error
     except grpc.aio.UsageError as error:
         raise closed_channel_error(error) from error
     finally:

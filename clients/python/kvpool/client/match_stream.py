@@ -80,6 +80,7 @@ class MatchStream:
                 lambda response: response.request_id,
                 name="match stream",
                 in_flight_max=self._config.requests_in_flight_max,
+                tls=self._config.tls,
                 on_broken=on_broken,
             )
         return self._stream

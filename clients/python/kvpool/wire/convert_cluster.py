@@ -232,11 +232,16 @@ def chain_match_to_proto(match: cluster.ChainMatch) -> index_pb2.MatchResponse:
 
 def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMatch:
     """Raises InvalidRequest when the runs do not sum up to the matched chunks."""
+    strange = {node.node_id for node in message.nodes if not is_node_known(node)}
     runs = tuple(
         cluster.MatchRun(
             chunk_count=check_count(run.chunk_count, "run.chunk_count", least=1),
             locations=tuple(
-                [_known_location(place.SerializeToString()) for place in run.locations if place.tier <= _LAST_TIER]
+                [
+                    _known_location(place.SerializeToString())
+                    for place in run.locations
+                    if place.tier <= _LAST_TIER and not (strange and place.node_id in strange)
+                ]
             ),
         )
         for run in message.runs
