@@ -49,7 +49,7 @@ class PoolLink:
         return self._tried.wait(timeout_s)
 
     def start(self, work: Callable[[], Awaitable[ResultT]], trace: TraceParent | None = None) -> Future[ResultT]:
-        """Begin work on the pool's loop. trace: of the request that it is for. raises: ServiceUnavailable once closed."""
+        """Begin work on the pool's loop. trace: of the request it is for. raises: ServiceUnavailable once closed."""
         return self._loop.start(work if trace is None else partial(self._traced, work, trace))
 
     def close(self) -> bool:
