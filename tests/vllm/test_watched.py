@@ -29,7 +29,7 @@ LOAD = (
     *("--prefixes", "8", "--prefix-tokens", str(4 * CHUNK), "--suffix-tokens", "16:64", "--output-tokens", "8"),
     *("--token-ids", "1:2048", "--extra-body", '{"ignore_eos": true, "detokenize": false}', "--concurrency", "2"),
 )
-OWN_BLOCKS = 64  # of 32 tokens: three prompts
+OWN_BLOCKS, LENGTH_MAX = 64, 1024  # blocks of 32 tokens: three prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def watched(model_dir: Path, cluster: Cluster) -> Iterator[Watched]:
     """As a user starts it who looks at metrics and traces. Its own cache is small, so that the pool is asked."""
     extra = {"agent": agent_of(cluster), "model_id": "tiny", "load": "always", "salt": "watched"}
     with otlp_collector() as collector:
-        arguments = ("--num-gpu-blocks-override", str(OWN_BLOCKS), "--otlp-traces-endpoint", collector.endpoint)
+        arguments = ("--num-gpu-blocks-override", str(OWN_BLOCKS), "--max-model-len", str(LENGTH_MAX))
+        arguments += ("--otlp-traces-endpoint", collector.endpoint)
         variables = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true"}
         with servers(model_dir, [extra], *arguments, variables=variables) as [url]:
             yield Watched(url, collector)
@@ -109,7 +110,7 @@ def test_what_a_request_asks_of_the_pool_is_a_part_of_its_trace(watched: Watched
     expected = completed(watched.url, tokens, "trace", headers[0])
     await_spans(0, "llm_request", "kvpool.match", "kvpool.store")
     for seed in range(4):  # what the engine has of it itself goes
-        completed(watched.url, prompt(OWN_BLOCKS * 32 // 2, seed=96 + seed), "trace")
+        completed(watched.url, prompt(LENGTH_MAX - 20, seed=96 + seed), "trace")
     assert completed(watched.url, tokens, "trace", headers[1]) == expected
     await_spans(1, "llm_request", "kvpool.match", "kvpool.load")
     for trace_id in trace_ids:

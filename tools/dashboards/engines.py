@@ -1,4 +1,4 @@
-"""What vLLM says of its use of the pool, beside its own figures. Other engines are seen through their agents."""
+"""What vLLM says of its use of the pool, beside its own figures. Other engines: docs/engine-metrics.md."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ CACHE = Row(
 ENGINES = Dashboard(
     uid="kvpool-engines",
     title="kvpool: engines",
-    description="vLLM's users, prompts and own cache, beside what it loads and stores.",
+    description="vLLM's users, prompts and own cache, beside what it loads and stores. Of other engines the agents and "
+    "pagestores tell.",
     instances="vllm:num_requests_running",
     rows=(USERS, TOKENS, CACHE),
 )

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
@@ -109,11 +109,13 @@ class EngineBulkSession:
             puts.append(self._put.popleft())
         try:
             answers = await self._answers(puts)
-        except BaseException as error:
+        except Exception as error:
             for put in puts:
                 put.done.set_exception(error)
-            if not isinstance(error, KvPoolError):
-                raise
+        except BaseException:  # the loop ends
+            for put in puts:
+                put.done.set_exception(ServiceUnavailable("the pagestore has stopped"))
+            raise
         else:
             for put, answer in zip(puts, answers, strict=True):
                 put.done.set_result(answer)
