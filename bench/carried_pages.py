@@ -5,7 +5,7 @@ no cluster), imported into a fresh cluster of one pagestore on this machine, and
 a plain copy of the file with one fsync. Seconds are those of the whole command; a command of this kind that has nothing
 to do takes `start_s`.
 
-Run: python -m bench.carried_pages [--sizes 4096,65536,524288] [--mebibytes 64] [--json FILE]
+Run: python -m bench.carried_pages [--sizes 4096,65536,524288] [--mebibytes 64] [--before DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from kvpool.core.export_format import Manifest, key_check
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 
+ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNK_TOKENS = 16
 CHAIN_CHUNKS = 64
 CHUNKS_MAX = 1024  # of one file: what small pages cost shows in fewer, too
@@ -139,23 +139,47 @@ def measure(payload_bytes: int, size_bytes: int, directory: Path) -> dict[str, A
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def measured_in(source: Path, size: int, mebibytes: int) -> dict[str, Any]:
+    """`measure` in a process that has the sources of a checkout."""
+    path = os.pathsep.join(str(source / root) for root in ROOTS)
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--sizes", str(size)]
+    done = subprocess.run(
+        [*command, "--mebibytes", str(mebibytes)],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=source,
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4096,65536,524288", help="bytes of payload of a page")
     parser.add_argument("--mebibytes", type=int, default=64, help="of each file, if that is not too many pages")
+    parser.add_argument("--before", type=Path, help="a checkout of another state, measured in turn with this one")
     parser.add_argument("--json", type=Path)
-    parsed = parser.parse_args(arguments)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.worker:
+        with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as directory:
+            print(json.dumps(measure(int(parsed.sizes), parsed.mebibytes << 20, Path(directory))))
+        return
+    sources = {"before": parsed.before.resolve()} if parsed.before else {}
+    sources["now"] = Path(__file__).resolve().parents[1]
     found: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": "2-core virtual machine",
-        "command": f"python -m bench.carried_pages --sizes {parsed.sizes} --mebibytes {parsed.mebibytes}",
+        "command": f"python -m bench.carried_pages --sizes {parsed.sizes} --mebibytes {parsed.mebibytes}"
+        + (" --before DIR" if parsed.before else ""),
         "start_s": round(seconds("--version"), 3),
-        "sizes": [],
+        **{name: [] for name in sources},
     }
-    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as directory:
-        for size in parsed.sizes.split(","):
-            found["sizes"].append(measure(int(size), parsed.mebibytes << 20, Path(directory)))
-            print(json.dumps(found["sizes"][-1]))
+    for size in parsed.sizes.split(","):
+        for name, source in sources.items():
+            found[name].append(measured_in(source, int(size), parsed.mebibytes))
+            print(name, json.dumps(found[name][-1]), flush=True)
     if parsed.json:
         parsed.json.write_text(json.dumps(found, indent=1) + "\n")
 
