@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import shutil
 import subprocess
@@ -52,11 +53,11 @@ def watched(model_dir: Path, cluster: Cluster) -> Iterator[Watched]:
             yield Watched(url, collector)
 
 
-def load(url: str, request_count: int) -> None:
-    """Some requests, each time the same ones."""
-    command = [sys.executable, "-m", "kvpool.cli.main", "bench", "serve", "--base-url", url, *LOAD, "--seed", "5"]
+def load(url: str, seed: int) -> None:
+    """Some requests; the same ones for the same seed."""
+    command = [sys.executable, "-m", "kvpool.cli.main", "bench", "serve", "--base-url", url, *LOAD]
     done = subprocess.run(
-        [*command, "--warmup", "0", "--requests", str(request_count)],
+        [*command, "--warmup", "0", "--requests", "12", "--seed", str(seed)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -76,10 +77,10 @@ def test_every_panel_of_the_engines_dashboard_has_data(watched: Watched, tmp_pat
     targets = {"vllm": [urlsplit(watched.url).netloc]}
     moving = {"Prompt tokens, staging", "Offered, declined, loaded, loaded", "Speed of loads, loads", "Stored, stored"}
     with PrometheusServer(PROMETHEUS, tmp_path, targets) as prometheus:
-        waiting, still = set(expressions), set(moving)
+        waiting, still, rounds = set(expressions), set(moving), itertools.count()
 
         def all_answer() -> bool:
-            load(watched.url, 12)
+            load(watched.url, seed=next(rounds) // 2)  # what is new is stored, what comes again is loaded
             for expression in list(waiting | {one for one, name in expressions.items() if name in still}):
                 values = [float(series["value"][1]) for series in prometheus.query(filled(expression))]
                 if values and not any(value != value for value in values):  # NaN: nothing was divided by nothing
