@@ -38,7 +38,7 @@ from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNK_TOKENS = 16
 CHAIN_CHUNKS = 64
-CHUNKS_MAX = 1024  # of one file: what small pages cost shows in fewer, too
+CHUNKS_MAX = 8192  # of one file
 
 
 def spec_of(payload_bytes: int) -> KeyspaceSpec:
