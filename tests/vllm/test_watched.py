@@ -46,8 +46,10 @@ def watched(model_dir: Path, cluster: Cluster) -> Iterator[Watched]:
     """As a user starts it who looks at metrics and traces. Its own cache is small, so that the pool is asked."""
     extra = {"agent": agent_of(cluster), "model_id": "tiny", "load": "always", "salt": "watched"}
     with otlp_collector() as collector:
-        arguments = ("--num-gpu-blocks-override", str(OWN_BLOCKS), "--max-model-len", str(LENGTH_MAX))
-        arguments += ("--otlp-traces-endpoint", collector.endpoint)
+        arguments = [
+            *("--num-gpu-blocks-override", str(OWN_BLOCKS), "--max-model-len", str(LENGTH_MAX)),
+            *("--otlp-traces-endpoint", collector.endpoint),
+        ]
         variables = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true"}
         with servers(model_dir, [extra], *arguments, variables=variables) as [url]:
             yield Watched(url, collector)

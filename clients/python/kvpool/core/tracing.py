@@ -45,8 +45,10 @@ class SpanKind(Enum):
 class CarriedContext(Protocol):
     """A trace context in a message: see TraceContext in common.proto."""
 
-    traceparent: str
-    tracestate: str
+    @property
+    def traceparent(self) -> str: ...
+    @property
+    def tracestate(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
