@@ -74,7 +74,7 @@ class WriteBack:
         """A dirty page is to become durable."""
         page = self._queue.add(slot, self._clock.monotonic_s())
         page.cause = self._tracer.here()
-        self._pump()
+        self._start_due()
         return page
 
     def take(self, slot: Slot) -> DirtyPage | None:
@@ -93,7 +93,7 @@ class WriteBack:
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
         self._queue.hurry(self._clock.monotonic_s())
-        self._pump()
+        self._start_due()
         while not self._stopped and any(_undecided(page, 0) for page in pages):
             await self._next_progress()
         return [_verdict(page) for page in pages]
@@ -135,12 +135,17 @@ class WriteBack:
     # Inside
 
     def _pump(self) -> None:
-        """Start what is due now, and come back when the next page is."""
+        """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
+        self._start_due()
+        self._wake()
+
+    def _start_due(self) -> None:
+        """Start what is due now, and come back when the next page is. Wakes nobody: a page that is added settles no
+        other one, and waking all who wait for each page costs more than the page."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._stopped:
-            self._wake()
             return
         now_s = self._clock.monotonic_s()
         while batch := self._queue.next_batch(now_s):
@@ -150,7 +155,6 @@ class WriteBack:
         due_s = self._queue.next_due_s(now_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
-        self._wake()  # pages that are no longer wanted count as progress
 
     async def _write(self, batch: list[DirtyPage]) -> None:
         writes = [

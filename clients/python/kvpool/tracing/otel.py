@@ -6,8 +6,8 @@ The current span is OpenTelemetry's own: whoever traces in the same process, an 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Token
 from types import TracebackType
 from typing import Any, Final, Self
@@ -102,6 +102,9 @@ class OtelTracer(Tracer):
             context = Context()  # the current span is that of another request, or of whoever opened the stream
         return self._start(name, context, kind, attributes)
 
+    def within(self, carried: CarriedContext) -> AbstractContextManager[object]:
+        return _attached(_carried_context(carried) or Context())
+
     def part(self, name: str, *, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None) -> Span:
         if not trace.get_current_span().get_span_context().is_valid:
             return NO_SPAN
@@ -166,6 +169,15 @@ class OtelTracer(Tracer):
                 set_status_on_exception=False,
             )
         )
+
+
+@contextmanager
+def _attached(context: Context) -> Iterator[None]:
+    token = otel_context.attach(context)
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
 
 
 def _distinct(causes: Iterable[object | None]) -> list[trace.SpanContext]:
