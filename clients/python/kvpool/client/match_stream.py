@@ -114,7 +114,7 @@ class MatchStream:
 
     @property
     def _asks_singly(self) -> bool:
-        return self._single is not None and self._single is self._stream
+        return self._single is not None and self._single is self._stream and self._single.failure is None
 
     async def _ask(
         self, queries: Sequence[ChainQuery], limit_s: float
