@@ -33,15 +33,26 @@ def questions_to_proto(request_id: int, queries: Sequence[ChainQuery]) -> index_
 def answers_from_proto(message: index_pb2.MatchStreamResponse) -> list[ChainMatch | KvPoolError]:
     """One for each question that was answered. Raises InvalidRequest for a malformed answer."""
     nodes: dict[bytes, NodeInfo] = {}
-    answers: list[ChainMatch | KvPoolError] = []
-    for one in (message, *message.more):
-        if one.HasField("error"):
-            answers.append(item_error_from_proto(one.error))
-            continue
-        match = chain_match_from_proto(one.match)
-        nodes |= match.nodes  # an answer does not name again what an earlier one has named
-        named = {place.node_id for run in match.runs for place in run.locations}
-        if named != match.nodes.keys():
-            match = replace(match, nodes={node_id: nodes[node_id] for node_id in named if node_id in nodes})
-        answers.append(match)
+    answers = [_answer(message, nodes)]
+    known: dict[bytes, ChainMatch | KvPoolError] = {}  # pages lie at few places: most answers are equal
+    for one in message.more:
+        data = one.SerializeToString()
+        answer = known.get(data)
+        if answer is None:
+            answer = known[data] = _answer(one, nodes)
+        answers.append(answer)
     return answers
+
+
+def _answer(
+    message: index_pb2.MatchStreamResponse | index_pb2.MatchChainResult, nodes: dict[bytes, NodeInfo]
+) -> ChainMatch | KvPoolError:
+    """nodes: that the answers before it have named, to which it adds its own."""
+    if message.HasField("error"):
+        return item_error_from_proto(message.error)
+    match = chain_match_from_proto(message.match)
+    nodes |= match.nodes
+    named = {place.node_id for run in match.runs for place in run.locations}
+    if named == match.nodes.keys():
+        return match
+    return replace(match, nodes={node_id: nodes[node_id] for node_id in named if node_id in nodes})
