@@ -1,5 +1,7 @@
 """Answers of a match stream that are put together from bytes say what the messages would."""
 
+from typing import Any
+
 import pytest
 
 from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo, NodeKind
@@ -53,11 +55,11 @@ def _comparable(answer: ChainMatch | KvPoolError) -> object:
 
 
 def test_several_answers_are_the_same_and_name_each_node_once() -> None:
-    answers = [MATCHES[0], InvalidRequest("cut off"), MATCHES[1], MATCHES[2], MATCHES[1]]
+    answers: list[ChainMatch | KvPoolError] = [MATCHES[0], InvalidRequest("cut off"), MATCHES[1], MATCHES[2], MATCHES[1]]
     for first in (0, 1, 2):  # a miss, an error, a hit
         messages, asked = MatchMessages(), [*answers[first:], *answers[:first]]
         for _ in range(2):
-            answer = index_pb2.MatchStreamResponse.FromString(messages.pack_several(7, asked))
+            answer: Any = index_pb2.MatchStreamResponse.FromString(messages.pack_several(7, asked))
             told = answers_from_proto(answer)
             assert answer.request_id == 7
             assert [_comparable(each) for each in told] == [_comparable(each) for each in asked]
