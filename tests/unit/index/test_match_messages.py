@@ -55,7 +55,13 @@ def _comparable(answer: ChainMatch | KvPoolError) -> object:
 
 
 def test_several_answers_are_the_same_and_name_each_node_once() -> None:
-    answers: list[ChainMatch | KvPoolError] = [MATCHES[0], InvalidRequest("cut off"), MATCHES[1], MATCHES[2], MATCHES[1]]
+    answers: list[ChainMatch | KvPoolError] = [
+        MATCHES[0],
+        InvalidRequest("cut off"),
+        MATCHES[1],
+        MATCHES[2],
+        MATCHES[1],
+    ]
     for first in (0, 1, 2):  # a miss, an error, a hit
         messages, asked = MatchMessages(), [*answers[first:], *answers[:first]]
         for _ in range(2):
