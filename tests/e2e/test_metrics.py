@@ -25,6 +25,7 @@ MOVED = {
         ("kvpool_index_grpc_requests_total", f"{RPC}IndexService/OpenKeyspace"),
         ("kvpool_index_grpc_request_duration_seconds_count", f"{RPC}IndexService/OpenKeyspace"),
         ("kvpool_index_match_duration_seconds_count", ""),
+        ("kvpool_index_match_questions_total", ""),
         ("kvpool_index_chunks_asked_total", ""),
         ("kvpool_index_chunks_matched_total", "staging"),
         ("kvpool_index_announce_changes_total", ""),

@@ -23,17 +23,15 @@ from kvpool.core.cluster import (
     NodeLoad,
     RemoteSource,
 )
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, StaleIncarnation, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, StaleIncarnation
 from kvpool.core.keyspace import encode_keyspace
 from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
-from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_server import RunningIndex, running_index
-from tests.fixtures.redis_server import free_port
 from tests.unit.client.servers import SPEC
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host", endpoint="127.0.0.1:9", capacity_bytes=1)
@@ -147,25 +145,6 @@ async def test_what_is_announced_is_matched() -> None:
         assert found.nodes[NODE.node_id] == replace(NODE, incarnation=lease.incarnation)
         await node.link.close()
         assert await matched(client, node) == 0
-
-
-async def test_a_replica_that_has_lost_its_store_is_left_for_one_that_has_not() -> None:
-    """Its own connection to Redis is broken, say: it answers, and whoever stayed with it would lose its lease."""
-    cut_off = RedisIndexStore(f"redis://127.0.0.1:{free_port()}/0", timeout_s=0.05)
-    async with running_index(cut_off) as first, running_index() as second:
-        both = (first.endpoint, second.endpoint)
-        client = IndexClient(ClientConfig(index_endpoints=both, match_timeout_s=5.0, backoff_initial_s=0.005))
-        with pytest.raises(StoreUnavailable):
-            await client.open_keyspace("name", SPEC)
-        opened = await client.open_keyspace("name", SPEC)
-        matches = IndexClient(ClientConfig(index_endpoints=both, match_timeout_s=5.0))
-        query = ChainQuery(keyspace=opened.keyspace, chunk_hashes=b"h" * 16)
-        with pytest.raises(StoreUnavailable):
-            await matches.match_stream.match(query)
-        assert (await matches.match_stream.match(query)).matched_chunks == 0
-        await client.close()
-        await matches.close()
-    await cut_off.close()
 
 
 async def test_many_changes_of_few_chunks_end_in_the_truth() -> None:

@@ -122,6 +122,10 @@ async def test_an_index_serves_them(release: str, change: Change) -> None:
         (place,) = found.match.runs[0].locations
         assert (place.node_id, place.incarnation) == (recorder().NODE, granted.incarnation)
         assert found.match.nodes[0].bulk_endpoint == "10.0.0.1:7201"
+        several = await matches.ask("match_several")
+        assert (several.request_id, several.match.matched_chunks) == (8, 1)
+        assert [each.match.matched_chunks for each in several.more] == [1, 0, 0]
+        assert [each.error.reason for each in several.more] == ["", "INVALID_REQUEST", ""]
         await matches.end()
         await announce.end()
 

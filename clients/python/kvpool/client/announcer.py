@@ -88,8 +88,11 @@ class Announcer:
         try:
             await asyncio.wait([*tasks, self._stream], return_when=asyncio.FIRST_COMPLETED)
             raise self._cause(tasks, self._stream)
-        except (ServiceUnavailable, StoreUnavailable):
+        except ServiceUnavailable:
             endpoints.fail(endpoint)
+            raise
+        except StoreUnavailable:
+            endpoints.leave(endpoint)
             raise
         finally:
             call.cancel()

@@ -30,6 +30,7 @@ StubT = TypeVar("StubT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 CallT = TypeVar("CallT", bound=grpc.aio.Call)
+_REDIAL_S = 5.0
 
 
 def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
@@ -60,7 +61,7 @@ class _Opened(NamedTuple, Generic[StubT]):
 
     channel: grpc.aio.Channel
     stub: StubT
-    generation: int  # of the certificates; 0 without TLS
+    generation: int  # of certificates and of connections that were left
     before: grpc.aio.Channel | None
 
 
@@ -79,6 +80,7 @@ class Endpoints(Generic[StubT]):
         self._opened: dict[str, _Opened[StubT]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._position = 0
+        self._redials, self._redialled_s = 0, float("-inf")
         self._closed = False
 
     @property
@@ -102,9 +104,9 @@ class Endpoints(Generic[StubT]):
             raise ServiceUnavailable("this client is closed; open a new one")
         endpoint, tls = self.endpoint, self._config.tls
         known = self._opened.get(endpoint)
-        generation = tls.generation if tls is not None and not is_unix(endpoint) else 0
+        generation = self._redials + (tls.generation if tls is not None and not is_unix(endpoint) else 0)
         if known is None or known.generation != generation:
-            if known is not None and known.before is not None:  # two renewals old: its streams begin anew
+            if known is not None and known.before is not None:  # two generations old: its streams begin anew
                 closing = asyncio.ensure_future(known.before.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -117,6 +119,21 @@ class Endpoints(Generic[StubT]):
         """Say that `endpoint` did not serve; unless another caller said so before, the next one comes into use."""
         if endpoint == self.endpoint:
             self._position = (self._position + 1) % len(self._endpoints)
+
+    def leave(self, endpoint: str) -> bool:
+        """Say that the replica at `endpoint` has lost its store: another may have its own. False if nothing changes.
+
+        Without another endpoint a new connection comes into use, one in five seconds at most: a name can stand for
+        several replicas, as that of a Kubernetes Service does. Streams on the old one end by themselves.
+        """
+        if endpoint != self.endpoint or len(self._endpoints) > 1:
+            self.fail(endpoint)
+            return True
+        now_s = asyncio.get_running_loop().time()
+        if is_unix(endpoint) or now_s - self._redialled_s < _REDIAL_S:
+            return False
+        self._redials, self._redialled_s = self._redials + 1, now_s
+        return True
 
     async def close(self) -> None:
         """Close all channels; calls in flight end with ServiceUnavailable. Idempotent."""
@@ -155,8 +172,7 @@ class Endpoints(Generic[StubT]):
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
             except StoreUnavailable:
-                # Another replica may have its store: for the next call, since nobody waits for a store.
-                self.fail(endpoint)
+                self.leave(endpoint)  # for the next call, since nobody waits for a store
                 raise
             except retry_on as error:
                 if isinstance(error, TlsFailed):

@@ -22,6 +22,7 @@ Attributes = Mapping[str, AttributeValue]
 
 # Attribute names of our own; those of gRPC and databases are OpenTelemetry's (rpc.*, db.*, error.type).
 KEYSPACE: Final = "kvpool.keyspace"  # its id, in hexadecimal digits
+QUESTIONS: Final = "kvpool.questions"  # of one message, about a chain each
 CHUNKS: Final = "kvpool.chunks"  # that were asked for
 SERVED_CHUNKS: Final = "kvpool.chunks.served"  # matched, loaded or stored
 FAILED_CHUNKS: Final = "kvpool.chunks.failed"

@@ -199,20 +199,26 @@ def chain_query_to_proto(query: cluster.ChainQuery) -> index_pb2.MatchRequest:
     )
 
 
-def chain_query_from_proto(message: index_pb2.MatchRequest, *, chunks_max: int) -> cluster.ChainQuery:
-    """Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing."""
-    whole, left = divmod(len(message.chunk_hashes), 16)
+def chain_query_from_proto(
+    message: index_pb2.MatchRequest, chain: index_pb2.MatchChain | None = None, *, chunks_max: int
+) -> cluster.ChainQuery:
+    """chain: the one asked about, if another than that of `message`.
+
+    Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing.
+    """
+    about = message if chain is None else chain
+    whole, left = divmod(len(about.chunk_hashes), 16)
     if left:
         raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash", item_index=whole)
     check_count(whole, "number of chunk_hashes", most=chunks_max)
-    first = check_count(message.first_chunk_index, "first_chunk_index")
+    first = check_count(about.first_chunk_index, "first_chunk_index")
     check_count(len(message.host_id), "length of host_id", most=_ENDPOINT_CHARACTERS_MAX)  # the index keeps it a while
-    head = check_optional_id(message.group_head_hash, "group_head_hash")
+    head = check_optional_id(about.group_head_hash, "group_head_hash")
     if not head and first % cluster.CHAIN_GROUP_CHUNKS and whole:
         raise InvalidRequest(f"group_head_hash is needed because first_chunk_index {first} is no multiple of 16")
     return cluster.ChainQuery(
         keyspace=check_id(message.keyspace_id, "keyspace_id"),
-        chunk_hashes=message.chunk_hashes,
+        chunk_hashes=about.chunk_hashes,
         first_chunk_index=first,
         group_head_hash=head,
         shards=message.shards,
@@ -278,6 +284,7 @@ def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoRespon
         max_batch_items=info.max_batch_items,
         lease_ttl_ms=info.lease_ttl_ms,
         store_reachable=info.store_reachable,
+        max_match_questions=info.max_match_questions,
         peer_version=own_version_to_proto(),
     )
 
@@ -291,4 +298,5 @@ def index_info_from_proto(message: index_pb2.GetIndexInfoResponse) -> cluster.In
         max_batch_items=message.max_batch_items,
         lease_ttl_ms=message.lease_ttl_ms,
         store_reachable=message.store_reachable,
+        max_match_questions=max(1, message.max_match_questions),
     )
