@@ -49,7 +49,7 @@ class ComposedCluster:
         self._environment = {**os.environ, **small, **{name: str(port) for name, port in self.ports.items()}}
         self._no_variables = directory / "none.env"  # what a .env of the checkout says is not what is tested
         self._no_variables.touch()
-        configuration = json.loads(self.compose("config", "--format", "json"))
+        configuration = json.loads(self.compose("--profile", "*", "config", "--format", "json"))
         self.services: dict[str, Any] = configuration["services"]
         self.with_grafana = self._has_image(self.services["grafana"]["image"])
 
@@ -63,8 +63,8 @@ class ComposedCluster:
         return self._run("docker", *arguments, stdin=stdin, timeout_s=timeout_s)
 
     def build(self) -> None:
-        """All images but the demo's."""
-        self.compose("build", timeout_s=BUILD_TIMEOUT_S)
+        """All images."""
+        self.compose("--profile", "demo", "build", timeout_s=BUILD_TIMEOUT_S)
 
     def up(self) -> None:
         """Return when all are healthy."""
@@ -91,17 +91,20 @@ class ComposedCluster:
 
     def engine(self, node: int, operation: str, seed: int, chunk_count: int = 4) -> dict[str, Any]:
         """Store or load in a container of its own, which shares the agent's sockets and nothing else."""
+        command = self.engine_command(node, self.services["gpuagent-0"]["image"])
+        said = self._run(*command, operation, str(seed), str(chunk_count), stdin=ENGINE_SCRIPT, timeout_s=COMMAND_TIMEOUT_S)
+        answer: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+        return answer
+
+    def engine_command(self, node: int, image: str, *options: str) -> tuple[str, ...]:
+        """Runs a script, given on stdin, whose first argument is the agent of a node."""
         # Not where the agent has it: engines mount it where they like.
         sockets = f"{self.project}_gpuagent-{node}-sockets:/run/agent-of-node"
         hardened = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
-        said = self.docker(
-            *("run", "--rm", "--interactive", *hardened, "--volume", sockets, "--entrypoint", "python"),
-            *(self.services["gpuagent-0"]["image"], "-", operation, "unix:/run/agent-of-node/agent.sock"),
-            *(str(seed), str(chunk_count)),
-            stdin=ENGINE_SCRIPT,
+        return (
+            *("docker", "run", "--rm", "--interactive", *hardened, *options, "--tmpfs", "/tmp:size=256m"),
+            *("--volume", sockets, "--entrypoint", "python", image, "-", "unix:/run/agent-of-node/agent.sock"),
         )
-        answer: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
-        return answer
 
     async def nodes(self, index: int = 0) -> list[LiveNode]:
         """Live nodes, as an index tells whoever asks on the published port."""
