@@ -1,8 +1,8 @@
 """The demo's engine, serving until it is told to end, in a container of its own: `python - AGENT` with this on stdin.
 
 One line of JSON a request: whether its tokens are those that the model generates without kvpool, where the prompt came
-from, and what kvpool could not do. A request that ended with an exception is a line with "error". Every fourth prompt is
-new to everybody, so that stores go on; the others are the same ones again, which the engine forgets each time.
+from, and what kvpool could not do. A request that ended with an exception is a line with "error". Every fourth prompt
+is new to everybody, so that stores go on; the others are the same ones again, which the engine forgets each time.
 """
 
 import json
@@ -14,7 +14,6 @@ from dataclasses import asdict
 import torch
 
 from demo.engine import CHUNK_TOKENS, Generate, plain, warm_up
-from demo.engine import shared as with_kvpool
 from demo.model import DemoModel, build_model
 from demo.workload import load_workload, render_context
 from kvpool.connectors.first_token import FirstTokenTimer
@@ -80,7 +79,11 @@ def main() -> None:
             else:
                 stats = result.stats
                 said["equal"] = result.sequences[0, prompt.shape[1] :].tolist() == expected
-                said |= {"tokens": asdict(stats.prompt_tokens), "ttft_ms": round(stats.ttft_ms), "failure": stats.failure}
+                said |= {
+                    "tokens": asdict(stats.prompt_tokens),
+                    "ttft_ms": round(stats.ttft_ms),
+                    "failure": stats.failure,
+                }
             print(json.dumps(said), flush=True)
             number += 1
     print(json.dumps({"ended": True}), flush=True)

@@ -18,7 +18,8 @@ def told(service: str, requests: list[Request]) -> str:
     hits = sum(request.loaded_tokens > 0 for request in known)
     slowest_ms = max((request.ttft_ms for request in requests), default=0)
     failures = sorted({request.failure for request in requests if request.failure})
-    return f"{service:<12} {len(requests):>4} requests, {hits:>3} of {len(known):>3} hit, TTFT <= {slowest_ms} ms {failures}"
+    counted = f"{len(requests):>4} requests, {hits:>3} of {len(known):>3} hit"
+    return f"{service:<12} {counted}, TTFT <= {slowest_ms} ms {failures}"
 
 
 def test_no_request_fails_while_every_service_is_replaced(cluster: ComposedCluster) -> None:
@@ -38,7 +39,9 @@ def test_no_request_fails_while_every_service_is_replaced(cluster: ComposedClust
             healthy = [len(engine.requests) for engine in engines]
             for engine, since in zip(engines, healthy, strict=True):
                 engine.await_hit(since)
-            meanwhile = [request for engine, since in zip(engines, before, strict=True) for request in engine.requests[since:]]
+            meanwhile = [
+                request for engine, since in zip(engines, before, strict=True) for request in engine.requests[since:]
+            ]
             print(told(service, meanwhile))
         for engine in engines:
             engine.end()

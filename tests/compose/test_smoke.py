@@ -113,12 +113,25 @@ async def test_stop_drains_a_pagestore_and_ends_its_lease(cluster: ComposedClust
     await eventually(all_registered, DEADLINE_S, "a node is missing")
 
 
-@pytest.mark.parametrize("service", KVPOOL_SERVICES)
-def test_every_service_stops_by_itself(cluster: ComposedCluster, service: str) -> None:
-    cluster.compose("stop", service)
-    assert cluster.inspect(service)["State"]["ExitCode"] == 0
-    cluster.compose("start", service)
-    eventually_sync(lambda: cluster.is_healthy(service), DEADLINE_S)
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_crashes_is_started_again_and_the_nodes_share(cluster: ComposedCluster, service: str) -> None:
+    restarts = cluster.inspect(service)["RestartCount"]
+    cluster.crash(service)
+
+    def is_back() -> bool:
+        return cluster.inspect(service)["RestartCount"] > restarts and cluster.is_healthy(service)
+
+    eventually_sync(is_back, DEADLINE_S, f"{service} does not come back")
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
+
+
+def test_nodes_tell_an_empty_redis_what_they_have(cluster: ComposedCluster) -> None:
+    cluster.compose("rm", "--stop", "--force", "redis")
+    cluster.docker("volume", "rm", f"{cluster.project}_redis-data")
+    cluster.up()
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
 
 
 def test_what_was_stored_survives_down_and_up(cluster: ComposedCluster) -> None:
