@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
@@ -156,6 +156,7 @@ class WriteBack:
         refused = {write.key: self.admit(write.key, self._disk.charged_bytes(write.key)) for write in writes}
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
+        disk_failed = bool(self._disk.fault)
         try:
             with self._tracer.linked("pagestore.write_back", [page.cause for page in batch]) as span:
                 if span.recording:
@@ -167,10 +168,19 @@ class WriteBack:
             for write in admitted:
                 self.on_settled(write.key, self._disk.charged_bytes(write.key))
             unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
+            failed = {key: error for key in written if (error := results.get(key, unforeseen)) is not None}
+            self._say_failed(failed, len(batch), was_known=disk_failed)
             for page in batch:
-                self._settle(page, written[page.record.key], results.get(page.record.key, unforeseen))
+                self._settle(page, written[page.record.key], failed.get(page.record.key))
             self._queue.batch_ended()
             self._pump()
+
+    def _say_failed(self, failed: Mapping[PageKey, KvPoolError], page_count: int, *, was_known: bool) -> None:
+        """One line a batch: a full disk fails every page of a whole arena again and again, and has said so itself."""
+        if failed:
+            level = logging.DEBUG if was_known else logging.WARNING
+            key, error = next(iter(failed.items()))
+            _log.log(level, "%d of %d pages are not durable yet; %s: %s", len(failed), page_count, key, error)
 
     def _settle(self, page: DirtyPage, written: PageMetadata, error: KvPoolError | None) -> None:
         now_s, key = self._clock.monotonic_s(), page.record.key
@@ -182,7 +192,6 @@ class WriteBack:
         self._ledger.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
-            _log.warning("page %s is not durable yet: %s", key, error)
             self._queue.failed(page, error, now_s)
             return
         self._queue.written(page)

@@ -54,6 +54,23 @@ async def test_a_full_disk_is_read_only_and_loses_no_page(monkeypatch: pytest.Mo
             assert engine.gauges().disk_pages == 5
 
 
+async def test_a_full_disk_is_one_warning_however_many_pages_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_world() as world:
+        async with running_engine(world, linger_ms=60_000) as running:
+            engine, peer = running.engine, await open_session(running)
+            with monkeypatch.context() as patch:
+                patch.setattr(world.memory, "put_batch", full)
+                patch.setattr(world.memory, "probe", failing)
+                await store(running, peer, [1, 2, 3])
+                for _ in range(2):
+                    with pytest.raises(StoreFault):
+                        await engine.flush(TENANT, b"")
+            said = [record.getMessage() for record in caplog.records if "not durable" in record.getMessage()]
+            assert len(said) == 1 and "3 of 3 pages" in said[0] and "no space left" in said[0]
+
+
 async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         await stored(world, [1, 2])
