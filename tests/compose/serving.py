@@ -71,7 +71,7 @@ def main() -> None:
             prompt = new_prompt(known[turn], first_new + number) if is_new else known[turn]
             expected = replies_of(plain(model), prompt)[0] if is_new else wanted[turn]
             generator.forget()
-            said = {"new": is_new}
+            said: dict[str, object] = {"new": is_new}
             try:
                 result = generator.generate(prompt, max_new_tokens=REPLY_TOKENS, do_sample=False)
             except Exception as error:

@@ -81,6 +81,11 @@ def test_prometheus_scrapes_every_service(cluster: ComposedCluster) -> None:
     stored = urllib.parse.quote("sum(kvpool_gpuagent_stored_bytes_total)")
     eventually_sync(lambda: float(get(f"query?query={stored}")["result"][0]["value"][1]) > 0, DEADLINE_S)
 
+    def rule_states() -> set[str]:
+        return {rule["health"] for group in get("rules")["groups"] for rule in group["rules"]}
+
+    eventually_sync(lambda: rule_states() == {"ok"}, DEADLINE_S, "not every alert rule is evaluated")
+
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_killed_container_comes_back_and_costs_nothing_that_is_stored(cluster: ComposedCluster, service: str) -> None:
