@@ -88,6 +88,13 @@ def test_every_service_is_confined_and_bounded(name: str) -> None:
         assert name == "demo" or service["user"].split(":")[0].isdigit()
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_our_services_have_the_descriptors_that_doctor_wants(name: str) -> None:
+    assert SERVICES[name]["ulimits"] == {"nofile": 16_384}
+    if name.startswith("gpuagent"):
+        assert composed("compose.gpu.yml")["services"][name]["ulimits"] == {"memlock": -1}
+
+
 def test_each_waits_until_what_it_needs_is_healthy() -> None:
     for name, service in SERVICES.items():
         for needed, condition in service.get("depends_on", {}).items():
