@@ -1,6 +1,7 @@
 #!/bin/sh
 # A CA and a certificate for each service of compose.tls.yml, made as docs/tls.md tells. What is there and has more than 30
-# days left is left alone, so it may be run again at any time; services that run take up what is new without a restart.
+# days left is left alone, so it may be run again at any time. kvpool's services take up what is new as they run; Redis does
+# when it is restarted.
 #   make-certificates.sh DIRECTORY [--renew]        --renew: all but the CA, now
 # DIRECTORY/NAME gets tls.crt, tls.key and ca.crt; DIRECTORY/ca keeps the CA's key, which no service may have.
 set -eu

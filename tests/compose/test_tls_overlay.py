@@ -81,13 +81,20 @@ def test_a_service_reads_its_own_key_and_no_other(
     assert files == {"/etc/kvpool/tls/tls.crt": "444 0 0", "/etc/kvpool/tls/ca.crt": "444 0 0"}
 
 
-def test_certificates_are_renewed_without_a_restart(tls_cluster: ComposedCluster, client_files: Path) -> None:
+def test_certificates_are_renewed_without_a_restart_of_a_service(
+    tls_cluster: ComposedCluster, client_files: Path
+) -> None:
     read = ("exec", "-T", "index-0", "cat", "/etc/kvpool/tls/tls.crt")
     before, started_at = tls_cluster.compose(*read), tls_cluster.inspect("index-0")["State"]["StartedAt"]
     tls_cluster.compose("run", "--rm", "certificates")
     assert tls_cluster.compose(*read) == before, "certificates that last were replaced"
     tls_cluster.compose("run", "--rm", "certificates", "--renew")
     assert tls_cluster.compose(*read) != before
+    tls_cluster.compose("restart", "redis")  # it alone reads its files only when it starts
+    eventually_sync(lambda: tls_cluster.is_healthy("redis"), DEADLINE_S, "redis does not get healthy")
+    shown = ("exec", "-T", "index-1", "python", "-c", "import ssl; print(ssl.get_server_certificate(('redis', 6379)))")
+    issued = tls_cluster.compose("exec", "-T", "redis", "cat", "/etc/kvpool/tls/tls.crt")
+    assert "".join(tls_cluster.compose(*shown).split()) == "".join(issued.split())
     for node in (0, 1):
         loaded(tls_cluster, node)
     assert tls_cluster.inspect("index-0")["State"]["StartedAt"] == started_at
