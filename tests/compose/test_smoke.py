@@ -44,6 +44,13 @@ def test_an_engine_gets_from_another_node_what_one_stored_within_a_minute_of_up(
     assert tokens["remote"] == TOKENS
 
 
+def test_the_demo_takes_options_and_gets_the_right_tokens(cluster: ComposedCluster) -> None:
+    said = cluster.compose("run", "--rm", "-T", "demo", "--conversations", "1", "--turns", "2")
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
+    for phase in ("cold", "shared", "reference"):
+        assert rows[phase][-1] == "yes", said
+
+
 def test_containers_are_confined(cluster: ComposedCluster) -> None:
     for service in SERVICES:
         described = cluster.inspect(service)

@@ -152,6 +152,14 @@ def test_images_are_built_alike(kind: str) -> None:
     assert f"python image_requirements.py {installed} > requirements.txt" in instructions[kind]
 
 
+def test_options_of_the_demo_do_not_take_its_agents_away() -> None:
+    image = 'ENTRYPOINT ["python", "-m", "kvpool_server.first_process", "demo.composed"]'
+    assert image in DOCKERFILES["demo"].read_text().splitlines()
+    entrypoint = SERVICES["demo"]["entrypoint"]
+    assert entrypoint[:4] == ["python", "-m", "kvpool_server.first_process", "demo.composed"]
+    assert entrypoint[4::2] == ["--agent", "--agent"] and "command" not in SERVICES["demo"]
+
+
 def test_every_variable_is_in_the_example_with_its_default() -> None:
     shown = dict(re.findall(r"(?m)^#([A-Z][A-Z0-9_]*)=(.*)$", (REPOSITORY / ".env.example").read_text()))
     used: dict[str, str] = {}
