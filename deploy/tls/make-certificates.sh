@@ -1,8 +1,8 @@
 #!/bin/sh
-# A CA and a certificate for each service of compose.tls.yml, made as docs/tls.md tells. What is there and has more than 30
-# days left is left alone, so it may be run again at any time. kvpool's services take up what is new as they run; Redis does
-# when it is restarted.
-#   make-certificates.sh DIRECTORY [--renew]        --renew: all but the CA, now
+# A CA and a certificate for each service of compose.tls.yml, made as docs/tls.md tells. What has more than 30 days left and
+# what another CA issued is left alone, so it may be run again at any time. kvpool's services take up what is new as they
+# run; Redis does when it is restarted.
+#   make-certificates.sh DIRECTORY [--renew]        --renew: all of this CA, now
 # DIRECTORY/NAME gets tls.crt, tls.key and ca.crt; DIRECTORY/ca keeps the CA's key, which no service may have.
 set -eu
 umask 077
@@ -23,9 +23,14 @@ fi
 issue() {
     to=$directory/$1
     mkdir -p "$to"
-    if [ -z "$renew" ] && openssl x509 -noout -checkend 2592000 -in "$to/tls.crt" > /dev/null 2>&1 \
-        && openssl verify -CAfile "$ca/ca.crt" "$to/tls.crt" > /dev/null 2>&1; then
-        return
+    if [ -s "$to/tls.crt" ]; then
+        if ! openssl verify -no_check_time -CAfile "$ca/ca.crt" "$to/tls.crt" > /dev/null 2>&1; then
+            echo "$1: its certificate is of another CA and stays"
+            return
+        fi
+        if [ -z "$renew" ] && openssl x509 -noout -checkend 2592000 -in "$to/tls.crt" > /dev/null; then
+            return
+        fi
     fi
     openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" \
         -keyout "$to/tls.key.new" -out "$scratch/tls.csr" 2> "$scratch/said" || { cat "$scratch/said" >&2; exit 1; }

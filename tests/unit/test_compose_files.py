@@ -217,3 +217,9 @@ def test_certificates_are_made_once_and_anew_when_told(tmp_path: Path) -> None:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert name in names.get_values_for_type(x509.DNSName)
         assert (tmp_path / "made" / name / "tls.key").stat().st_mode & 0o077 == 0
+    (tmp_path / "made" / "ca" / "ca.crt").unlink()  # whose certificates are then of another CA than the next one
+    kept = make("--renew")
+    assert kept["ca/ca.crt"] != renewed["ca/ca.crt"]
+    assert {path: kept[path] for path in kept if not path.startswith("ca/")} == {
+        path: renewed[path] for path in renewed if not path.startswith("ca/")
+    }
