@@ -44,6 +44,13 @@ def test_an_engine_gets_from_another_node_what_one_stored_within_a_minute_of_up(
     assert tokens["remote"] == TOKENS
 
 
+def test_the_demo_takes_options_and_gets_the_right_tokens(cluster: ComposedCluster) -> None:
+    said = cluster.compose("run", "--rm", "-T", "demo", "--conversations", "1", "--turns", "2")
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
+    for phase in ("cold", "shared", "reference"):
+        assert rows[phase][-1] == "yes", said
+
+
 def test_containers_are_confined(cluster: ComposedCluster) -> None:
     for service in SERVICES:
         described = cluster.inspect(service)
@@ -81,6 +88,11 @@ def test_prometheus_scrapes_every_service(cluster: ComposedCluster) -> None:
     stored = urllib.parse.quote("sum(kvpool_gpuagent_stored_bytes_total)")
     eventually_sync(lambda: float(get(f"query?query={stored}")["result"][0]["value"][1]) > 0, DEADLINE_S)
 
+    def rule_states() -> set[str]:
+        return {rule["health"] for group in get("rules")["groups"] for rule in group["rules"]}
+
+    eventually_sync(lambda: rule_states() == {"ok"}, DEADLINE_S, "not every alert rule is evaluated")
+
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_killed_container_comes_back_and_costs_nothing_that_is_stored(cluster: ComposedCluster, service: str) -> None:
@@ -113,12 +125,25 @@ async def test_stop_drains_a_pagestore_and_ends_its_lease(cluster: ComposedClust
     await eventually(all_registered, DEADLINE_S, "a node is missing")
 
 
-@pytest.mark.parametrize("service", KVPOOL_SERVICES)
-def test_every_service_stops_by_itself(cluster: ComposedCluster, service: str) -> None:
-    cluster.compose("stop", service)
-    assert cluster.inspect(service)["State"]["ExitCode"] == 0
-    cluster.compose("start", service)
-    eventually_sync(lambda: cluster.is_healthy(service), DEADLINE_S)
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_crashes_is_started_again_and_the_nodes_share(cluster: ComposedCluster, service: str) -> None:
+    restarts = cluster.inspect(service)["RestartCount"]
+    cluster.crash(service)
+
+    def is_back() -> bool:
+        return cluster.inspect(service)["RestartCount"] > restarts and cluster.is_healthy(service)
+
+    eventually_sync(is_back, DEADLINE_S, f"{service} does not come back")
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
+
+
+def test_nodes_tell_an_empty_redis_what_they_have(cluster: ComposedCluster) -> None:
+    cluster.compose("rm", "--stop", "--force", "redis")
+    cluster.docker("volume", "rm", f"{cluster.project}_redis-data")
+    cluster.up()
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
 
 
 def test_what_was_stored_survives_down_and_up(cluster: ComposedCluster) -> None:
