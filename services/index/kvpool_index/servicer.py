@@ -12,7 +12,15 @@ from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
-from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route, versions
+from kvpool.wire import (
+    convert,
+    convert_cluster,
+    convert_index_info,
+    convert_keyspace,
+    convert_policy,
+    convert_route,
+    versions,
+)
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -255,4 +263,4 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def GetIndexInfo(
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]
     ) -> pb.GetIndexInfoResponse:
-        return convert_cluster.index_info_to_proto(await self._engine.info())
+        return convert_index_info.index_info_to_proto(await self._engine.info())

@@ -10,7 +10,6 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
-from kvpool.wire.versions import own_version_to_proto
 
 _ENDPOINT_CHARACTERS_MAX = 1024
 _KEPT_PARTS = 1024
@@ -273,30 +272,3 @@ def _known_location(data: bytes) -> cluster.Location:
 @functools.lru_cache(_KEPT_PARTS)
 def _known_node(data: bytes) -> cluster.NodeInfo:
     return node_info_from_proto(index_pb2.NodeInfo.FromString(data))
-
-
-def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoResponse:
-    """Limits and versions."""
-    return index_pb2.GetIndexInfoResponse(
-        version=info.version,
-        store=info.store,
-        max_match_chunks=info.max_match_chunks,
-        max_batch_items=info.max_batch_items,
-        lease_ttl_ms=info.lease_ttl_ms,
-        store_reachable=info.store_reachable,
-        max_match_questions=info.max_match_questions,
-        peer_version=own_version_to_proto(),
-    )
-
-
-def index_info_from_proto(message: index_pb2.GetIndexInfoResponse) -> cluster.IndexInfo:
-    """Limits and versions."""
-    return cluster.IndexInfo(
-        version=message.version,
-        store=message.store,
-        max_match_chunks=message.max_match_chunks,
-        max_batch_items=message.max_batch_items,
-        lease_ttl_ms=message.lease_ttl_ms,
-        store_reachable=message.store_reachable,
-        max_match_questions=max(1, message.max_match_questions),
-    )
