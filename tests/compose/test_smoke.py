@@ -17,6 +17,7 @@ from tests.compose.composed import KVPOOL_SERVICES, SERVICES, ComposedCluster
 pytestmark = pytest.mark.timeout(1800)  # images are built in the first one
 
 DEADLINE_S = 120.0  # of what comes by itself: restarts, health, scrapes
+DEMO_TIMEOUT_S = 900.0  # it computes on the CPU
 TOKENS = 1024  # of an engine's prompt
 FIRST, SECOND, DRAINED = 7, 8, 9  # seeds of prompts
 
@@ -45,7 +46,9 @@ def test_an_engine_gets_from_another_node_what_one_stored_within_a_minute_of_up(
 
 
 def test_the_demo_takes_options_and_gets_the_right_tokens(cluster: ComposedCluster) -> None:
-    said = cluster.compose("run", "--rm", "-T", "demo", "--conversations", "1", "--turns", "2")
+    said = cluster.compose(
+        "run", "--rm", "-T", "demo", "--conversations", "1", "--turns", "2", timeout_s=DEMO_TIMEOUT_S
+    )
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
     for phase in ("cold", "shared", "reference"):
         assert rows[phase][-1] == "yes", said
