@@ -1,8 +1,8 @@
 """Load on engines, and a check of every token. In a pod: `python load.py URL --clients 2 --rate 2`.
 
-Prompts share prefixes: one of a few documents, then a question. Some requests bring a document that nobody has seen, which
-engines then store. What is right is what an engine says without kvpool; it is asked once for each prompt. One line of
-JSON on stdout for each request, until SIGTERM.
+Prompts share prefixes: one of a few documents, then a question. Some requests bring a document that nobody has seen,
+which engines then store. What is right is what an engine says without kvpool; it is asked once for each prompt. One
+line of JSON on stdout for each request, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from itertools import zip_longest
 from typing import Any
 
 VOCABULARY = range(8, 1000)  # token ids; all text is equal to a model with random weights
@@ -96,7 +97,8 @@ class Load:
         said["seconds"] = round(time.monotonic() - started_s, 4)
         if answer is not None:
             said |= {name: answer[name] for name in ("sources", "failure", "engine")}
-            said["wrong_tokens"] = sum(a != b for a, b in zip(answer["tokens"], known.get("right", answer["tokens"])))
+            pairs = zip_longest(answer["tokens"], known.get("right", answer["tokens"]))
+            said["wrong_tokens"] = sum(one != right for one, right in pairs)
         print(json.dumps(said), flush=True)
         return answer
 
@@ -109,9 +111,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--fresh-share", type=float, default=0.08, help="of requests that bring a new document")
     arguments = parser.parse_args()
-    load = Load(
-        arguments.url, Prompts(arguments.documents, arguments.fresh_share), arguments.clients / arguments.rate
-    )
+    load = Load(arguments.url, Prompts(arguments.documents, arguments.fresh_share), arguments.clients / arguments.rate)
     signal.signal(signal.SIGTERM, lambda *_: load.stopped.set())
     clients = [threading.Thread(target=load.run) for _ in range(arguments.clients)]
     for client in clients:
