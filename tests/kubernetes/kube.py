@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,11 @@ for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
     if sys.argv[1] in path.read_text().split(chr(0)) and int(path.parent.name) != os.getpid():
         os.kill(int(path.parent.name), signal.SIGKILL)
 """
+
+
+def with_small_cpu_requests(text: str) -> str:
+    """Manifests for a machine of two cores."""
+    return re.sub(r"(requests:\n\s+cpu:) \S+", r"\1 20m", text)
 
 
 class Kube:
@@ -66,6 +72,12 @@ class Kube:
         self._applied.append(text)
         where = ("-n", namespace) if namespace else ()
         self.run(*where, "apply", "-f", "-", stdin=text)
+
+    def apply_documents(self, documents: list[dict[str, Any]]) -> None:
+        """Resources that no file has."""
+        text = yaml.safe_dump_all(documents, sort_keys=False)
+        self._applied.append(text)
+        self.run("apply", "-f", "-", stdin=text)
 
     def wait(self, namespace: str, *workloads: str) -> None:
         """Until they are all ready, and of the last revision."""
@@ -106,6 +118,17 @@ class Kube:
         eventually_sync(started_again, ROLLOUT_TIMEOUT_S, f"{container} of {victim} is not started again")
         self.wait(namespace, workload)
         return time.monotonic() - started_s
+
+    def evict(self, namespace: str, pod: str) -> str:
+        """Ask for an eviction as `kubectl drain` does; empty, or why it was refused."""
+        api_version = "policy/v1beta1" if self.is_older else "policy/v1"
+        metadata = {"name": pod, "namespace": namespace}
+        body = json.dumps({"apiVersion": api_version, "kind": "Eviction", "metadata": metadata})
+        try:
+            self.run("create", "--raw", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", "-f", "-", stdin=body)
+        except AssertionError as error:
+            return str(error)
+        return ""
 
     def execute(self, namespace: str, where: str, container: str, *command: str) -> str:
         """Output of a command in a container."""

@@ -50,6 +50,11 @@ class LoadLog:
         self.refresh()
         return seen(self.requests, from_s, to_s)
 
+    def faults(self, since_s: float) -> list[dict[str, Any]]:
+        """The first requests that failed, or had wrong tokens, since then."""
+        late = (one for one in self.requests if one["at_s"] >= since_s)
+        return [one for one in late if "error" in one or one["wrong_tokens"]][:5]
+
     def close(self) -> None:
         """Stop following."""
         self._process.terminate()

@@ -20,8 +20,8 @@ from itertools import zip_longest
 from typing import Any
 
 VOCABULARY = range(8, 1000)  # token ids; all text is equal to a model with random weights
-DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 960, 48, 8
-QUESTIONS = 3  # of each document
+DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 448, 32, 4
+QUESTIONS = 2  # of each document
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second, all clients together, at most")
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--fresh-share", type=float, default=0.08, help="of requests that bring a new document")
+    parser.add_argument("--fresh-share", type=float, default=0.05, help="of requests that bring a new document")
     arguments = parser.parse_args()
     load = Load(arguments.url, Prompts(arguments.documents, arguments.fresh_share), arguments.clients / arguments.rate)
     signal.signal(signal.SIGTERM, lambda *_: load.stopped.set())
