@@ -46,7 +46,7 @@ class Story:
         return time.time() - started_s
 
     def go_through(self, what: str, happening: Callable[[], float]) -> None:
-        """happening: returns the seconds that it took. Raises AssertionError if a request failed or a token was wrong."""
+        """happening: returns the seconds that it took. Raises AssertionError for a failed request or a wrong token."""
         before_s = time.time()
         self.await_requests(before_s)
         began_s = time.time()

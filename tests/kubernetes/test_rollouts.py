@@ -1,5 +1,6 @@
-"""Every component of the dev overlay is restarted, and killed, while engines serve: no request fails, and every token is
-right. One story, in order."""
+"""All of the dev overlay is restarted, part by part, and killed, under load: nothing fails, every token is right.
+
+One story, in order."""
 
 from __future__ import annotations
 
