@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.fixtures.certificates import Authority
 from tests.kubernetes.kube import K8S
 
 NAMESPACE = "kvpool"
+CERTIFICATE_DAYS = 10.0
 PASSWORD = "not-a-secret-of-anybody"  # of a Redis that lives as long as the test
 REDIS_NAMES = ("*.redis.kvpool.svc", "*.redis-sentinel.kvpool.svc", "localhost")
 _CERTIFICATES = K8S / "components" / "cert-manager" / "certificates.yaml"
@@ -38,7 +40,7 @@ def names_of_services() -> dict[str, list[str]]:
 
 
 def certificate(
-    authority: Authority, directory: Path, name: str, names: list[str], days: float = 10.0
+    authority: Authority, directory: Path, name: str, names: list[str], days: float = CERTIFICATE_DAYS
 ) -> dict[str, Any]:
     """A Secret with a new certificate."""
     files = authority.issue(directory / name, names=names, days=days)
@@ -47,10 +49,23 @@ def certificate(
     return secret(name, {key: path.read_bytes() for key, path in paths.items() if path is not None})
 
 
-def certificates(authority: Authority, directory: Path, days: float = 10.0) -> list[dict[str, Any]]:
+def certificates(authority: Authority, directory: Path, days: float = CERTIFICATE_DAYS) -> list[dict[str, Any]]:
     """Those of all services, and of the index as a client of Redis."""
     names = {**names_of_services(), "kvpool-redis-tls": ["kvpool-index"]}
     return [certificate(authority, directory, name, dns_names, days) for name, dns_names in names.items()]
+
+
+def secrets(authority: Authority, directory: Path) -> list[dict[str, Any]]:
+    """The namespace, and all that k8s/README.md says has to be made there first."""
+    metadata = {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata},
+        *certificates(authority, directory),
+        certificate(authority, directory, "kvpool-redis-server-tls", list(REDIS_NAMES)),
+        secret("kvpool-redis-password", {"password": PASSWORD.encode()}),
+        secret("kvpool-redis", {"url": REDIS_URL.encode()}),
+        secret("kvpool-tenant", {"secret": os.urandom(32)}),
+    ]
 
 
 def secret(name: str, data: dict[str, bytes]) -> dict[str, Any]:

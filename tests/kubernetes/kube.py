@@ -103,7 +103,9 @@ class Kube:
         self.wait(namespace, workload)
         return time.monotonic() - started_s
 
-    def kill_process(self, namespace: str, workload: str, container: str, word: str) -> float:
+    def kill_process(
+        self, namespace: str, workload: str, container: str, word: str, *, restarts_container: bool = True
+    ) -> float:
         """Kill -9 of a container's process that has a word in its command; seconds until all are ready again."""
         started_s = time.monotonic()
         labels = self.get(namespace, workload)["spec"]["selector"]["matchLabels"]
@@ -115,7 +117,8 @@ class Kube:
             (status,) = [status for status in statuses if status["name"] == container]
             return bool(status["restartCount"] and status["ready"])
 
-        eventually_sync(started_again, ROLLOUT_TIMEOUT_S, f"{container} of {victim} is not started again")
+        if restarts_container:
+            eventually_sync(started_again, ROLLOUT_TIMEOUT_S, f"{container} of {victim} is not started again")
         self.wait(namespace, workload)
         return time.monotonic() - started_s
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvpool.testing.waiting import eventually_sync
-from tests.kubernetes.kube import Kube
+from tests.kubernetes.kube import HERE, Kube
 from tests.kubernetes.rollout import LoadLog
 
+LOAD = "app.kubernetes.io/name=kvpool-load"
 RESULT_VARIABLE = "KVPOOL_KUBERNETES_RESULT"
 REQUESTS = 30  # of a span before and after
 WINDOW_S = 15.0  # what "the last requests" are
@@ -28,6 +30,11 @@ class Story:
 
     def __init__(self, kube: Kube, log: LoadLog) -> None:
         self._kube, self._log = kube, log
+
+    def tokens_from(self, source: str) -> int:
+        """Of all prompts so far."""
+        self._log.refresh()
+        return sum(one["sources"][source] for one in self._log.requests if "sources" in one)
 
     def await_requests(self, since_s: float) -> None:
         """Until enough were answered since then to speak of a share."""
@@ -72,3 +79,19 @@ class Story:
         document = json.loads(Path(path).read_text()) if Path(path).exists() else {"rows": []}
         document |= {"kubernetes": self._kube.version, "rows": [*document["rows"], row]}
         Path(path).write_text(json.dumps(document, indent=1) + "\n")
+
+
+@contextmanager
+def under_load(kube: Kube, namespace: str, path: Path, service: str = "vllm") -> Iterator[Story]:
+    """Clients on the engines of a Service, which share by then. path: for what the clients write."""
+    kube.apply(HERE / "load", namespace, change=lambda text: text.replace("http://vllm:", f"http://{service}:"))
+    kube.await_running(namespace, LOAD)
+    log = LoadLog(namespace, path)
+    try:
+        story = Story(kube, log)
+        story.await_requests(0.0)
+        story.await_warmth()
+        yield story
+    finally:
+        log.close()
+        kube.run("-n", namespace, "delete", "job", "kvpool-load", "--wait")

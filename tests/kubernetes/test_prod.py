@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -14,25 +12,15 @@ import pytest
 
 from kvpool.testing.waiting import eventually_sync
 from tests.fixtures.certificates import Authority
-from tests.kubernetes.issued import (
-    NAMESPACE,
-    PASSWORD,
-    REDIS_NAMES,
-    REDIS_URL,
-    certificate,
-    certificates,
-    secret,
-)
+from tests.kubernetes.issued import CERTIFICATE_DAYS, NAMESPACE, PASSWORD, certificates, secrets
 from tests.kubernetes.kube import HERE, Kube
-from tests.kubernetes.rollout import LoadLog
-from tests.kubernetes.story import Story
+from tests.kubernetes.story import Story, under_load
 
 pytestmark = pytest.mark.timeout(2400)
 
 INDEX, PAGESTORE = "app.kubernetes.io/name=kvpool-index", "app.kubernetes.io/name=kvpool-pagestore"
-LOAD = "app.kubernetes.io/name=kvpool-load"
 DEADLINE_S = 300.0
-CERTIFICATE_DAYS, RENEWED_DAYS = 10.0, 20.0
+RENEWED_DAYS = CERTIFICATE_DAYS + 10
 TLS = ("--tls-ca-file", "/run/kvpool/tls/ca.crt")
 MUTUAL = (*TLS, "--tls-cert-file", "/run/kvpool/tls/tls.crt", "--tls-key-file", "/run/kvpool/tls/tls.key")
 STATUS = ("kvpool", "status", "--index", "kvpool-index.kvpool.svc:7100")
@@ -69,33 +57,15 @@ class Prod:
 def prod(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prod]:
     """Up, warm and under load."""
     directory, authority = tmp_path_factory.mktemp("certificates"), Authority("kvpool-ca", days=300)
-    names = {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
-    kube.apply_documents([{"apiVersion": "v1", "kind": "Namespace", "metadata": names}])
-    kube.apply_documents(
-        [
-            *certificates(authority, directory, CERTIFICATE_DAYS),
-            certificate(authority, directory, "kvpool-redis-server-tls", list(REDIS_NAMES)),
-            secret("kvpool-redis-password", {"password": PASSWORD.encode()}),
-            secret("kvpool-redis", {"url": REDIS_URL.encode()}),
-            secret("kvpool-tenant", {"secret": os.urandom(32)}),
-        ]
-    )
+    kube.apply_documents(secrets(authority, directory))
     kube.apply(HERE / "redis-sentinel")
     kube.wait(NAMESPACE, "statefulset/redis", "statefulset/redis-sentinel")
     kube.apply(HERE / "prod")
     kube.wait(NAMESPACE, "deployment/kvpool-index", "statefulset/kvpool-pagestore")
     kube.apply(HERE / "engine")
     kube.wait(NAMESPACE, "deployment/vllm")
-    kube.apply(HERE / "load", NAMESPACE)
-    kube.await_running(NAMESPACE, LOAD)
-    log = LoadLog(NAMESPACE, directory / "requests.jsonl")
-    try:
-        story = Story(kube, log)
-        story.await_requests(0.0)
-        story.await_warmth()
+    with under_load(kube, NAMESPACE, directory / "requests.jsonl") as story:
         yield Prod(kube, authority, directory, story)
-    finally:
-        log.close()
 
 
 def test_it_is_complete(prod: Prod) -> None:
@@ -214,7 +184,4 @@ def test_one_pagestore_at_a_time_may_be_evicted_and_it_leaves_well(prod: Prod) -
     prod.story.go_through("prod: a pagestore is evicted", evict)
     back = prod.kube.get(NAMESPACE, "pod", "kvpool-pagestore-0")
     assert back["metadata"]["uid"] != uid
-    log = prod.kube.run("-n", NAMESPACE, "logs", "kvpool-pagestore-0", "-c", "pagestore")
-    opened = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    print([line for line in opened if "page" in line.get("msg", "")][:5])
     assert re.search(r"[1-9]\d* on disk", prod.pagestores()["kvpool-pagestore-0"])

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.kubernetes.kube import HERE, Kube
-from tests.kubernetes.rollout import LoadLog
-from tests.kubernetes.story import Story
+from tests.kubernetes.story import Story, under_load
 
 pytestmark = pytest.mark.timeout(1800)
 
 NAMESPACE = "kvpool-dev"
-LOAD = "app.kubernetes.io/name=kvpool-load"
 HAPPENINGS: dict[str, Callable[[Kube], float]] = {
     "rolling restart of the index": lambda kube: kube.restart(NAMESPACE, "deployment/kvpool-index"),
     "rolling restart of the pagestores": lambda kube: kube.restart(NAMESPACE, "statefulset/kvpool-pagestore"),
@@ -36,16 +34,8 @@ def story(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
     kube.wait(NAMESPACE, "statefulset/kvpool-redis", "deployment/kvpool-index", "statefulset/kvpool-pagestore")
     kube.apply(HERE / "engine-plain")
     kube.wait(NAMESPACE, "deployment/vllm")
-    kube.apply(HERE / "load", NAMESPACE)
-    kube.await_running(NAMESPACE, LOAD)
-    log = LoadLog(NAMESPACE, tmp_path_factory.mktemp("load") / "requests.jsonl")
-    try:
-        story = Story(kube, log)
-        story.await_requests(0.0)
-        story.await_warmth()
+    with under_load(kube, NAMESPACE, tmp_path_factory.mktemp("load") / "requests.jsonl") as story:
         yield story
-    finally:
-        log.close()
 
 
 @pytest.mark.parametrize("happening", HAPPENINGS)
