@@ -24,6 +24,7 @@ RENEWED_DAYS = CERTIFICATE_DAYS + 10
 TLS = ("--tls-ca-file", "/run/kvpool/tls/ca.crt")
 MUTUAL = (*TLS, "--tls-cert-file", "/run/kvpool/tls/tls.crt", "--tls-key-file", "/run/kvpool/tls/tls.key")
 NAMED = (*MUTUAL, "--tls-server-name", "kvpool")  # agents announce IPs, which no certificate has
+ONE_PAGESTORE = "kvpool-pagestore-0.kvpool-pagestore.kvpool.svc:7200"
 STATUS = ("kvpool", "status", "--index", "kvpool-index.kvpool.svc:7100")
 
 
@@ -104,9 +105,7 @@ def test_strangers_are_refused(prod: Prod) -> None:
             prod.command(*STATUS, *flags)
         print(flags[-1:], str(refused.value)[-300:])
         with pytest.raises(AssertionError):
-            prod.command(
-                "kvpool", "flush", "--pagestore", "kvpool-pagestore-0.kvpool-pagestore.kvpool.svc:7200", *flags
-            )
+            prod.command("kvpool", "flush", "--timeout", "5", "--pagestore", ONE_PAGESTORE, *flags)
     assert "3 pagestores" in prod.command(*STATUS, *NAMED)
 
 
