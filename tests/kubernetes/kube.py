@@ -95,7 +95,7 @@ class Kube:
         return time.monotonic() - started_s
 
     def kill_pod(self, namespace: str, workload: str) -> float:
-        """End one pod of a workload without a word; seconds until all are ready again."""
+        """Delete one pod of a workload by force; seconds until all are ready again."""
         started_s = time.monotonic()
         labels = self.get(namespace, workload)["spec"]["selector"]["matchLabels"]
         victim = sorted(self.pods(namespace, ",".join(f"{name}={value}" for name, value in labels.items())))[0]

@@ -19,8 +19,8 @@ HAPPENINGS: dict[str, Callable[[Kube], float]] = {
     "rolling restart of the pagestores": lambda kube: kube.restart(NAMESPACE, "statefulset/kvpool-pagestore"),
     "rolling restart of engines and agents": lambda kube: kube.restart(NAMESPACE, "deployment/vllm"),
     "restart of Redis, which loses everything": lambda kube: kube.restart(NAMESPACE, "statefulset/kvpool-redis"),
-    "an index replica is killed": lambda kube: kube.kill_pod(NAMESPACE, "deployment/kvpool-index"),
-    "a pagestore is killed": lambda kube: kube.kill_pod(NAMESPACE, "statefulset/kvpool-pagestore"),
+    "an index replica is removed by force": lambda kube: kube.kill_pod(NAMESPACE, "deployment/kvpool-index"),
+    "a pagestore is removed by force": lambda kube: kube.kill_pod(NAMESPACE, "statefulset/kvpool-pagestore"),
     "an agent is killed beside its engine": lambda kube: kube.kill_process(
         NAMESPACE, "deployment/vllm", "gpuagent", "kvpool_gpuagent.main"
     ),
