@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import signal
+import sys
 import threading
 import time
 import urllib.error
@@ -99,7 +100,9 @@ class Load:
             said |= {name: answer[name] for name in ("sources", "failure", "engine")}
             pairs = zip_longest(answer["tokens"], known.get("right", answer["tokens"]))
             said["wrong_tokens"] = sum(one != right for one, right in pairs)
-        print(json.dumps(said), flush=True)
+        with self._lock:  # lines of two clients must not mix
+            sys.stdout.write(json.dumps(said) + "\n")
+            sys.stdout.flush()
         return answer
 
 
