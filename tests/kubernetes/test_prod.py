@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_it_is_complete(prod: Prod) -> None:
     """Three replicas by the autoscaler's minimum, three pagestores, and files that the group alone may read."""
 
     def ready() -> bool:
-        return prod.kube.get(NAMESPACE, "deployment/kvpool-index")["status"].get("readyReplicas") == 3
+        return bool(prod.kube.get(NAMESPACE, "deployment/kvpool-index")["status"].get("readyReplicas") == 3)
 
     eventually_sync(ready, DEADLINE_S, "not three replicas of the index")
     assert len(prod.pagestores()) == 3
@@ -145,16 +146,16 @@ def test_certificates_are_renewed_without_a_restart(prod: Prod) -> None:
     }
     before = restarts(prod)
 
-    def days(pod: str) -> float:
+    def is_renewed(pod: str) -> bool:
         container, prefix = pods[pod]
         name = f'{prefix}_certificate_expiry_timestamp_seconds{{certificate="own"}}'
-        return (prod.metric(pod, container, name) - time.time()) / 86400
+        return (prod.metric(pod, container, name) - time.time()) / 86400 > CERTIFICATE_DAYS + 1
 
     def renew() -> float:
         started_s = time.monotonic()
         prod.kube.apply_documents(certificates(prod.authority, prod.directory, RENEWED_DAYS))
         for pod in pods:
-            eventually_sync(lambda pod=pod: days(pod) > CERTIFICATE_DAYS + 1, DEADLINE_S, f"{pod} has the old one")
+            eventually_sync(partial(is_renewed, pod), DEADLINE_S, f"{pod} has the old one")
         return time.monotonic() - started_s
 
     prod.story.go_through("prod: all certificates are renewed", renew)
