@@ -7,19 +7,31 @@ password=$(cat /password/password)
 tls="--tls-cert-file /tls/tls.crt --tls-key-file /tls/tls.key --tls-ca-cert-file /tls/ca.crt"
 client="--tls --cert /tls/tls.crt --key /tls/tls.key --cacert /tls/ca.crt"
 
-master() { # as a majority of one knows it: whoever answers first
+named() { # the master by whichever Sentinel answers first; nothing if none does
     for number in 0 1 2; do
         found=$(REDISCLI_AUTH=$password timeout 3 redis-cli $client -h "redis-sentinel-$number.redis-sentinel.kvpool.svc" \
             -p 26379 sentinel get-master-addr-by-name kvpool 2> /dev/null | head -1)
         case $found in redis-*) echo "$found"; return;; esac
     done
-    echo "redis-0.$domain" # nobody has a Sentinel yet
+}
+
+master() {
+    found=$(named)
+    echo "${found:-redis-0.$domain}" # no Sentinel runs yet
 }
 
 case $1 in
 server)
     of=
     known=$(master)
+    # A master that comes back, empty, before anybody missed it would take the replicas' copies with it: let them notice.
+    if [ -n "$(named)" ]; then
+        for _ in $(seq 60); do
+            [ "$known" = "$me" ] || break
+            sleep 1
+            known=$(master)
+        done
+    fi
     [ "$known" = "$me" ] || of="--replicaof $known 6379"
     exec redis-server --port 0 --tls-port 6379 $tls --tls-replication yes --dir /data --save "" --appendonly yes \
         --maxmemory 256mb --maxmemory-policy noeviction --repl-diskless-sync-delay 0 --requirepass "$password" \
