@@ -1,10 +1,11 @@
 """How fast do SGLang's and LMCache's host memory and the arena exchange pages through the connectors without an agent?
 
-A cluster on this machine. Batches of 64 pages of 64 tokens (8B Llama shape, bf16, a rank of TP 8) are written and read
-by the calls that HiCache's storage threads make, and as LMCache objects of 1 MiB, beside a memcpy of as many bytes by
-one thread that takes turns with them. Neither engine is needed: their host pools and objects are stood in for.
+A cluster on this machine. Batches of 64 MiB in pages of 64 tokens (8B Llama shape, bf16; a rank of TP 8 has 1 MiB of
+each, one of TP 1 has 8 MiB) are written and read by the calls that HiCache's storage threads make, and as LMCache
+objects, beside a memcpy of as many bytes by one thread that takes turns with them. Neither engine is needed: their host
+pools and objects are stood in for.
 
-Run: python -m bench.engine_backends [--samples 7] [--json FILE]
+Run: python -m bench.engine_backends [--samples 7] [--ranks 8] [--json FILE]
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from kvpool.connectors.lmcache_objects import ObjectBatch, ObjectNames, layout_o
 from kvpool.connectors.sglang import HiCacheCalls
 from tests.fixtures.host_pools import MhaPool, StorageConfig
 
-PAGES, PAGE_TOKENS, LAYERS, RANKS = 64, 64, 32, 8
-PAGE_BYTES = 2 * LAYERS * PAGE_TOKENS * 128 * 2
+BATCH_BYTES, PAGE_TOKENS, LAYERS, HEADS = 64 << 20, 64, 32, 8
+HEAD_BYTES = 2 * LAYERS * PAGE_TOKENS * 128 * 2  # of a page
 WARM_UP = 5  # batches, which fill the arena
 
 
 @dataclass
 class Case:
-    """write, read: move one batch of PAGES pages, named by a sample's number."""
+    """write, read: move one batch of pages, named by a sample's number."""
 
     name: str
     write: Callable[[int], None]
@@ -50,17 +51,19 @@ class Case:
     close: Callable[[], None]
 
 
-def sglang_case(settings: dict[str, Any], layout: str) -> Case:
+def sglang_case(settings: dict[str, Any], layout: str, ranks: int) -> Case:
     """batch_set_v1 and batch_get_v1 of one rank."""
-    pool = MhaPool(layout, layers=LAYERS, heads=1, head_dim=128, page_size=PAGE_TOKENS, pages=2 * PAGES)
+    heads = HEADS // ranks
+    page_count = BATCH_BYTES // (heads * HEAD_BYTES)
+    pool = MhaPool(layout, layers=LAYERS, heads=heads, head_dim=128, page_size=PAGE_TOKENS, pages=2 * page_count)
     pool.kv_buffer.view(torch.uint8).random_(0, 256)
-    given = {**settings, "model_revision": "1", "kv_heads": RANKS}
-    backend = HiCacheCalls(StorageConfig(tp_size=RANKS, model_name=layout, extra_config=given))
+    given = {**settings, "model_revision": "1", "kv_heads": HEADS}
+    backend = HiCacheCalls(StorageConfig(tp_size=ranks, model_name=layout, extra_config=given))
     backend.register_mem_pool_host(pool)
-    here, there = (pool.slots(list(range(first, first + PAGES))) for first in (0, PAGES))
+    here, there = (pool.slots(list(range(first, first + page_count))) for first in (0, page_count))
 
     def keys(sample: int) -> list[str]:
-        return [f"{layout} {sample} {page}" for page in range(PAGES)]
+        return [f"{layout} {sample} {page}" for page in range(page_count)]
 
     def write(sample: int) -> None:
         assert all(backend.batch_set_v1(keys(sample), here))
@@ -71,17 +74,19 @@ def sglang_case(settings: dict[str, Any], layout: str) -> Case:
     return Case(f"SGLang, {layout}", write, read, backend.close)
 
 
-def lmcache_case(settings: dict[str, Any]) -> Case:
+def lmcache_case(settings: dict[str, Any], ranks: int) -> Case:
     """Store and load tasks of objects, as the adapter does them."""
     pool = DirectSyncPool(DirectPoolConfig.of(settings), "bench")
-    shape = torch.Size([2, LAYERS, PAGE_TOKENS, 128])
+    shape = torch.Size([2, LAYERS, PAGE_TOKENS, HEADS // ranks * 128])
+    object_bytes = HEADS // ranks * HEAD_BYTES
+    object_count = BATCH_BYTES // object_bytes
 
     def made() -> list[Any]:
         objects = []
-        for _ in range(PAGES):
-            raw = bytearray(np.random.default_rng(1).bytes(PAGE_BYTES))
+        for _ in range(object_count):
+            raw = bytearray(np.random.default_rng(1).bytes(object_bytes))
             metadata = SimpleNamespace(shapes=[shape], dtypes=[torch.bfloat16])
-            objects.append(SimpleNamespace(byte_array=raw, metadata=metadata, get_size=lambda: PAGE_BYTES))
+            objects.append(SimpleNamespace(byte_array=raw, metadata=metadata, get_size=lambda: object_bytes))
         return objects
 
     here, there, names = made(), made(), ObjectNames("1", "")
@@ -92,7 +97,7 @@ def lmcache_case(settings: dict[str, Any]) -> Case:
             SimpleNamespace(
                 chunk_hash=f"{sample} {at}".encode(), model_name="m", kv_rank=0, object_group_id=0, cache_salt=""
             )
-            for at in range(PAGES)
+            for at in range(object_count)
         ]
         return ObjectBatch(names, keys, layouts, objects)
 
@@ -113,7 +118,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def measure(case: Case, samples: int, settle: Callable[[], None]) -> dict[str, dict[str, Any]]:
     """GB/s as medians, without the samples that warm up: until then arena memory is touched for the first time."""
-    source = np.random.default_rng(2).integers(0, 256, PAGES * PAGE_BYTES, dtype=np.uint8)
+    source = np.random.default_rng(2).integers(0, 256, BATCH_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
     taken: dict[str, list[float]] = {"store": [], "load": [], "memcpy": []}
     for sample in range(-WARM_UP, samples):
@@ -123,7 +128,7 @@ def measure(case: Case, samples: int, settle: Callable[[], None]) -> dict[str, d
         copied_s = timed(partial(np.copyto, target, source))
         if sample >= 0:
             for kind, value in (("store", stored_s), ("load", loaded_s), ("memcpy", copied_s)):
-                taken[kind].append(PAGES * PAGE_BYTES / value / 1e9)
+                taken[kind].append(BATCH_BYTES / value / 1e9)
     speeds = {kind: statistics.median(values) for kind, values in taken.items()}
     return {
         f"{case.name}, {kind}": {
@@ -140,6 +145,7 @@ def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--ranks", type=int, choices=[1, 2, 4, 8], default=8, help="that share the heads (default: 8)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
@@ -158,8 +164,8 @@ def main() -> int:
             await control.flush()
             await control.close()
 
-        layouts = [partial(sglang_case, settings, layout) for layout in ("page_first", "layer_first")]
-        for make in (*layouts, partial(lmcache_case, settings)):
+        layouts = [partial(sglang_case, settings, layout, arguments.ranks) for layout in ("page_first", "layer_first")]
+        for make in (*layouts, partial(lmcache_case, settings, arguments.ranks)):
             case = make()
             found |= measure(case, arguments.samples, lambda: asyncio.run(flush()))
             case.close()
@@ -169,7 +175,7 @@ def main() -> int:
         about = {
             "date": datetime.now(UTC).date().isoformat(),
             "machine": "2-core virtual machine",
-            "command": f"python -m bench.engine_backends --samples {arguments.samples}",
+            "command": f"python -m bench.engine_backends --samples {arguments.samples} --ranks {arguments.ranks}",
         }
         arguments.json.write_text(json.dumps({"about": about, "cases": found}, indent=1) + "\n")
     return 0

@@ -64,7 +64,7 @@ def main() -> None:
 
 def _run(source: Path, variables: dict[str, str]) -> dict[str, float]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    path = os.pathsep.join(str(source / root) for root in ROOTS)
+    path = os.pathsep.join([*(str(source / root) for root in ROOTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
     done = subprocess.run(
         command, env={**kept, "PYTHONPATH": path, **variables}, cwd=source, check=True, stdout=subprocess.PIPE

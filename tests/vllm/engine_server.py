@@ -74,7 +74,7 @@ def _import_all() -> None:
 
     CpuPlatform.check_and_update_config = staticmethod(configure_to_fork)
     # vLLM's processes spin on sched_yield() for a second after each step. Several engines on two cores then held up
-    # every other process for seconds, up to 7 with Linux 6.18, where a yield gives up the whole time slice.
+    # every other process for seconds (up to 7, seen on Linux 6.18: ready to run, and not scheduled).
     shm_broadcast.sched_yield = lambda: time.sleep(_SPIN_S)
     # vLLM 0.32's CPU backend says that it has no blocks of 16 tokens, although its kernels do.
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])

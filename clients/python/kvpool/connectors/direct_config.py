@@ -30,7 +30,7 @@ class DirectPoolConfig:
     retry_interval_s: float = 0.5  # what could not be reached is left alone for so long
     pages_in_flight: int = 64  # of one call; bounds arena slots that it holds at once
     calls_in_flight: int = 2  # of each kind; further ones wait
-    copy_threads: int = 2
+    copy_threads: int = 4
     remembered_chunks: int = 65536  # where they were seen
 
     def __post_init__(self) -> None:

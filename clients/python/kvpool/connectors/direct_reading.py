@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 ResultT = TypeVar("ResultT")
 _RELEASED_TOGETHER = 16
+_LANES = 4  # copies that are asked of the threads at once
+_COPIED_TOGETHER_MAX = 8
 
 
 @dataclass(slots=True)
@@ -63,39 +66,83 @@ async def read_window(
         AcquireItem(space.page_key(page.chunk, page.shard), remote, page.chunk.metadata if remote else None)
         for page, remote in zip(pages, sources, strict=True)
     ]
-    copies: list[asyncio.Task[None]] = []
-    taken_leases = _TakenLeases(session)
-
-    async def take_one(page: WantedPage, slot: Slot) -> None:
-        try:
-            taken = await in_thread(threads, _take_page, session, space, page, slot, take)
-        except BaseException:  # cancelled, or a copy that must not fail: the slot is read no more either way
-            taken_leases.add(slot.lease_id)
-            raise
-        if isinstance(taken, PageFault):
-            _log.error("kvpool: page %s must not be used: %s", space.page_key(page.chunk, page.shard), taken)
-            read.corrupt_count += 1
-            await _give_up_corrupt(session, slot.lease_id)
-            return
-        taken_leases.add(slot.lease_id)
-        if taken:
-            read.good.add(page)
-
+    copying = _Copying(session, space, threads, take, read)
     try:
         async with session.acquire(items, wait_s=wait_s) as answers:
             async for answer in answers:
                 if answer.slot is not None:
-                    copies.append(
-                        asyncio.create_task(take_one(pages[answer.item_index], answer.slot), name="kvpool copy")
-                    )
+                    copying.begin(pages[answer.item_index], answer.slot)
     except KvPoolError as error:
         read.error = error
     finally:
-        try:
-            await all_ended(copies)
-        finally:
-            taken_leases.give_back()
+        await copying.end()
     return read
+
+
+class _Copying:
+    """Pages of a window on their way to the caller: a thread gets as many as are there, as each hand-over takes longer
+    than the copy of a small page."""
+
+    def __init__(
+        self,
+        session: PageStoreSession,
+        space: OpenSpace,
+        threads: Executor,
+        take: Callable[[int, int, memoryview], None],
+        read: WindowRead,
+    ) -> None:
+        self._session, self._space, self._threads, self._take, self._read = session, space, threads, take, read
+        self._leases = _TakenLeases(session)
+        self._waiting: deque[tuple[WantedPage, Slot]] = deque()
+        self._lanes: list[asyncio.Task[None]] = []
+        self._running = 0
+
+    def begin(self, page: WantedPage, slot: Slot) -> None:
+        """Copy it some time; its lease is given back then."""
+        self._waiting.append((page, slot))
+        if self._running < _LANES:
+            self._running += 1
+            self._lanes.append(asyncio.create_task(self._copy(), name="kvpool copy"))
+
+    async def end(self) -> None:
+        """Wait for the last copy, cancelled or not. Raises what one raised."""
+        try:
+            await all_ended(self._lanes)
+        finally:
+            self._leases.give_back()
+
+    async def _copy(self) -> None:
+        batch: deque[tuple[WantedPage, Slot]] = deque()
+        try:
+            while self._waiting:
+                batch.extend(self._waiting.popleft() for _ in range(copied_together(len(self._waiting))))
+                for result in await in_thread(self._threads, self._take_pages, tuple(batch)):
+                    await self._note(*batch.popleft(), result)
+        except BaseException:  # cancelled, or a copy that must not fail: the slots are read no more either way
+            for _, slot in (*batch, *self._waiting):
+                self._leases.add(slot.lease_id)
+            self._waiting.clear()
+            raise
+        finally:
+            self._running -= 1
+
+    def _take_pages(self, batch: Sequence[tuple[WantedPage, Slot]]) -> list[bool | PageFault]:
+        return [_take_page(self._session, self._space, page, slot, self._take) for page, slot in batch]
+
+    async def _note(self, page: WantedPage, slot: Slot, result: bool | PageFault) -> None:
+        if isinstance(result, PageFault):
+            _log.error("kvpool: page %s must not be used: %s", self._space.page_key(page.chunk, page.shard), result)
+            self._read.corrupt_count += 1
+            await _give_up_corrupt(self._session, slot.lease_id)
+            return
+        self._leases.add(slot.lease_id)
+        if result:
+            self._read.good.add(page)
+
+
+def copied_together(page_count: int) -> int:
+    """How many of the pages that wait a thread takes at once: some are left for other threads."""
+    return max(1, min(_COPIED_TOGETHER_MAX, page_count // _LANES))
 
 
 def _take_page(
@@ -138,20 +185,26 @@ async def in_thread(
     return running.result()
 
 
-async def _ended(running: Sequence[asyncio.Future[ResultT]]) -> None:
+async def _ended(running: Sequence[asyncio.Future[ResultT]], cancel: bool = False) -> None:
     cancelled: asyncio.CancelledError | None = None
     while any(not one.done() for one in running):
         try:
             await asyncio.wait(running)
         except asyncio.CancelledError as error:
             cancelled = error
+            if cancel:
+                for one in running:
+                    one.cancel()
     if cancelled is not None:
         raise cancelled
 
 
-async def all_ended(copies: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised."""
-    await _ended(copies)
+async def all_ended(copies: Sequence[asyncio.Task[None]], *, cancel: bool = False) -> None:
+    """Wait for copies, cancelled or not: whoever gave the memory may reuse it afterwards. Raises what one raised.
+
+    cancel: pass a cancellation on, for copies that end by themselves what cannot be stopped.
+    """
+    await _ended(copies, cancel)
     errors = [error for copy in copies if (error := copy.exception()) is not None]
     if errors:
         raise errors[0]

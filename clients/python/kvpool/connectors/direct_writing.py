@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvpool.client.page_items import ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.retry import Backoff
-from kvpool.connectors.direct_reading import all_ended, in_thread
+from kvpool.connectors.direct_reading import all_ended, copied_together, in_thread
 from kvpool.connectors.direct_values import OpenSpace, WantedPage
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError
 from kvpool.core.outcome import Admission
@@ -88,11 +88,17 @@ async def write_window(
             written.good.add(page)
         elif written.error is None:
             written.error = result.error or ArenaFull("the pagestore has no room for more pages now")
-    await _fill(session, space, reserved, ends_at_s, threads, fill, written)
+    size = copied_together(len(reserved))
+    batches = [reserved[start : start + size] for start in range(0, len(reserved), size)]
+    copies = [
+        asyncio.create_task(_write(session, space, batch, ends_at_s, threads, fill, written), name="kvpool copy")
+        for batch in batches
+    ]
+    await all_ended(copies, cancel=True)
     return written
 
 
-async def _fill(
+async def _write(
     session: PageStoreSession,
     space: OpenSpace,
     reserved: Sequence[tuple[WantedPage, Slot]],
@@ -101,24 +107,26 @@ async def _fill(
     fill: Callable[[int, int, memoryview], None],
     written: WindowWritten,
 ) -> None:
-    ready: list[tuple[WantedPage, Slot]] = []
+    """Some pages of a window, committed together while others are still filled."""
 
-    async def fill_one(page: WantedPage, slot: Slot) -> None:
-        if await in_thread(threads, _fill_page, session, space, page, slot, fill):
-            ready.append((page, slot))
+    def fill_all() -> list[bool]:
+        return [_fill_page(session, space, page, slot, fill) for page, slot in reserved]
 
-    copies = [asyncio.create_task(fill_one(page, slot), name="kvpool copy") for page, slot in reserved]
     try:
-        await all_ended(copies)
+        filled = await in_thread(threads, fill_all)
     except BaseException:
         session.abort_soon([slot.lease_id for _, slot in reserved])
         raise
-    filled = {slot.lease_id for _, slot in ready}
-    unfilled = [slot.lease_id for _, slot in reserved if slot.lease_id not in filled]
+    unfilled = [slot.lease_id for (_, slot), whole in zip(reserved, filled, strict=True) if not whole]
     if unfilled:
         session.abort_soon(unfilled)
+    ready = [one for one, whole in zip(reserved, filled, strict=True) if whole]
     left_s = max(_COMMIT_AT_LEAST_S, ends_at_s - asyncio.get_running_loop().time())
-    errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s)
+    try:
+        errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s)
+    except KvPoolError as failure:
+        written.error = written.error or failure
+        return
     for (page, _), error in zip(ready, errors, strict=True):
         if error is None:
             written.good.add(page)
