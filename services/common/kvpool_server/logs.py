@@ -99,13 +99,18 @@ class _Formatter(logging.Formatter):
         if record.exc_info:
             pairs["error"] = self.formatException(record.exc_info)
         if self._log_format is LogFormat.JSON:
-            return json.dumps(pairs, default=str, ensure_ascii=False)
+            return json.dumps(pairs, default=_text, ensure_ascii=False)
         return " ".join(f"{name}={_logfmt(value)}" for name, value in pairs.items())
+
+
+def _text(value: object) -> str:
+    """Ids and hashes are bytes."""
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _logfmt(value: object) -> str:
     """One value on one line: quoted where a reader could not tell its end."""
-    text = value.hex() if isinstance(value, bytes) else str(value)
+    text = _text(value)
     if text and text.isprintable() and not any(char in ' "=' for char in text):
         return text
     return json.dumps(text, ensure_ascii=False)

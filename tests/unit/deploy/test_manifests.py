@@ -253,6 +253,20 @@ def test_a_node_has_one_pagestore_also_while_it_is_updated() -> None:
             assert container.config().tls_server_name == "kvpool"  # it announces an IP
 
 
+@pytest.mark.parametrize("path", EVERYTHING)
+def test_budgets_allow_evictions(path: str) -> None:
+    """A budget over pods of a DaemonSet, or of a Job, allows none for ever: those have no number to count from."""
+    manifests = build(path)
+    budgets = [manifest["spec"] for manifest in manifests if manifest["kind"] == "PodDisruptionBudget"]
+    for workload in workloads(manifests):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        over = [each for each in budgets if each["selector"]["matchLabels"].items() <= labels.items()]
+        if workload["kind"] in ("DaemonSet", "Job"):
+            assert not over
+        for budget in over:
+            assert budget["maxUnavailable"] == 1
+
+
 def test_dashboards_and_alerts_are_all_there() -> None:
     listed = yaml.safe_load((K8S / "dashboards" / "kustomization.yaml").read_text())["configMapGenerator"][0]["files"]
     assert set(listed) == {path.name for path in (K8S / "dashboards").glob("*.json")}

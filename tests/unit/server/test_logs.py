@@ -46,6 +46,14 @@ def test_json_lines_with_traceback(stream: io.StringIO) -> None:
     assert "disk on fire" in record["error"]
 
 
+def test_bytes_are_hexadecimal_in_both_formats(stream: io.StringIO) -> None:
+    for log_format in LogFormat:
+        configure_logs(service="index", log_format=log_format, stream=stream)
+        log.info("node up", extra=fields(node_id=b"o\xd3"))
+    first, second = stream.getvalue().splitlines()
+    assert "6fd3" in first and "6fd3" in second, (first, second)
+
+
 def test_level(stream: io.StringIO) -> None:
     configure_logs(service="index", level=LogLevel.WARNING, stream=stream)
     log.info("quiet")
