@@ -36,13 +36,19 @@ help:
 	@echo 'make smoke-compose  build the images and drive the composed cluster from outside (needs Docker)'
 	@echo 'make smoke-kubernetes  restart all of a cluster under load (needs kubectl, a cluster, images there)'
 	@echo 'make bench   pages and match          make format  apply the format and the safe lint fixes'
-	@echo 'make proto   generate kvpool/v1       make clean   remove caches and build output'
+	@echo 'make plots   the pictures and figures of README.md, from bench/results'
+	@echo 'make proto   generate kvpool/v1 and docs/api      make clean   remove caches and build output'
 
 setup:
 	@$(PYTHON) tools/setup_venv.py --venv '$(VENV)' --torch-index-url '$(TORCH_INDEX_URL)'
 
 proto: setup
 	$(RUN) tools/generate_proto.py
+	$(RUN) -m tools.generate_api_docs
+
+.PHONY: plots
+plots: setup
+	$(RUN) -m tools.pictures
 
 format: setup
 	$(RUN) -m ruff format .
@@ -52,7 +58,11 @@ check: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(RUN) -m tools.generate_api_docs --check
+	$(RUN) -m tools.pictures --check
 	$(RUN) tools/generate_proto.py --check
+	$(RUN) tools/generate_cli_docs.py --check
+	$(RUN) tools/generate_configuration_docs.py --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)

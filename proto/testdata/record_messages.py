@@ -91,6 +91,12 @@ def _index() -> Iterator[tuple[str, Message]]:
     )
     match = index_pb2.MatchRequest(keyspace_id=KEYSPACE, chunk_hashes=CHUNK, shards=1, host_id="host")
     yield "match", index_pb2.MatchStreamRequest(request_id=7, match=match, trace=TRACE)
+    more = [
+        index_pb2.MatchChain(chunk_hashes=CHUNK),
+        index_pb2.MatchChain(chunk_hashes=b"short"),
+        index_pb2.MatchChain(chunk_hashes=NODE, first_chunk_index=1, group_head_hash=CHUNK),
+    ]
+    yield "match_several", index_pb2.MatchStreamRequest(request_id=8, match=match, more=more, trace=TRACE)
     change = index_pb2.LocationChange(
         keyspace_id=KEYSPACE, chunk_hash=CHUNK, group_head_hash=CHUNK, tier=common_pb2.TIER_STAGING, added_shards=1
     )
@@ -101,6 +107,9 @@ def _index() -> Iterator[tuple[str, Message]]:
         matched_chunks=1, runs=[index_pb2.MatchRun(chunk_count=1, locations=[place])], nodes=[node]
     )
     yield "match_answer", index_pb2.MatchStreamResponse(request_id=1, match=found)
+    refused = index_pb2.MatchChainResult(error=common_pb2.ItemError(reason="INVALID_REQUEST", message="cut off"))
+    again = index_pb2.MatchChainResult(match=index_pb2.MatchResponse(matched_chunks=1, runs=found.runs))
+    yield "match_several_answer", index_pb2.MatchStreamResponse(request_id=1, match=found, more=[refused, again])
     yield (
         "open_keyspace_answer",
         index_pb2.OpenKeyspaceResponse(

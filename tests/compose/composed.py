@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
+from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LiveNode
 
 SMOKE_VARIABLE = "KVPOOL_COMPOSE_SMOKE"
@@ -41,21 +42,23 @@ def missing_docker() -> str:
 class ComposedCluster:
     """docker-compose.yml of a checkout. Commands raise AssertionError with what docker said."""
 
-    def __init__(self, repository: Path, directory: Path) -> None:
+    def __init__(self, repository: Path, directory: Path, files: Sequence[str] = ("docker-compose.yml",)) -> None:
+        """files: docker-compose.yml and overlays of the checkout, or of elsewhere."""
         self._repository = repository
+        self._files = tuple(word for file in files for word in ("--file", file))
         self.project = f"kvpool-smoke-{os.getpid()}"
         self.ports = dict(zip(PORT_VARIABLES, _free_ports(len(PORT_VARIABLES)), strict=True))
         small = {"KVPOOL_ARENA_BYTES": str(256 << 20), "KVPOOL_DISK_BYTES": str(1 << 30)}
         self._environment = {**os.environ, **small, **{name: str(port) for name, port in self.ports.items()}}
         self._no_variables = directory / "none.env"  # what a .env of the checkout says is not what is tested
         self._no_variables.touch()
-        configuration = json.loads(self.compose("config", "--format", "json"))
+        configuration = json.loads(self.compose("--profile", "*", "config", "--format", "json"))
         self.services: dict[str, Any] = configuration["services"]
         self.with_grafana = self._has_image(self.services["grafana"]["image"])
 
     def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Output of a docker compose command."""
-        options = ("--project-name", self.project, "--env-file", str(self._no_variables))
+        options = ("--project-name", self.project, "--env-file", str(self._no_variables), *self._files)
         return self._run("docker", "compose", *options, *arguments, timeout_s=timeout_s)
 
     def docker(self, *arguments: str, stdin: Path | None = None, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
@@ -63,8 +66,8 @@ class ComposedCluster:
         return self._run("docker", *arguments, stdin=stdin, timeout_s=timeout_s)
 
     def build(self) -> None:
-        """All images but the demo's."""
-        self.compose("build", timeout_s=BUILD_TIMEOUT_S)
+        """All images."""
+        self.compose("--profile", "demo", "build", timeout_s=BUILD_TIMEOUT_S)
 
     def up(self) -> None:
         """Return when all are healthy."""
@@ -84,6 +87,13 @@ class ComposedCluster:
         described: list[dict[str, Any]] = json.loads(self.docker("inspect", self.container(service)))
         return described[0]
 
+    def crash(self, service: str) -> None:
+        """Kill its process behind the back of Docker, for which it ended by itself: its restart policy counts."""
+        described = self.inspect(service)
+        user = described["Config"]["User"]
+        kill = ("sh", self.services["index-0"]["image"], "-c", f"kill -KILL {described['State']['Pid']}")
+        self.docker("run", "--rm", "--pid", "host", "--network", "none", "--user", user, "--entrypoint", *kill)
+
     def is_healthy(self, service: str) -> bool:
         """By its own health check."""
         state = self.inspect(service)["State"]
@@ -91,21 +101,27 @@ class ComposedCluster:
 
     def engine(self, node: int, operation: str, seed: int, chunk_count: int = 4) -> dict[str, Any]:
         """Store or load in a container of its own, which shares the agent's sockets and nothing else."""
-        # Not where the agent has it: engines mount it where they like.
-        sockets = f"{self.project}_gpuagent-{node}-sockets:/run/agent-of-node"
-        hardened = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
-        said = self.docker(
-            *("run", "--rm", "--interactive", *hardened, "--volume", sockets, "--entrypoint", "python"),
-            *(self.services["gpuagent-0"]["image"], "-", operation, "unix:/run/agent-of-node/agent.sock"),
-            *(str(seed), str(chunk_count)),
-            stdin=ENGINE_SCRIPT,
+        command = self.engine_command(node, self.services["gpuagent-0"]["image"])
+        said = self._run(
+            *command, operation, str(seed), str(chunk_count), stdin=ENGINE_SCRIPT, timeout_s=COMMAND_TIMEOUT_S
         )
         answer: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
         return answer
 
-    async def nodes(self, index: int = 0) -> list[LiveNode]:
+    def engine_command(self, node: int, image: str, *options: str) -> tuple[str, ...]:
+        """Runs a script, given on stdin, whose first argument is the agent of a node."""
+        # Not where the agent has it: engines mount it where they like.
+        sockets = f"{self.project}_gpuagent-{node}-sockets:/run/agent-of-node"
+        hardened = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
+        return (
+            *("docker", "run", "--rm", "--interactive", *hardened, *options, "--tmpfs", "/tmp:size=256m"),
+            *("--volume", sockets, "--entrypoint", "python", image, "-", "unix:/run/agent-of-node/agent.sock"),
+        )
+
+    async def nodes(self, index: int = 0, tls: TlsCredentials | None = None) -> list[LiveNode]:
         """Live nodes, as an index tells whoever asks on the published port."""
-        client = IndexClient(ClientConfig(index_endpoints=(f"127.0.0.1:{self.ports[PORT_VARIABLES[index]]}",)))
+        endpoint = f"127.0.0.1:{self.ports[PORT_VARIABLES[index]]}"
+        client = IndexClient(ClientConfig(index_endpoints=(endpoint,), tls=tls))
         try:
             return await client.list_nodes()
         finally:

@@ -1,4 +1,4 @@
-"""An engine in a container of its own, fed to its Python on stdin: `python - store|load AGENT SEED CHUNKS`.
+"""An engine in a container of its own, fed to its Python on stdin: `python - AGENT store|load SEED CHUNKS`.
 
 Prints one line of JSON. A load compares every byte with what a store of the same seed wrote.
 """
@@ -14,7 +14,7 @@ from kvpool.cli.bench_machine import random_bytes
 
 
 def main() -> None:
-    operation, agent, seed, chunk_count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    agent, operation, seed, chunk_count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     started_s = time.monotonic()
     engine = BenchEngine(agent, BLOCKS_OF_16, chunk_count)
     said: dict[str, object] = {"bytes": engine.size_bytes}

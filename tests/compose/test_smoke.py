@@ -17,6 +17,7 @@ from tests.compose.composed import KVPOOL_SERVICES, SERVICES, ComposedCluster
 pytestmark = pytest.mark.timeout(1800)  # images are built in the first one
 
 DEADLINE_S = 120.0  # of what comes by itself: restarts, health, scrapes
+DEMO_TIMEOUT_S = 900.0  # it computes on the CPU
 TOKENS = 1024  # of an engine's prompt
 FIRST, SECOND, DRAINED = 7, 8, 9  # seeds of prompts
 
@@ -42,6 +43,15 @@ def test_an_engine_gets_from_another_node_what_one_stored_within_a_minute_of_up(
     tokens = loaded(cluster, 1, FIRST)
     print(f"\nup and healthy after {up_s:.1f} s, first shared hit after {time.monotonic() - started_s:.1f} s")
     assert tokens["remote"] == TOKENS
+
+
+def test_the_demo_takes_options_and_gets_the_right_tokens(cluster: ComposedCluster) -> None:
+    said = cluster.compose(
+        "run", "--rm", "-T", "demo", "--conversations", "1", "--turns", "2", timeout_s=DEMO_TIMEOUT_S
+    )
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
+    for phase in ("cold", "shared", "reference"):
+        assert rows[phase][-1] == "yes", said
 
 
 def test_containers_are_confined(cluster: ComposedCluster) -> None:
@@ -81,6 +91,11 @@ def test_prometheus_scrapes_every_service(cluster: ComposedCluster) -> None:
     stored = urllib.parse.quote("sum(kvpool_gpuagent_stored_bytes_total)")
     eventually_sync(lambda: float(get(f"query?query={stored}")["result"][0]["value"][1]) > 0, DEADLINE_S)
 
+    def rule_states() -> set[str]:
+        return {rule["health"] for group in get("rules")["groups"] for rule in group["rules"]}
+
+    eventually_sync(lambda: rule_states() == {"ok"}, DEADLINE_S, "not every alert rule is evaluated")
+
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_killed_container_comes_back_and_costs_nothing_that_is_stored(cluster: ComposedCluster, service: str) -> None:
@@ -113,12 +128,25 @@ async def test_stop_drains_a_pagestore_and_ends_its_lease(cluster: ComposedClust
     await eventually(all_registered, DEADLINE_S, "a node is missing")
 
 
-@pytest.mark.parametrize("service", KVPOOL_SERVICES)
-def test_every_service_stops_by_itself(cluster: ComposedCluster, service: str) -> None:
-    cluster.compose("stop", service)
-    assert cluster.inspect(service)["State"]["ExitCode"] == 0
-    cluster.compose("start", service)
-    eventually_sync(lambda: cluster.is_healthy(service), DEADLINE_S)
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_crashes_is_started_again_and_the_nodes_share(cluster: ComposedCluster, service: str) -> None:
+    restarts = cluster.inspect(service)["RestartCount"]
+    cluster.crash(service)
+
+    def is_back() -> bool:
+        return cluster.inspect(service)["RestartCount"] > restarts and cluster.is_healthy(service)
+
+    eventually_sync(is_back, DEADLINE_S, f"{service} does not come back")
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
+
+
+def test_nodes_tell_an_empty_redis_what_they_have(cluster: ComposedCluster) -> None:
+    cluster.compose("rm", "--stop", "--force", "redis")
+    cluster.docker("volume", "rm", f"{cluster.project}_redis-data")
+    cluster.up()
+    for node in (0, 1):
+        loaded(cluster, node, FIRST)
 
 
 def test_what_was_stored_survives_down_and_up(cluster: ComposedCluster) -> None:

@@ -6,12 +6,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
+from tests.unit.deploy.promql import metrics_of
 
 pytestmark = pytest.mark.e2e
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = 4  # four chunks of one shard
 RPC = "/kvpool.v1."
 Samples = dict[tuple[str, str], float]
@@ -22,6 +25,7 @@ MOVED = {
         ("kvpool_index_grpc_requests_total", f"{RPC}IndexService/OpenKeyspace"),
         ("kvpool_index_grpc_request_duration_seconds_count", f"{RPC}IndexService/OpenKeyspace"),
         ("kvpool_index_match_duration_seconds_count", ""),
+        ("kvpool_index_match_questions_total", ""),
         ("kvpool_index_chunks_asked_total", ""),
         ("kvpool_index_chunks_matched_total", "staging"),
         ("kvpool_index_announce_changes_total", ""),
@@ -83,6 +87,12 @@ def scrape(cluster: Cluster) -> dict[str, Samples]:
     return found
 
 
+def asked_by_alerts() -> set[str]:
+    """Names of our series that alerts read."""
+    groups = yaml.safe_load((REPOSITORY / "k8s" / "alerts" / "kvpool.rules.yml").read_text())["groups"]
+    return {name for group in groups for rule in group["rules"] for name in metrics_of(rule["expr"])} - {"up"}
+
+
 def test_every_service_exports_its_work(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.run("up", "--detach", *SMALL)
@@ -97,6 +107,8 @@ def test_every_service_exports_its_work(tmp_path: Path) -> None:
         after = scrape(cluster)
     finally:
         cluster.run("down")
+    exported = {name for samples in before.values() for name, _ in samples}
+    assert asked_by_alerts() <= exported, "alerts that would never fire, or miss the first rise of a counter"
     for process, samples in MOVED.items():
         still = [one for one in samples if after[process].get(one, 0.0) <= before[process].get(one, 0.0)]
         assert not still, f"{process}: {still}"

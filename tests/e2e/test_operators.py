@@ -76,8 +76,10 @@ def test_prefixes_are_carried_to_a_fresh_cluster(old: Cluster, tokens: str, tmp_
         assert report.loaded_chunks == 4 and equal
         again = fresh.json("import", str(path))
         assert (again["stored_chunks"], again["present_chunks"]) == (0, 4)
+        assert [node["failed_pages"] for node in fresh.json("flush")["nodes"]] == [0]
         (store,) = [node for node in fresh.json("status")["nodes"] if node["kind"] == "pagestore"]
         assert store["pages"]["disk"] == 4 and store["pages"]["dirty"] == 0
+        assert [node["pages"] for node in fresh.json("clear", "--yes")["nodes"]] == [4]
     finally:
         fresh.run("down")
 

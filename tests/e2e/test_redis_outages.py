@@ -11,6 +11,7 @@ import pytest
 from kvpool.core.errors import KvPoolError, Overloaded, StoreUnavailable
 from kvpool.testing import eventually
 from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_index.core.redis_stats import PROBLEMS
 from tests.fixtures.index_server import running_index
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.redis_topologies import ask
@@ -127,10 +128,21 @@ async def test_what_is_set_up_wrongly_is_told(redis: RedisServer, caplog: pytest
         await eventually(lambda: index.metric("kvpool_index_redis_masters_up") == 1)
 
         def problems() -> set[str]:
-            kinds = ("eviction", "no_persistence", "old_version", "topology", "missing_replicas")
-            return {kind for kind in kinds if index.metric("kvpool_index_redis_problem", kind=kind)}
+            return {kind for kind in PROBLEMS if index.metric("kvpool_index_redis_problem", kind=kind)}
 
         await eventually(lambda: problems() == {"eviction", "no_persistence", "missing_replicas"})
     assert "maxmemory-policy is allkeys-lru" in caplog.text
     await store.close()
     ask(redis.port, "CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+
+
+async def test_memory_that_is_nearly_used_up_is_told_before_it_is(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(redis.port, "CONFIG", "SET", "maxmemory", "1mb", "maxmemory-policy", "noeviction")
+    store = RedisIndexStore(redis.url)
+    async with running_index(store) as index:
+        await eventually(lambda: index.metric("kvpool_index_redis_problem", kind="full") == 1)
+    assert "of 1 MiB are used" in caplog.text
+    await store.close()
+    ask(redis.port, "CONFIG", "SET", "maxmemory", "0")

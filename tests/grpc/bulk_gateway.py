@@ -121,6 +121,15 @@ class MemorySession:
         self._write_keys[lease_id] = page_key, metadata
         return WriteGrant(lease_id=lease_id, page=memoryview(slot))
 
+    def put(self, page_key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
+        done: Future[int | KvPoolError] = Future()
+        answer = self.reserve(page_key, len(page), metadata)
+        if isinstance(answer, WriteGrant):
+            answer.page[:] = page
+            answer = self.commit(answer).result() or int(Admission.RESERVED)
+        done.set_result(answer)
+        return done
+
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         page_key, metadata = self._write_keys.pop(grant.lease_id)
         page = bytearray(grant.page)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import pytest
+
 from kvpool.client.page_items import AcquireItem
 from kvpool.client.pagestore import SessionPlan
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
@@ -73,7 +75,7 @@ async def test_what_one_engine_stores_another_loads_through_the_arena() -> None:
             reader.close()
 
 
-async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back() -> None:
+async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     with new_world() as world:
         async with agent_on(world) as (agent, arena_world):
             engine = EngineProcess(agent.endpoint)
@@ -89,6 +91,7 @@ async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back() -> None:
             stored = await run_store(session, engine.span(chain, range(1)))
             assert set(stored.failed) == {0}
             assert arena_world.arena_pools[0].slots_out == 0
+            assert len([text for text in caplog.messages if "the local pagestore is out of reach" in text]) == 1
 
             async with served(world):
                 engine.clear()
@@ -99,6 +102,7 @@ async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back() -> None:
 
                 await eventually(loads_again, deadline_s=20 * RETRY_INTERVAL_S)
                 assert engine.holds(chain, range(2))
+                assert "the local pagestore is back" in caplog.messages
                 await session.close()
             engine.close()
 

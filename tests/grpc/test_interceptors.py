@@ -65,7 +65,7 @@ async def test_domain_error_comes_back_as_itself(world: World, method: str) -> N
 async def test_aio_client_that_writes_still_learns_the_status(world: World) -> None:
     for _ in range(50):  # without StreamStatus about one in five of these is "Internal error from Core"
         call = world.client.as_tenant(None).channel.stream_stream(f"/{SERVICE}/Talk")(timeout=10)
-        status = StreamStatus(call)
+        status = StreamStatus(call, None)
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)) as raised:
             await call.write(b"first")
             await call.write(bytes(100_000))
@@ -75,7 +75,7 @@ async def test_aio_client_that_writes_still_learns_the_status(world: World) -> N
 
 async def test_write_after_a_good_end_says_so(world: World) -> None:
     call = world.client.call("Talk", b"x")
-    status = StreamStatus(call)
+    status = StreamStatus(call, None)
     assert [response async for response in call] == [b"acme:first", b"acme:x"]
     assert isinstance(status.error(asyncio.InvalidStateError("RPC already finished.")), errors.ServiceUnavailable)
 

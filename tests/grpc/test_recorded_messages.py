@@ -122,6 +122,10 @@ async def test_an_index_serves_them(release: str, change: Change) -> None:
         (place,) = found.match.runs[0].locations
         assert (place.node_id, place.incarnation) == (recorder().NODE, granted.incarnation)
         assert found.match.nodes[0].bulk_endpoint == "10.0.0.1:7201"
+        several = await matches.ask("match_several")
+        assert (several.request_id, several.match.matched_chunks) == (8, 1)
+        assert [each.match.matched_chunks for each in several.more] == [1, 0, 0]
+        assert [each.error.reason for each in several.more] == ["", "INVALID_REQUEST", ""]
         await matches.end()
         await announce.end()
 
@@ -144,6 +148,34 @@ async def test_a_pagestore_serves_them(release: str, change: Change) -> None:
             await eventually(lambda: store.running.engine.gauges().leases == 0)  # also that of the page stream
             assert (await session.ask("session_heartbeat")).HasField("heartbeat")
             assert (await session.ask("session_close")).HasField("closed")
+
+
+async def test_a_kind_of_message_that_is_not_known_is_refused_and_the_session_goes_on() -> None:
+    """It carries what a newer release calls it in a field that this one skips."""
+    newer, numbered = UNKNOWN_FIELDS, pagestore_pb2.SessionRequest(request_id=9).SerializeToString() + UNKNOWN_FIELDS
+    with new_world() as world:
+        async with served(world) as store, raw(store.endpoint, releases()[-1], as_written) as (channel, messages):
+            session = RawStream(
+                channel,
+                "/kvpool.v1.PageStoreService/Session",
+                pagestore_pb2.SessionResponse,
+                messages | {"new": numbered},
+            )
+            await session.ask("session_open")
+            refused = await session.ask("new")
+            assert (refused.request_id, refused.error.reason) == (9, "INVALID_REQUEST")
+            assert (await session.ask("session_heartbeat")).HasField("heartbeat")
+            assert (await session.ask("session_close")).HasField("closed")
+    async with running_index() as index, raw(index.endpoint, releases()[-1], as_written) as (channel, messages):
+        service, messages = "/kvpool.v1.IndexService", messages | {"new": newer}
+        matches = RawStream(channel, f"{service}/MatchStream", index_pb2.MatchStreamResponse, messages)
+        assert (await matches.ask("new")).error.reason == "INVALID_REQUEST"
+        assert (await matches.ask("match")).request_id == 7
+        await matches.end()
+        announce = RawStream(channel, f"{service}/Announce", index_pb2.AnnounceResponse, messages)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await announce.ask("new")
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def _write_and_read(bulk: grpc.aio.Channel, messages: dict[str, bytes]) -> None:

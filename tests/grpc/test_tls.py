@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +12,10 @@ import grpc
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from grpc_health.v1 import health_pb2
-from prometheus_client import CollectorRegistry
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
+from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.tls import TlsCredentials, TlsFiles
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery
@@ -24,13 +23,14 @@ from kvpool.core.errors import KvPoolError, ServiceUnavailable, TlsFailed
 from kvpool.core.outcome import Admission
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer, GrpcLimits
-from kvpool_server.tls import ClientAuth, ServiceTls, TlsSettings, open_tls
-from tests.fixtures.certificates import Authority, not_after_s
-from tests.fixtures.index_server import RunningIndex, running_index
-from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, SPEC, metadata, new_world, page_key, sealed_page
+from kvpool_server.tls import ClientAuth, ServiceTls
+from tests.fixtures.certificates import Authority
+from tests.fixtures.index_server import running_index
+from tests.fixtures.pagestore import KEYSPACE, KEYSPACES, PAGE_BYTES, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.redis_server import free_port
 
+QUERY = ChainQuery(keyspace=KEYSPACE, chunk_hashes=b"h" * 16, shards=1)
 MODES = pytest.mark.parametrize("client_auth", list(ClientAuth), ids=lambda mode: mode.value)
 
 
@@ -87,6 +87,9 @@ async def test_control_calls_and_streams_work(authority: Authority, tmp_path: Pa
             assert answers == [Admission.RESERVED] * 2
             assert read == [sealed_page(page_key(1)), sealed_page(page_key(2))]
             control = store.control()  # by the unix socket, which is plain whatever TLS there is
+            assert (await control.status()).staging_page_count == 2
+            await control.close()
+            control = PageStoreControl(store.endpoint, ClientConfig(tls=tls))
             assert (await control.status()).staging_page_count == 2
             await control.close()
             async with grpc.aio.insecure_channel(probed) as channel:
@@ -147,21 +150,37 @@ async def control_server(tls: ServiceTls | None) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: f"{misfit.server} server, {misfit.client} client")
 async def test_what_does_not_fit_is_explained(misfit: Misfit, parties: dict[str, TlsFiles | None]) -> None:
-    """Of a control call and of a page stream, each within its deadline."""
+    """Of a control call, of a stream of requests, of a stream of answers and of pages, each within its deadline."""
     server, client = parties[misfit.server], parties[misfit.client]
     tls = TlsCredentials(client) if client is not None else None
     async with control_server(service_tls(server) if server is not None else None) as endpoint:
         async with index_client(endpoint, tls, timeout_s=0.5) as index:
-            with pytest.raises(misfit.error) as caught:
+            with pytest.raises(misfit.error) as unary:
                 await index.get_info()
+            with pytest.raises(misfit.error) as requests:
+                await index.match_stream.match(QUERY, timeout_s=5.0)
+        control = PageStoreControl(endpoint, ClientConfig(tls=tls))
+        with pytest.raises(misfit.error) as answers:
+            await anext(control.drain(timeout_s=5.0))
+        await control.close()
         transfers = PageTransferClient(endpoint, tls=tls)
         told = await asyncio.to_thread(read_nothing, transfers)
         transfers.close()
-    for error in (caught.value, told[0][0]):
+    for error in (unary.value, requests.value, answers.value, told[0][0]):
         assert type(error) is misfit.error
         assert misfit.said in str(error), error
         assert "127.0.0.1" in str(error)
         assert "either" not in str(error)
+
+
+async def test_what_cannot_fit_soon_is_told_at_once(parties: dict[str, TlsFiles | None]) -> None:
+    """And not when the time of the call is over: certificates do not come to fit by asking again."""
+    server, client = parties["good"], parties["other CA"]
+    assert server is not None and client is not None
+    async with control_server(service_tls(server)) as endpoint:
+        async with asyncio.timeout(60), index_client(endpoint, TlsCredentials(client), timeout_s=3600.0) as index:
+            with pytest.raises(TlsFailed):
+                await index.get_info()
 
 
 async def test_a_name_may_be_overridden(parties: dict[str, TlsFiles | None]) -> None:
@@ -201,39 +220,20 @@ async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authorit
     await server.stop(0.1)
 
 
-async def served_expiry_s(index: RunningIndex) -> int:
-    """When the certificate that a new connection is shown ends."""
-    host, _, port = index.endpoint.rpartition(":")
-    pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=5)
-    return not_after_s(pem.encode())
-
-
-async def test_a_renewed_certificate_is_served_without_a_restart(authority: Authority, tmp_path: Path) -> None:
-    files = authority.issue(tmp_path / "own")
-    registry = CollectorRegistry()
-    settings = TlsSettings(
-        tls_ca_file=files.ca_file,
-        tls_cert_file=files.cert_file,
-        tls_key_file=files.key_file,
-        tls_client_auth=ClientAuth.NONE,
-    )
-    tls = open_tls(settings, registry, service="index")
-    assert tls is not None
-
-    def expiry_s(certificate: str = "own") -> float | None:
-        name = "kvpool_index_certificate_expiry_timestamp_seconds"
-        return registry.get_sample_value(name, {"certificate": certificate})
-
-    async with running_index(tls=tls, client_tls=tls.client) as index:
-        before_s = await served_expiry_s(index)
-        assert expiry_s() == before_s < (expiry_s("ca") or 0)
-        authority.issue(tmp_path / "own", days=20)
-        after_s = await served_expiry_s(index)
-        assert expiry_s() == after_s > before_s + 9 * 86400
-        (tmp_path / "own" / "tls.key").write_bytes(b"damage")
-        assert await served_expiry_s(index) == after_s
-        assert expiry_s() == after_s
-        assert registry.get_sample_value("kvpool_index_certificate_reload_failures_total") == 1
+async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(authority: Authority, tmp_path: Path) -> None:
+    """No watches, which last and which a hostile caller could end for others, and no connections that do nothing."""
+    server = ControlServer(interceptors=[], service_names=["test"])
+    server.listen_tcp(TcpAddress("127.0.0.1", 0), service_tls(authority.issue(tmp_path / "own")))
+    port = server.listen_health(TcpAddress("127.0.0.1", 0), idle_s=0.2)
+    await server.start()
+    async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await watch(b"").read()
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+            await channel.wait_for_state_change(state)
+    await server.stop(0.1)
 
 
 def read_nothing(client: PageTransferClient) -> list[tuple[KvPoolError | None, bool]]:
@@ -242,29 +242,6 @@ def read_nothing(client: PageTransferClient) -> list[tuple[KvPoolError | None, b
     page = [PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))]
     client.read_pages(KEYSPACES, page, lambda at, error, hit: told.append((error, hit)), timeout_s=5)
     return told
-
-
-async def test_clients_connect_anew_with_what_was_renewed(authority: Authority, tmp_path: Path) -> None:
-    """A new CA on both sides: only who has read everything anew gets through. A stream goes on, or begins anew."""
-    server_files, files = authority.issue(tmp_path / "server"), authority.issue(tmp_path / "client")
-    tls = TlsCredentials(files)
-    async with AsyncExitStack() as stack:
-        index = await stack.enter_async_context(running_index(tls=service_tls(server_files), client_tls=tls))
-        client = await stack.enter_async_context(index_client(index.endpoint, tls))
-        keyspace = (await client.open_keyspace("test", SPEC)).keyspace
-        query = ChainQuery(keyspace=keyspace, chunk_hashes=b"h" * 16, shards=1)
-        assert (await client.match_stream.match(query)).matched_chunks == 0
-        world = stack.enter_context(new_world())
-        store = await stack.enter_async_context(served(world, tls=service_tls(server_files)))
-        transfers = PageTransferClient(store.node.bulk_endpoint, tls=tls)
-        stack.callback(transfers.close)
-        for name in ("next", "the one after", "and one more"):
-            renewed = Authority(name)
-            for directory in ("server", "client"):
-                renewed.issue(tmp_path / directory)
-            assert (await client.get_info()).store_reachable
-            assert (await client.match_stream.match(query, timeout_s=5.0)).matched_chunks == 0
-            assert await asyncio.to_thread(read_nothing, transfers) == [(None, False)]
 
 
 async def test_who_does_not_shake_hands_is_sent_away(authority: Authority, tmp_path: Path) -> None:

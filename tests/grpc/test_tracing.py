@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,16 @@ import pytest
 from opentelemetry import trace
 
 from kvpool.client.hashing import Chain
+from kvpool.client.page_items import AcquireItem
 from kvpool.client.pool import KvPool
+from kvpool.core.cluster import RemoteSource
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2, pagestore_pb2
+from kvpool_pagestore.ports import PullItem
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, show_trace_of
 from tests.fixtures.agent import SPEC, EngineProcess
+from tests.fixtures.pagestore import ScriptedPeers, metadata, new_world, page_key
+from tests.fixtures.pagestore_server import served
 from tests.fixtures.traced_cluster import Collector, Host, names, traced_host, traced_index
 
 CHUNKS = 3
@@ -191,6 +197,29 @@ async def test_unary_calls_tell_their_status_and_housekeeping_begins_no_trace() 
     refused = collector.attributes("kvpool.v1.IndexService/OpenKeyspace")
     assert (refused["error.type"], refused["rpc.grpc.status_code"]) == ("INVALID_REQUEST", 3)
     assert collector.named("kvpool.v1.IndexService/Place")[0].parent is None
+
+
+async def test_an_acquire_whose_session_ends_is_told_too() -> None:
+    """Who looks into a request that was cut off wants to see what it waited for."""
+    collector, gate, pulling = Collector(), threading.Event(), threading.Event()
+
+    def wait(source: RemoteSource, item: PullItem) -> bool:
+        pulling.set()
+        return not gate.wait(10.0)
+
+    with new_world() as world:
+        world.tracer, world.peers = collector.tracer("pagestore"), ScriptedPeers(wait)
+        async with served(world) as store:
+            session = await store.open()
+            elsewhere = RemoteSource(node_id=b"n" * 16, incarnation=1, bulk_endpoint="h:1")
+            item = AcquireItem(page_key(1), sources=(elsewhere,), metadata=metadata(1))
+            async with session.acquire([item], wait_s=60.0):
+                await eventually(pulling.is_set)
+                await session._stream.abort("the engine was killed")
+                await eventually(lambda: store.running.engine.gauges().sessions == 0)
+            gate.set()
+    told = collector.attributes("pagestore.acquire")
+    assert (told["error.type"], told["kvpool.pages"]) == ("STOPPED", 1)
 
 
 async def test_a_refused_page_stream_tells_its_status() -> None:

@@ -13,12 +13,12 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, AcquireResult, PageSource, ReserveItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
-from kvpool.client.transfer import PageToRead, PageTransferClient
+from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
 from kvpool.core.errors import KvPoolError, NotServed, WireVersionRefused
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageFault, PageFaultKind, PageKey, parse_header
-from kvpool.v1 import common_pb2, index_pb2, pagestore_pb2
+from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
 from kvpool_index.config import IndexConfig
 from tests.fixtures.agent import EngineProcess, World, running_agent
 from tests.fixtures.index_server import running_index
@@ -84,6 +84,9 @@ async def test_a_pagestore_refuses_what_is_too_far_away() -> None:
             page = PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))
             bulk.read_pages(KEYSPACES, [page], lambda at, error, hit: answers.append(error), timeout_s=5.0)
             assert isinstance(answers[0], WireVersionRefused)
+            item = PageToWrite(key=page_key(1), page=memoryview(sealed_page(page_key(1))), metadata=metadata(1))
+            bulk.write_pages(KEYSPACES, [item], lambda at, admission, error: answers.append(error), timeout_s=5.0)
+            assert isinstance(answers[1], WireVersionRefused) and "the writer" in answers[1].message
             bulk.close()
             assert store.running.engine.gauges().sessions == 0
 
@@ -110,7 +113,7 @@ async def answering(service: str, **answers: Sequence[bytes]) -> AsyncIterator[s
         unary, stream = handler(parts)
         handlers[method] = (
             grpc.stream_stream_rpc_method_handler(stream)
-            if method in ("MatchStream", "Session")
+            if method in ("MatchStream", "Session", "EngineSession")
             else grpc.unary_unary_rpc_method_handler(unary)
         )
     server = grpc.aio.server()
@@ -131,11 +134,37 @@ async def test_a_client_refuses_a_service_that_is_too_far_away() -> None:
         with pytest.raises(WireVersionRefused, match=f"the index is {SAID}"):
             await client.open_keyspace("chat", recorder().SPEC)
         await client.close()
+    registered = index_pb2.RegisterNodeResponse(incarnation=1, announce_epoch=1, lease_ttl_ms=1000, version=FAR)
+    async with answering("IndexService", RegisterNode=[registered.SerializeToString()]) as endpoint:
+        client = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        with pytest.raises(WireVersionRefused, match=f"the index is {SAID}"):
+            await client.register_node(NodeInfo(node_id=bytes(16), kind=NodeKind.AGENT))
+        await client.close()
     session = pagestore_pb2.SessionOpened(session_id=bytes(16), heartbeat_interval_ms=1000, version=FAR)
     refused = pagestore_pb2.SessionResponse(request_id=1, opened=session).SerializeToString()
     async with answering("PageStoreService", Session=[refused]) as endpoint:
         with pytest.raises(WireVersionRefused, match="the pagestore"):
             await PageStoreSession.open(SessionPlan(endpoint=endpoint, peer_name="p", wants_arena=False), CONFIG)
+    agent = gpuagent_pb2.EngineRegistered(session_id=bytes(16), hash_key=bytes(32), version=FAR)
+    answer = gpuagent_pb2.EngineResponse(request_id=1, registered=agent).SerializeToString()
+    async with answering("GpuAgentService", EngineSession=[answer]) as endpoint:
+        engine = EngineProcess(endpoint)
+        with pytest.raises(WireVersionRefused, match=f"the agent is {SAID}"):
+            await engine.open()
+        engine.close()
+
+
+@pytest.mark.usefixtures("far_client")
+async def test_a_client_goes_on_to_a_replica_of_a_release_that_fits() -> None:
+    """As it finds one of two during a rolling update that goes further than one release."""
+    opened = index_pb2.OpenKeyspaceResponse.FromString(recorded("0.1")["open_keyspace_answer"].data)
+    async with (
+        running_index(config=IndexConfig(tenant=TENANT)) as far,
+        answering("IndexService", OpenKeyspace=[opened.SerializeToString()]) as fitting,
+    ):
+        client = IndexClient(ClientConfig(index_endpoints=(far.endpoint, fitting)))
+        assert (await client.open_keyspace("chat", recorder().SPEC)).keyspace == recorder().KEYSPACE
+        await client.close()
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -143,10 +172,14 @@ async def test_a_client_understands_a_recorded_and_a_newer_index(newer: bool) ->
     answers = {name: recorded("0.1")[name].parse() for name in ("open_keyspace_answer", "match_answer")}
     match: Any = answers["match_answer"]
     if newer:  # a tier and a kind of node that we do not know
-        place = common_pb2.Location(node_id=b"x" * 16, incarnation=1, tier=UNKNOWN, shards=1)  # type: ignore[arg-type]
+        place = common_pb2.Location(node_id=recorder().NODE, incarnation=1, tier=UNKNOWN, shards=1)  # type: ignore[arg-type]
         match.match.runs[0].locations.insert(0, place)
         match.match.runs.add(chunk_count=2, locations=[place])
         match.match.matched_chunks = 3
+        strange = common_pb2.Location(node_id=b"x" * 16, incarnation=1, tier=common_pb2.TIER_DISK, shards=1)
+        match.match.runs[0].locations.insert(0, strange)
+        match.match.runs.insert(1, index_pb2.MatchRun(chunk_count=1, locations=[strange]))
+        match.match.matched_chunks += 1
         match.match.nodes.add(node_id=b"x" * 16, kind=UNKNOWN)
     data = {name: newer_answer(one) if newer else one.SerializeToString() for name, one in answers.items()}
     async with answering(

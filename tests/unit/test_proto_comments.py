@@ -1,34 +1,21 @@
 """The comments of the protos are the contract: nothing is without one, and every call lists its errors."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
 from kvpool.core.errors import ERRORS_BY_REASON
+from tools.proto_descriptors import Place, comments, compiled
 
-PROTO_ROOT = Path(__file__).parents[2] / "proto"
 CODES = {code.name for code in grpc.StatusCode} - {"OK"}
-Place = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
-    output = tmp_path_factory.mktemp("proto") / "descriptors"
-    protos = sorted(str(path.relative_to(PROTO_ROOT)) for path in PROTO_ROOT.glob("kvpool/v1/*.proto"))
-    options = [f"-I{PROTO_ROOT}", "--include_source_info", f"--descriptor_set_out={output}"]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], check=True, timeout=60)
-    return list(FileDescriptorSet.FromString(output.read_bytes()).file)
-
-
-def comments(file: FileDescriptorProto) -> dict[Place, str]:
-    """Leading comment by the place's path, see descriptor.proto."""
-    return {tuple(at.path): at.leading_comments.strip() for at in file.source_code_info.location}
+def files() -> list[FileDescriptorProto]:
+    return compiled()
 
 
 def message_parts(message: DescriptorProto, name: str, place: Place) -> Iterator[tuple[str, Place]]:
@@ -59,15 +46,21 @@ def test_every_part_has_a_comment(files: list[FileDescriptorProto]) -> None:
 
 
 def test_every_call_lists_its_errors(files: list[FileDescriptorProto]) -> None:
-    """By status code, or in the words that there are none but those of the service."""
+    """One a line at its comment's end, by status code; or in the words that there are none but those of the service."""
     for file in files:
         said = comments(file)
         for number, service in enumerate(file.service):
             assert "every call may return besides its own" in said[6, number], service.name
             for method_number, method in enumerate(service.method):
-                comment = said[6, number, 2, method_number]
-                named = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", comment)) & CODES
-                assert bool(named) != ("No errors of its own" in comment), f"{service.name}.{method.name}"
+                name = f"{service.name}.{method.name}"
+                last = said[6, number, 2, method_number].split("\n\n")[-1]
+                if last == "No errors of its own.":
+                    continue
+                head, *items = re.split(r"\n- ", last)
+                assert head == "Errors:", name
+                assert items, name
+                for item in items:
+                    assert item.split()[0].strip(",:") in CODES, f"{name}: {item}"
 
 
 def test_every_reason_named_is_one(files: list[FileDescriptorProto]) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM says of its use of the pool, beside its own figures. Other engines are seen through their agents."""
+"""What vLLM says of its use of the pool, beside its own figures. Other engines: docs/engine-metrics.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tools.dashboards.grafana import Dashboard, Panel, Query, Row
 from tools.dashboards.words import HERE, or_zero, quantile, rate
 
 _POOL = "vllm:kvpool_"
+_COMPUTED = f'source="local_compute", {HERE}'
 
 
 def _pool(name: str, legend: str) -> Query:
@@ -50,12 +51,13 @@ TOKENS = Row(
         Panel(
             title="Prompt tokens",
             stacked=True,
-            description="A second: found in vLLM's own cache, and loaded out of the pool by tier.",
+            description="A second: found in vLLM's own cache, loaded out of the pool by tier, and computed.",
             queries=(
                 Query(rate("vllm:prefix_cache_hits_total", where=HERE), "own cache"),
                 _pool("staging_tokens", "staging"),
                 _pool("disk_tokens", "disk"),
                 _pool("remote_tokens", "remote"),
+                Query(rate("vllm:prompt_tokens_by_source_total", where=_COMPUTED), "computed"),
             ),
         ),
         Panel(
@@ -138,7 +140,8 @@ CACHE = Row(
 ENGINES = Dashboard(
     uid="kvpool-engines",
     title="kvpool: engines",
-    description="vLLM's users, prompts and own cache, beside what it loads and stores.",
+    description="vLLM's users, prompts and own cache, beside what it loads and stores. Of other engines the agents and "
+    "pagestores tell.",
     instances="vllm:num_requests_running",
     rows=(USERS, TOKENS, CACHE),
 )

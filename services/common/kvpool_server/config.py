@@ -85,6 +85,31 @@ def load_config(
         raise StartupFailed(f"bad configuration: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """One setting as a page of the documents shows it."""
+
+    flag: str  # empty for a secret, which has a variable only
+    variable: str
+    values: str  # what may be said: SIZE, INT, PATH, or the choices
+    default: str
+    help: str
+
+
+def option_texts(cls: type, *, env_prefix: str) -> list[OptionText]:
+    """All settings of a configuration class, in the order of its fields."""
+    return [
+        OptionText(
+            flag="" if option.secret else option.flag,
+            variable=option.variable,
+            values="true or false" if option.type.base is bool else option.type.metavar,
+            default="required" if option.required else _show(option, option.default),
+            help=option.help,
+        )
+        for option in _options(cls, env_prefix)
+    ]
+
+
 def describe(config: object) -> dict[str, str]:
     """The effective configuration as text for the startup log, secrets and passwords in URLs masked."""
     shown: dict[str, str] = {}

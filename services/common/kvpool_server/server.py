@@ -77,11 +77,21 @@ class ControlServer:
         check_tcp(address)
         return bind_port(self.grpc, address, tls)
 
-    def listen_health(self, address: TcpAddress) -> int:
-        """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed."""
+    def listen_health(self, address: TcpAddress, *, idle_s: float = 30.0) -> int:
+        """Bind `address` for health checks and nothing else, in the clear; returns its port. Raises StartupFailed.
+
+        Anybody may call there, so nothing lasts: no Watch, and a connection without a call is closed after idle_s.
+        """
         check_tcp(address)
-        self._health_grpc = grpc.aio.server(options=GrpcLimits(max_message_bytes=1 << 16).options())
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_grpc)
+        options = [*GrpcLimits(max_message_bytes=1 << 16).options(), ("grpc.max_connection_idle_ms", int(idle_s * 1e3))]
+        self._health_grpc = grpc.aio.server(options=options)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._health.Check,
+            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
+        self._health_grpc.add_generic_rpc_handlers((handler,))
         return bind_port(self._health_grpc, address, None)
 
     def listen_unix(self, path: Path, *, group_access: bool = False) -> None:

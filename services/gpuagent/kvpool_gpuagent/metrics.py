@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvpool.core.errors import (
+    ArenaFull,
+    DeadlineExceeded,
+    LeaseLost,
+    PageCorrupt,
+    PageMissing,
+    ServiceUnavailable,
+    StaleIncarnation,
+    Stopped,
+)
 from kvpool_gpuagent.core.bandwidth import LoadSource
 
 _PREFIX = "kvpool_gpuagent_"
+_LOADS_END_WITH = (
+    *(ArenaFull, DeadlineExceeded, LeaseLost, PageCorrupt, PageMissing),
+    *(ServiceUnavailable, StaleIncarnation, Stopped),
+)
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -67,6 +81,8 @@ class AgentMetrics:
             for source in LoadSource:
                 counter.labels(source.name.lower())
         self.failed_chunks = self._counter("failed_chunks_total", "Chunks that were not loaded, by reason.", "reason")
+        for error in _LOADS_END_WITH:  # there from the start: an alert must see the first ones rise
+            self.failed_chunks.labels(error.reason)
         self.verification_failures = self._counter(
             "verification_failures_total", "Pages that failed their check in the agent."
         )

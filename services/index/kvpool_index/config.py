@@ -37,7 +37,8 @@ class IndexConfig(TlsSettings):
     lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
     node_forget_ms: Annotated[int, "a node gone for this long is forgotten"] = 24 * 3600 * 1000
     sweep_interval_s: Annotated[float, "how often all chunks are searched for what nodes long gone left"] = 3600.0
-    max_match_chunks: Annotated[int, "hashes of one match"] = 8192
+    max_match_chunks: Annotated[int, "hashes of one match, or of all questions of one message together"] = 8192
+    max_match_questions: Annotated[int, "questions of one message of a match stream"] = 512
     max_batch_items: Annotated[int, "items of one announce batch or stale report"] = 4096
     max_matches_in_flight: Annotated[int, "matches of one stream at once"] = 64
     route_weight_gpu: Annotated[float, "what Route counts a chunk in an engine's cache on the host as"] = 1.0
@@ -57,6 +58,7 @@ class IndexConfig(TlsSettings):
             ("lease_ttl_ms", 100, 600_000),
             ("node_forget_ms", 0, 1 << 40),
             ("max_match_chunks", 1, 1 << 15),
+            ("max_match_questions", 1, 1 << 12),
             ("max_batch_items", 1, 1 << 15),
             ("max_matches_in_flight", 1, 4096),
             ("event_streams", 1, 64),

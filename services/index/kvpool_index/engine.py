@@ -20,7 +20,7 @@ from kvpool.core.cluster import (
     RouteAnswer,
     StaleLocation,
 )
-from kvpool.core.errors import InvalidRequest, KvPoolError, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -158,12 +158,9 @@ class IndexEngine:
         """Raises InvalidRequest, KeyspaceUnknown."""
         return await self._matches.match(tenant, query)
 
-    async def try_match(self, tenant: str, query: ChainQuery) -> ChainMatch | KvPoolError:
-        """The same, with the error as a value: one failed request does not end a stream of them."""
-        try:
-            return await self._matches.match(tenant, query)
-        except KvPoolError as error:
-            return error
+    async def match_several(self, tenant: str, queries: Sequence[ChainQuery]) -> list[ChainMatch]:
+        """The same for chains of one keyspace; see MatchService."""
+        return await self._matches.match_several(tenant, queries)
 
     async def route(self, tenant: str, query: ChainQuery, *, with_unmatched: bool, count: int) -> RouteAnswer:
         """Hosts by what they have of a chain. Raises InvalidRequest, KeyspaceUnknown."""
@@ -201,6 +198,7 @@ class IndexEngine:
             version=self._version,
             store=self._store.kind,
             max_match_chunks=self.config.max_match_chunks,
+            max_match_questions=self.config.max_match_questions,
             max_batch_items=self.config.max_batch_items,
             lease_ttl_ms=self.config.lease_ttl_ms,
             store_reachable=reachable,

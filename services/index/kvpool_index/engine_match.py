@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -47,27 +48,43 @@ class MatchService:
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
         """The longest covered prefix. Raises InvalidRequest, KeyspaceUnknown, StoreUnavailable."""
+        (found,) = await self.match_several(tenant, (query,))
+        return found
+
+    async def match_several(self, tenant: str, queries: Sequence[ChainQuery]) -> list[ChainMatch]:
+        """The same for several chains, in one round of the store.
+
+        All are of the keyspace, and for the shards and the host, that the first one names.
+        """
         started_at_s = time.perf_counter()
-        keyspace = await self._keyspaces.get(tenant, query.keyspace)
-        wanted = keyspace.grid.check_bitmap(query.shards)
-        check_query(query)
+        first = queries[0]
+        keyspace = await self._keyspaces.get(tenant, first.keyspace)
+        wanted = keyspace.grid.check_bitmap(first.shards)
+        for query in queries:
+            check_query(query)
         asked_at_s = time.perf_counter()
         with self._tracer.part("index.store.read", kind=SpanKind.CLIENT, attributes=self._read_attributes):
-            values = await self._store.read_chain(query) if query.chunk_hashes else []
+            values = await self._read(queries)
         read_at_s = time.perf_counter()
-        matcher = self._judge(query, keyspace, wanted)
-        found = matcher.match(values)
+        matcher = self._judge(first, keyspace, wanted)
+        found = [matcher.match(each) for each in values]
         if not all(map(self._nodes.table.knows_ordinal, matcher.dead_ordinals)):
             # Either gone for good, or registered elsewhere a moment ago.
             with suppress(StoreUnavailable, Overloaded):  # the nodes' own master may be the one that is lost
                 await self._nodes.learn(matcher.dead_ordinals)
-            matcher = self._judge(query, keyspace, wanted)
-            found = matcher.match(values)
-            self._note_dead(query, values, matcher.dead_ordinals)
+            matcher = self._judge(first, keyspace, wanted)
+            found = [matcher.match(each) for each in values]
+            for query, each in zip(queries, values, strict=True):
+                self._note_dead(query, each, matcher.dead_ordinals)
         self._metrics.store_duration_read.observe(read_at_s - asked_at_s)
-        self._count(query, found)
+        self._count(queries, found)
         self._metrics.match_duration.observe(time.perf_counter() - started_at_s)
         return found
+
+    async def _read(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
+        if len(queries) > 1:
+            return await self._store.read_chains(queries)
+        return [await self._store.read_chain(queries[0]) if queries[0].chunk_hashes else []]
 
     async def run(self) -> None:
         """Clean up after nodes that are gone for good, until cancelled. Bounded, and never in a hurry."""
@@ -108,10 +125,15 @@ class MatchService:
                         self._dead.put_nowait(_removal(query, read.head, at, entry.ordinal))
                 at += 1
 
-    def _count(self, query: ChainQuery, found: ChainMatch) -> None:
-        self._metrics.chunks_asked.inc(query.chunk_count)
-        for run in found.runs:
-            self._metrics.matched_by_tier[_TIER_NAMES[run.locations[0].tier]].inc(run.chunk_count)
+    def _count(self, queries: Sequence[ChainQuery], found: Sequence[ChainMatch]) -> None:
+        self._metrics.match_questions.inc(len(queries))
+        self._metrics.chunks_asked.inc(sum(query.chunk_count for query in queries))
+        matched: Counter[int] = Counter()
+        for match in found:
+            for run in match.runs:
+                matched[run.locations[0].tier] += run.chunk_count
+        for tier, chunk_count in matched.items():
+            self._metrics.matched_by_tier[_TIER_NAMES[tier]].inc(chunk_count)
 
 
 def _removal(query: ChainQuery, head: bytes, at: int, ordinal: int) -> ChunkOperation:

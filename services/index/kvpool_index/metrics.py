@@ -27,8 +27,13 @@ class IndexMetrics:
     def _add_reads(self, registry: CollectorRegistry) -> None:
         self.match_duration = Histogram(
             "kvpool_index_match_duration_seconds",
-            "Time to answer one match in the engine, the store's round trip included.",
+            "Time to answer one match in the engine, or all of one message, the store's round trip included.",
             buckets=_SHORT_BUCKETS_S,
+            registry=registry,
+        )
+        self.match_questions = Counter(
+            "kvpool_index_match_questions",
+            "Chains that matches asked about; a message may ask about many.",
             registry=registry,
         )
         self.chunks_asked = Counter("kvpool_index_chunks_asked", "Chunks that matches asked for.", registry=registry)

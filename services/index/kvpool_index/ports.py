@@ -60,6 +60,10 @@ class LocationStore(Protocol):
         """
         ...
 
+    async def read_chains(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
+        """The same for each of several checked queries, in one round."""
+        ...
+
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         """Apply operations of one announce stream and return the states after them, in order, also unchanged ones.
 

@@ -3,21 +3,30 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import grpc
 
 from kvpool.core import cluster
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
-from kvpool.wire import convert, convert_cluster, convert_keyspace, convert_policy, convert_route, versions
+from kvpool.wire import (
+    convert,
+    convert_cluster,
+    convert_index_info,
+    convert_keyspace,
+    convert_policy,
+    convert_route,
+    versions,
+)
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
-from kvpool_index.servicer_hot import MatchMessages, WatchMessages
-from kvpool_index.servicer_tracing import traced_match
-from kvpool_server.logs import fields, note_request
+from kvpool_index.servicer_hot import WatchMessages
+from kvpool_index.servicer_matches import MatchAnswers
+from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +44,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self._max_chunks = engine.config.max_match_chunks
         self._max_items = engine.config.max_batch_items
         self._watch_messages = WatchMessages()
-        self._match_messages = MatchMessages()
+        self._answers = MatchAnswers(engine)
 
     async def OpenKeyspace(
         self, request: pb.OpenKeyspaceRequest, context: Context[pb.OpenKeyspaceRequest, pb.OpenKeyspaceResponse]
@@ -177,22 +186,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request_iterator: AsyncIterator[pb.MatchStreamRequest],
         context: Context[pb.MatchStreamRequest, bytes],
     ) -> None:
-        tenant, tracer = self._tenant(), self._engine.tracer
-
-        async def answer(request: pb.MatchStreamRequest) -> bytes:
-            note_request(request.request_id)
-            query = _query_or_error(request.match, self._max_chunks)
-            if isinstance(query, KvPoolError):
-                found: cluster.ChainMatch | KvPoolError = query
-            elif tracer.recording:
-                found = await traced_match(tracer, request, query, self._engine.try_match(tenant, query))
-            else:
-                found = await self._engine.try_match(tenant, query)
-            if isinstance(found, KvPoolError):
-                error = convert.item_error_to_proto(found)
-                return pb.MatchStreamResponse(request_id=request.request_id, error=error).SerializeToString()
-            return self._match_messages.pack(request.request_id, found)
-
+        answer = partial(self._answers.answer, self._tenant())
         limit = self._engine.config.max_matches_in_flight
         async with self._engine.streams.track():
             await serve_concurrently(request_iterator, answer, context.write, limit=limit)
@@ -269,12 +263,4 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def GetIndexInfo(
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]
     ) -> pb.GetIndexInfoResponse:
-        return convert_cluster.index_info_to_proto(await self._engine.info())
-
-
-def _query_or_error(request: pb.MatchRequest, max_chunks: int) -> cluster.ChainQuery | InvalidRequest:
-    """A malformed question ends itself, and not the stream it came on."""
-    try:
-        return convert_cluster.chain_query_from_proto(request, chunks_max=max_chunks)
-    except InvalidRequest as error:
-        return error
+        return convert_index_info.index_info_to_proto(await self._engine.info())

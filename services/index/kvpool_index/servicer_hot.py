@@ -1,13 +1,15 @@
 """Messages of the index's streams that are written without an object for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import grpc
 
 from kvpool.core.cluster import ChainMatch, ChunkBatch, IndexEvent, Location, NodeInfo
+from kvpool.core.errors import KvPoolError
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
+from kvpool.wire.convert import item_error_to_proto
 from kvpool.wire.convert_cluster import location_to_proto, node_info_to_proto
 from kvpool.wire.convert_watch import chunk_batch_to_proto, index_event_to_proto
 
@@ -19,6 +21,9 @@ _NUMBER, _BYTES = 0, 2  # how a field's value is written: as a varint, with a le
 _CHUNKS_TAG: Final = bytes([6 << 3 | _BYTES])  # of WatchResponse.chunks
 _REQUEST_ID_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchStreamResponse
 _MATCH_TAG: Final = bytes([2 << 3 | _BYTES])
+_MORE_TAG: Final = bytes([4 << 3 | _BYTES])
+_MATCH_TAGS: Final = (_MATCH_TAG, bytes([1 << 3 | _BYTES]))  # of MatchStreamResponse, of MatchChainResult
+_ERROR_TAGS: Final = (bytes([3 << 3 | _BYTES]), bytes([2 << 3 | _BYTES]))
 _MATCHED_CHUNKS_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchResponse
 _RUNS_TAG: Final = bytes([2 << 3 | _BYTES])
 _CHUNK_COUNT_TAG: Final = bytes([1 << 3 | _NUMBER])  # of MatchRun
@@ -57,16 +62,33 @@ class MatchMessages:
 
     def pack(self, request_id: int, found: ChainMatch) -> bytes:
         """The bytes of a MatchStreamResponse."""
+        match = self._pack_match(found, found.nodes.values())
+        return b"".join((_REQUEST_ID_TAG, varint(request_id & _ALL_BITS), _MATCH_TAG, varint(len(match)), match))
+
+    def pack_several(self, request_id: int, answers: Sequence[ChainMatch | KvPoolError]) -> bytes:
+        """The same for a request with several questions; each node is named once."""
+        named: set[bytes] = set()
+        parts = [_REQUEST_ID_TAG, varint(request_id & _ALL_BITS)]
+        for at, answer in enumerate(answers):
+            if isinstance(answer, KvPoolError):
+                tags, content = _ERROR_TAGS, item_error_to_proto(answer).SerializeToString()
+            else:
+                new = [node for node_id, node in answer.nodes.items() if node_id not in named]
+                named.update(answer.nodes)
+                tags, content = _MATCH_TAGS, self._pack_match(answer, new)
+            part = tags[at > 0] + varint(len(content)) + content
+            parts += (_MORE_TAG, varint(len(part)), part) if at else (part,)
+        return b"".join(parts)
+
+    def _pack_match(self, found: ChainMatch, nodes: Iterable[NodeInfo]) -> bytes:
         parts = [_MATCHED_CHUNKS_TAG, varint(found.matched_chunks)]
         for run in found.runs:
             known = self._locations.get(id(run.locations)) or self._pack_locations(run.locations)
             content = _CHUNK_COUNT_TAG + varint(run.chunk_count) + known[1]
             parts += (_RUNS_TAG, varint(len(content)), content)
-        for node in found.nodes.values():
+        for node in nodes:
             parts.append((self._nodes.get(id(node)) or self._pack_node(node))[1])
-        match = b"".join(parts)
-        number = varint(request_id & _ALL_BITS)
-        return b"".join((_REQUEST_ID_TAG, number, _MATCH_TAG, varint(len(match)), match))
+        return b"".join(parts)
 
     def _pack_locations(self, locations: tuple[Location, ...]) -> tuple[tuple[Location, ...], bytes]:
         run = pb.MatchRun(locations=[location_to_proto(location) for location in locations])

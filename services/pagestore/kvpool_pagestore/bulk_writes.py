@@ -6,11 +6,11 @@ stand still during each commit and each answer, which are mostly waiting: that m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from queue import Queue
-from threading import Thread
+from threading import Condition, Thread
 from typing import Final
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, PageCorrupt
@@ -27,6 +27,10 @@ UNANSWERED_PAGES_MAX: Final = 4
 UNANSWERED_DURABLE_MAX: Final = 16
 """The same for a stream whose answers wait for the disk."""
 
+SMALL_PAGE_BYTES: Final = 128 << 10
+"""A page of so many bytes that comes in one frame is put together with others, and this many count as one page:"""
+SMALL_PAGES: Final = 8
+
 _Answer = Callable[[], pb.WritePagesResponse]
 """Called once, on the stream's thread: waits for the commit, if there is one."""
 
@@ -40,7 +44,7 @@ def write_pages(
     of it is drained, and the stream goes on. Raises InvalidRequest for a frame that belongs to no page in turn, and
     what `frames` raises. Frames are iterated on a thread that has ended when this generator has.
     """
-    answers: Queue[_Answer | BaseException | None] = Queue(unanswered_max)
+    answers = _Answers(unanswered_max)
     filling = Thread(target=_fill, args=(session, frames, answers), name="bulk-fill", daemon=True)
     filling.start()
     answer: _Answer | BaseException | None = None
@@ -58,7 +62,34 @@ def write_pages(
         filling.join()
 
 
-def _fill(session: BulkSession, frames: Iterable[BulkFrame], answers: Queue[_Answer | BaseException | None]) -> None:
+class _Answers:
+    """Of one stream, in order; `put` waits while too many pages are unanswered."""
+
+    def __init__(self, unanswered_max: int) -> None:
+        self._free = unanswered_max * SMALL_PAGES
+        self._changed = Condition()
+        self._waiting: deque[tuple[_Answer | BaseException | None, int]] = deque()
+
+    def put(self, answer: _Answer | BaseException | None, *, small: bool = False) -> None:
+        """small: of a small page."""
+        room = 1 if small else SMALL_PAGES
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= room)
+            self._free -= room
+            self._waiting.append((answer, room))
+            self._changed.notify()
+
+    def get(self) -> _Answer | BaseException | None:
+        """The next one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            answer, room = self._waiting.popleft()
+            self._free += room
+            self._changed.notify()
+        return answer
+
+
+def _fill(session: BulkSession, frames: Iterable[BulkFrame], answers: _Answers) -> None:
     """Put one answer for each page, then an exception if the stream failed, then None."""
     page: _IncomingPage | None = None
     try:
@@ -72,7 +103,7 @@ def _fill(session: BulkSession, frames: Iterable[BulkFrame], answers: Queue[_Ans
             elif page is None or index != page.index:
                 raise InvalidRequest(f"a frame where page {expected} was next", item_index=index)
             if (answer := page.take(frame)) is not None:
-                answers.put(answer)
+                answers.put(answer, small=page.small)
         if page is not None and (cut_off := page.end()) is not None:
             answers.put(cut_off)
     except BaseException as error:
@@ -88,6 +119,7 @@ class _IncomingPage:
 
     def __init__(self, session: BulkSession, index: int) -> None:
         self.index = index
+        self.small = False  # put together with others
         self._session = session
         self._grant: WriteGrant | None = None
         self._page_bytes = 0
@@ -102,6 +134,8 @@ class _IncomingPage:
         try:
             if not self._begun:
                 self._begun = True
+                if 0 < frame.head.page_bytes == len(frame.data) <= SMALL_PAGE_BYTES and not frame.head.offset:
+                    return self._put_whole(frame)
                 if (admission := self._begin(frame.head)) is not Admission.RESERVED:
                     return self._answer(admission)
             self._put(frame)
@@ -147,6 +181,12 @@ class _IncomingPage:
             raise InvalidRequest("the first frame of a page must carry its key")
         return page_key_from_proto(head.key)
 
+    def _put_whole(self, frame: BulkFrame) -> _Answer:
+        key, metadata = self._key(frame.head), page_metadata_from_proto(frame.head.metadata)
+        put = self._session.put(key, memoryview(frame.data), metadata)
+        self._answered = self.small = True
+        return partial(_await_put, self.index, put)
+
     def _put(self, frame: BulkFrame) -> None:
         offset, size_bytes = frame.head.offset, len(frame.data)
         if offset != self._received_bytes:
@@ -182,6 +222,16 @@ def _await_commit(index: int, grant: WriteGrant, commit: Future[KvPoolError | No
     finally:
         grant.page.release()
     return _response(index, Admission.RESERVED if error is None else Admission.REJECTED, error)
+
+
+def _await_put(index: int, put: Future[int | KvPoolError]) -> pb.WritePagesResponse:
+    try:
+        answer = put.result()
+    except KvPoolError as raised:
+        answer = raised
+    if isinstance(answer, KvPoolError):
+        return _response(index, Admission.REJECTED, answer)
+    return _response(index, Admission(answer), None)
 
 
 def _response(index: int, admission: Admission, error: KvPoolError | None) -> pb.WritePagesResponse:

@@ -174,9 +174,9 @@ class PageStoreEngine:
                 while self._write_back is not None and self.dirty_page_count:
                     await self._flush_all()
         except TimeoutError:
-            _log.error("%d pages are not durable: no time left", self.dirty_page_count)
+            _log.error("%d pages are lost with this process: no time left to write them", self.dirty_page_count)
         except KvPoolError as error:
-            _log.error("%d pages are not durable: %s", self.dirty_page_count, error)
+            _log.error("%d pages are lost with this process: %s", self.dirty_page_count, error)
         return await self._end_quarantine()
 
     async def close(self) -> None:

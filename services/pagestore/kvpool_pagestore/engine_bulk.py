@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
@@ -20,6 +22,15 @@ from kvpool_pagestore.ports import PageMetadata
 from kvpool_pagestore.ports_bulk import ReadGrant, WriteGrant
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A whole page on its way in."""
+
+    item: ReserveItem
+    page: memoryview
+    done: Future[int | KvPoolError] = field(default_factory=Future)
 
 
 class EngineBulkGateway:
@@ -54,6 +65,8 @@ class EngineBulkSession:
         self._engine = engine
         self._loop = loop
         self._peer = peer
+        self._put: deque[_Put] = deque()
+        self._puts_awaited = False  # by the loop: it will look at `_put`
 
     def acquire(self, keys: Sequence[PageKey], timeout_s: float) -> Sequence[ReadGrant | KvPoolError | None]:
         return _on_loop(self._loop, self._acquire(keys, timeout_s))
@@ -79,6 +92,53 @@ class EngineBulkSession:
             return int(answer) if isinstance(answer, Admission) else answer
 
         return _on_loop(self._loop, reserve())
+
+    def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
+        put = _Put(ReserveItem(key=key, page_bytes=len(page), metadata=metadata), page)
+        self._put.append(put)
+        if not self._puts_awaited:  # else whoever set it takes this one too: it clears it before it looks
+            self._puts_awaited = True
+            asyncio.run_coroutine_threadsafe(self._put_all(), self._loop)
+        return put.done
+
+    async def _put_all(self) -> None:
+        """All pages that are there by now, in one step each of reserving, filling and committing."""
+        self._puts_awaited = False
+        puts: list[_Put] = []
+        while self._put:
+            puts.append(self._put.popleft())
+        try:
+            answers = await self._answers(puts)
+        except Exception as error:
+            for put in puts:
+                put.done.set_exception(error)
+        except BaseException:  # the loop ends
+            for put in puts:
+                put.done.set_exception(ServiceUnavailable("the pagestore has stopped"))
+            raise
+        else:
+            for put, answer in zip(puts, answers, strict=True):
+                put.done.set_result(answer)
+
+    async def _answers(self, puts: Sequence[_Put]) -> list[int | KvPoolError]:
+        pages = self._engine.pages
+        reserved = await pages.reserve(self._peer, [put.item for put in puts])
+        leases: list[int] = []
+        for put, answer in zip(puts, reserved, strict=True):
+            if isinstance(answer, Grant):
+                with pages.view(answer) as view:
+                    view[:] = put.page
+                leases.append(answer.lease_id)
+        committed = iter(await pages.commit(self._peer, leases, durable=self._durable) if leases else ())
+        return [
+            await self._put_answer(put, next(committed) or Admission.RESERVED if isinstance(answer, Grant) else answer)
+            for put, answer in zip(puts, reserved, strict=True)
+        ]
+
+    async def _put_answer(self, put: _Put, answer: Admission | KvPoolError) -> int | KvPoolError:
+        if answer is Admission.EXISTS and self._durable:
+            return await self._engine.pages.make_durable(put.item.key) or int(answer)
+        return int(answer) if isinstance(answer, Admission) else answer
 
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         async def commit() -> KvPoolError | None:

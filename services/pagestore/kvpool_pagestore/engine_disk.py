@@ -133,13 +133,13 @@ class DiskTier:
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; the disk follows in the background."""
         for key in keys:
-            self._forget(key)
+            self.forget(key)
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
     async def delete(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
         for key in keys:
-            self._forget(key)
+            self.forget(key)
         await self._deletions.run(keys, self._deletions.begin())
         await self._measure()
 
@@ -250,7 +250,7 @@ class DiskTier:
 
     async def _evict(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
-            self._forget(key)
+            self.forget(key)
         self._metrics.evicted_pages.labels("disk").inc(len(keys))
         reach("pagestore.evict.delete")
         await self._deletions.run(keys, self._deletions.begin())
@@ -269,7 +269,8 @@ class DiskTier:
         else:
             self._unreadable.add(key)
 
-    def _forget(self, key: PageKey) -> None:
+    def forget(self, key: PageKey) -> None:
+        """It is not here any more. Who calls this from outside holds writes back and calls `delete` before long."""
         metadata = self.map.metadata(key)
         if metadata is not None and self.map.remove(key):
             self._announcer.disk(key, metadata.group_head_hash, False)

@@ -114,9 +114,11 @@ class Evicting:
                 elif wanted.staging_only:
                     self._unstage(key, evicted)
                 else:
-                    self._ledger.drop(key)
                     evicted.page_count += 1
+                    self._ledger.drop(key)
+                    # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
                     if self._disk is not None and key in self._disk.map:
+                        self._disk.forget(key)
                         on_disk.append(key)
         if on_disk:
             await self._delete(on_disk)

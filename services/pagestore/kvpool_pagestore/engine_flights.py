@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt
+from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt, PageMissing
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
@@ -120,6 +120,9 @@ class Flights:
         slot = await self._slot(flight)
         if isinstance(slot, ArenaFull):
             self._land(flight, None, slot)
+            return
+        if flight.record.key not in self._disk:  # its bytes may be there still, and it must not come back
+            self._land(flight, slot, PageMissing(f"page {flight.record.key} was given up while its slot was sought"))
             return
         error: KvPoolError | None = PageCorrupt(f"page {flight.record.key} was not read to its end")
         try:

@@ -15,7 +15,7 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded, StoreFault
 from kvpool.core.page import PageKey
-from kvpool_pagestore.core.keyspaces import KeyspaceBook
+from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.retention import ExpiryQueue, PinBook, extended, is_expired, with_defaults
@@ -142,23 +142,27 @@ class Retained:
             return 0  # as if it did not exist
         if self._disk is not None and self._disk.fault:
             raise StoreFault(f"pins cannot be kept: {self._disk.fault}")
-        pages: dict[PageKey, int] = {}
-        changes: list[tuple[bytes, PageMetadata]] = []
+        found: dict[bytes, list[PageKey]] = {}  # pages by chunk
         for position, chunk_hash in enumerate(dict.fromkeys(chunk_hashes)):
             if position % _CHANGED_CHUNKS == 0:
                 await asyncio.sleep(0)
-            keys = self._keys(keyspace + chunk_hash)
-            kept = self._kept(keys[0]) if keys else None
-            if kept is not None:
-                pages.update((key, known.page_bytes(key.shard)) for key in keys)
-                changes.append((keyspace + chunk_hash, replace(kept, pinned_until_us=until_us)))
-        if until_us <= self._clock.wall_us():
-            self._pins.unpin(pages)
-        elif (refused := self._pins.pin(pages, until_us, self._clock.wall_us())) is not None:
+            if keys := self._keys(keyspace + chunk_hash):
+                found[keyspace + chunk_hash] = keys
+        now_us = self._clock.wall_us()
+        pages = {key: known.page_bytes(key.shard) for keys in found.values() for key in keys}
+        if until_us > now_us and (refused := self._pins.pin(pages, until_us, now_us)) is not None:
             raise refused
-        for start in range(0, len(changes), _CHANGED_CHUNKS):
-            await self.keep(self._change(changes[start : start + _CHANGED_CHUNKS]))
-        return len(pages)
+        count, names = 0, list(found)
+        for start in range(0, len(names), _CHANGED_CHUNKS):
+            changes = []
+            for name in names[start : start + _CHANGED_CHUNKS]:
+                keys = self._counted(known, name, found[name], until_us)
+                kept = self._kept(keys[0]) if keys else None
+                if kept is not None:
+                    changes.append((name, replace(kept, pinned_until_us=until_us)))
+                count += len(keys)
+            await self.keep(self._change(changes))
+        return count
 
     def sweep(self) -> int:
         """Forget what has expired, a bounded part of it at once; how many pages went."""
@@ -181,6 +185,17 @@ class Retained:
         return count
 
     # Inside
+
+    def _counted(self, known: Keyspace, name: bytes, found: Sequence[PageKey], until_us: int) -> list[PageKey]:
+        """Pages of a chunk that are here now, counted as pinned or not; some went or came while others were changed."""
+        keys = self._keys(name)
+        if until_us <= self._clock.wall_us():
+            self._pins.unpin(keys)
+            return keys
+        self._pins.unpin(key for key in found if self._kept(key) is None and not self._ledger.is_coming(key))
+        come = {key: known.page_bytes(key.shard) for key in keys if key not in self._pins}
+        self._pins.pin(come, until_us, 0, force=True)
+        return keys
 
     def _stored(self, key: PageKey, metadata: PageMetadata) -> None:
         """Found on disk at the start."""

@@ -23,6 +23,8 @@ from kvpool_pagestore.ports import PageWrite
 
 _log = logging.getLogger(__name__)
 
+_FAILURES_TOLD_EVERY_S = 10.0  # a full disk fails at every page that is stored: the log must not fill it too
+
 
 class WriteBack:
     """Takes committed pages to disk. Without work it does not run at all."""
@@ -50,6 +52,8 @@ class WriteBack:
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._untold_failures = 0
+        self._tell_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
         # Whether a page may take so many bytes on disk; if so, they are told again once the write has ended.
         self.admit: Callable[[PageKey, int], KvPoolError | None] = lambda key, size_bytes: None
@@ -70,7 +74,7 @@ class WriteBack:
         """A dirty page is to become durable."""
         page = self._queue.add(slot, self._clock.monotonic_s())
         page.cause = self._tracer.here()
-        self._pump()
+        self._start_due()
         return page
 
     def take(self, slot: Slot) -> DirtyPage | None:
@@ -89,7 +93,7 @@ class WriteBack:
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
         self._queue.hurry(self._clock.monotonic_s())
-        self._pump()
+        self._start_due()
         while not self._stopped and any(_undecided(page, 0) for page in pages):
             await self._next_progress()
         return [_verdict(page) for page in pages]
@@ -131,12 +135,17 @@ class WriteBack:
     # Inside
 
     def _pump(self) -> None:
-        """Start what is due now, and come back when the next page is."""
+        """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
+        self._start_due()
+        self._wake()
+
+    def _start_due(self) -> None:
+        """Start what is due now, and come back when the next page is. Wakes nobody: a page that is added settles no
+        other one, and waking all who wait for each page costs more than the page."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._stopped:
-            self._wake()
             return
         now_s = self._clock.monotonic_s()
         while batch := self._queue.next_batch(now_s):
@@ -146,7 +155,6 @@ class WriteBack:
         due_s = self._queue.next_due_s(now_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
-        self._wake()  # pages that are no longer wanted count as progress
 
     async def _write(self, batch: list[DirtyPage]) -> None:
         writes = [
@@ -182,7 +190,7 @@ class WriteBack:
         self._ledger.unpin(page.slot)
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
-            _log.warning("page %s is not durable yet: %s", key, error)
+            self._tell_failure(key, error, now_s)
             self._queue.failed(page, error, now_s)
             return
         self._queue.written(page)
@@ -191,6 +199,12 @@ class WriteBack:
             self._disk.discard([key])
         elif metadata != written:  # its retention changed while it was written
             self._tasks.start(self._disk.set_metadata([(key, metadata)]), "set-metadata")
+
+    def _tell_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
+        self._untold_failures += 1
+        if now_s >= self._tell_failures_at_s:
+            _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._untold_failures, key, error)
+            self._untold_failures, self._tell_failures_at_s = 0, now_s + _FAILURES_TOLD_EVERY_S
 
     def _disk_changed(self) -> None:
         if not self._disk.fault:

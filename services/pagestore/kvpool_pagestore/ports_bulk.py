@@ -67,6 +67,14 @@ class BulkSession(Protocol):
         """A grant, or Admission.EXISTS / Admission.PENDING, or the error (InvalidRequest, ArenaFull, ...)."""
         ...
 
+    def put(self, key: PageKey, page: memoryview, metadata: PageMetadata) -> Future[int | KvPoolError]:
+        """Begin to reserve, fill and commit a small page that is there as a whole: its Admission, or the error.
+
+        Pages that are put while others are on their way share their steps: each alone costs more than its bytes. The
+        view is looked at until the future is done.
+        """
+        ...
+
     def commit(self, grant: WriteGrant) -> Future[KvPoolError | None]:
         """Begin to verify the page and make it visible; PageCorrupt if it fails. Release the view when it is done."""
         ...

@@ -4,7 +4,7 @@ import secrets
 
 import pytest
 
-from kvpool.core.cluster import NodeInfo, NodeKind
+from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind
 from kvpool.core.errors import LeaseLost, StaleIncarnation
 from kvpool_index.core.entries import EVERY_SHARD, Operation, TierMasks, decode_value
 from kvpool_index.core.groups import ChunkOperation, GroupRead
@@ -61,6 +61,33 @@ async def test_reads_answer_in_order_across_groups(harness: Harness) -> None:
     assert [value is not None for value in values] == [number % 3 == 0 for _ in heads for number in range(16)]
     assert len({value for value in values if value}) == 1, "equal locations are equal bytes"
     assert await store.locations.read(secrets.token_bytes(16), reads) == [None] * 48
+
+
+async def test_chains_are_read_together_as_they_are_alone(harness: Harness) -> None:
+    store = harness.store
+    fence = await open_stream(store)
+    chains = [b"".join(secrets.token_bytes(16) for _ in range(count)) for count in (1, 40, 0, 3, 1)]
+    queries = [ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes) for hashes in chains]
+    queries.append(
+        ChainQuery(keyspace=KEYSPACE, chunk_hashes=chains[1][48:], first_chunk_index=3, group_head_hash=chains[1][:16])
+    )
+    places = [
+        (hashes[at : at + 16], hashes[at - at % 256 :][:16])
+        for hashes in chains[:4]
+        for at in range(0, len(hashes), 32)
+    ]
+    await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(3)) for chunk, head in places])
+    together = await store.locations.read_chains(queries)
+    assert [[value is not None for value in values] for values in together] == [
+        [True],
+        [True, False] * 20,
+        [],
+        [True, False, True],
+        [False],
+        [False, *[True, False] * 18],
+    ]
+    assert together[1] == await store.locations.read_chain(queries[1])
+    assert await store.locations.read_chains(queries[2:3] * 2) == [[], []]
 
 
 async def test_a_large_batch_and_an_empty_one(harness: Harness) -> None:

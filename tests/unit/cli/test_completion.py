@@ -50,6 +50,10 @@ def completed(script: str, tmp_path: Path, *words: str) -> list[str]:
         (("--state-dir", "x", "top", "--on"), ["--once"]),
         (("completion", ""), [*SHELLS, "-h", "--help"]),
         (("pin", "tok"), ["tokens.json"]),
+        (("pin", ""), ["tokens.json", "my tokens.json"]),
+        (("import", "my"), ["my tokens.json"]),
+        (("pin", "--li"), ["--list"]),
+        (("export", "--tls-ca-file", "my"), ["my tokens.json"]),
         (("evict", "--node", "tok"), ["tokens.json"]),
         (("top", "--json", "--on"), ["--once"]),
         (("nonsense", "--x"), []),
@@ -57,6 +61,7 @@ def completed(script: str, tmp_path: Path, *words: str) -> list[str]:
 )
 def test_bash_offers_what_may_follow(words: tuple[str, ...], offered: list[str], script: str, tmp_path: Path) -> None:
     (tmp_path / "tokens.json").touch()
+    (tmp_path / "my tokens.json").touch()
     assert sorted(completed(script, tmp_path, *words)) == sorted(offered)
 
 

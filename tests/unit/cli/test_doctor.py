@@ -54,6 +54,26 @@ def test_a_directory_that_is_no_memory_is_bad(tmp_path: Path) -> None:
     assert found.level is Level.BAD and "ext4" in found.message
 
 
+@pytest.mark.parametrize(
+    ("mounts", "level"),
+    [
+        ("overlay / overlay rw 0 0\n", Level.BAD),  # a container without a /dev/shm of its own
+        ("overlay / overlay rw 0 0\ntmpfs {parent} tmpfs rw 0 0\n", Level.OK),
+        ("tmpfs {parent} tmpfs rw 0 0\n/dev/sda1 {parent} ext4 rw 0 0\n", Level.BAD),  # mounted over it
+        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 {parent}x ext4 rw 0 0\n", Level.OK),
+        ("", Level.OK),  # not known
+    ],
+)
+def test_what_a_directory_lies_on_is_looked_for_above_it(mounts: str, level: Level, tmp_path: Path) -> None:
+    below = tmp_path / "with blank" / "shm"
+    below.mkdir(parents=True)
+    parent = str(below.parent).replace(" ", "\\040")
+    root = fake_root(tmp_path, proc__self__mounts=mounts.format(parent=parent))
+    found = shared_memory(Machine(root=root, shm_dir=below, arena_bytes=1))
+    assert found.level is level, found
+    assert level is Level.OK or "mount -t tmpfs -o size=1G" in found.cure
+
+
 def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     root = fake_root(
         tmp_path,
@@ -227,7 +247,7 @@ def test_versions_of_nodes_are_compared() -> None:
     def of(version: str) -> dict[tuple[str, str], float]:
         return {("kvpool_process_info", version): 1.0, ("kvpool_pagestore_leases", ""): 0.0}
 
-    assert cluster.versions({"a": "does not answer", "b": {}}) == []
+    assert cluster.versions({"a": None, "b": {}}) == []
     assert levels(cluster.versions({"a": of("0.2.0"), "b": of("0.2.1")})) == {"node_versions": Level.OK}
     (mixed,) = cluster.versions({"a": of("0.2.0"), "b": of("0.3.0"), "c": of("0.3.0")})
     assert mixed.level is Level.WARNING and "1 of 0.2.0, 2 of 0.3.0" in mixed.message

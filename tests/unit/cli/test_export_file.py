@@ -20,6 +20,7 @@ from kvpool.core.export_format import (
     CHUNK_HEAD_BYTES,
     END_BYTES,
     HEAD_BYTES,
+    MAGIC,
     SUM_BYTES,
     End,
     in_chain_order,
@@ -225,12 +226,31 @@ def test_an_export_that_ended_right_before_it_got_its_name_is_ended_anew(tmp_pat
     assert read_all(path) == [0, 1]
 
 
-@pytest.mark.parametrize("rubbish", [b"", b"rubbish" * 100])
-def test_an_unfinished_file_without_a_manifest_is_begun_anew(rubbish: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [b"", MAGIC[:3], MAGIC, MAGIC + b"rubbish" * 100])
+def test_an_unfinished_file_without_a_manifest_is_begun_anew(begun: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
-    (tmp_path / "file.kvpx.partial").write_bytes(rubbish)
+    (tmp_path / "file.kvpx.partial").write_bytes(begun)
     write_file(path, 2)
     assert read_all(path) == [0, 1]
+
+
+def test_a_file_of_somebody_else_with_the_name_of_an_unfinished_export_is_left_alone(tmp_path: Path) -> None:
+    partial = tmp_path / "file.kvpx.partial"
+    partial.write_bytes(b"half of a download")
+    with pytest.raises(CommandFailed, match=r"partial exists and is no unfinished export; move it away"):
+        write_file(tmp_path / "file.kvpx", 2)
+    assert partial.read_bytes() == b"half of a download"
+    partial.unlink()
+    os.mkfifo(partial)  # waiting for whoever writes there would hang
+    with pytest.raises(CommandFailed, match="no regular file"):
+        write_file(tmp_path / "file.kvpx", 2)
+
+
+def test_a_refused_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("no export at all")
+    with pytest.raises(ExportRefused, match=r"notes\.txt is refused: this is no file"):
+        ExportReader(path)
 
 
 def test_an_unfinished_export_of_another_keyspace_is_left_alone(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def test_a_file_is_verified_without_a_cluster(tmp_path: Path, capsys: pytest.Cap
     assert "3 chunks" in capsys.readouterr().out
     assert main(["import", "--verify-only", str(path), "--digest", "00"]) == 1
     assert "not the one that was named" in capsys.readouterr().err
+    # A script's variable that was never set must not switch the comparison off.
+    assert main(["import", "--verify-only", str(path), "--digest", ""]) == 1
+    assert "--digest is empty" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["import", "--verify-only", str(path)]) == 1
     lines = capsys.readouterr().err.splitlines()

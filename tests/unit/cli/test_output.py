@@ -1,14 +1,26 @@
 """Tables, sizes and one-line failures."""
 
+from __future__ import annotations
+
+import io
+import sys
+
 import pytest
 
-from kvpool.cli.output import EXIT_USAGE, duration_from_text, fail, size, size_from_text, table
+from kvpool.cli.main import main
+from kvpool.cli.output import EXIT_USAGE, CommandFailed, ask, cut, duration_from_text, fail, size, size_from_text, table
 from kvpool.core.errors import StartupFailed
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
     text = table(["name", "n"], [["a", 1], ["longer", 10]], right=[1])
     assert text.splitlines() == ["name     n", "------  --", "a        1", "longer  10"]
+
+
+def test_columns_are_as_wide_as_a_terminal_draws_them() -> None:
+    text = table(["name", "n"], [["\u6a21\u578b", 1], ["e\u0301", 2]], right=[1])
+    assert text.splitlines() == ["name  n", "----  -", "\u6a21\u578b  1", "e\u0301     2"]
+    assert cut("\u6a21\u578b", 3) == "\u6a21" and cut("e\u0301x", 1) == "e\u0301" and cut("abc", 2) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -33,10 +45,51 @@ def test_sizes_are_read_with_binary_units(text: str, size_bytes: int) -> None:
     assert size_from_text(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "1GB", "MiB", "ten"])
+@pytest.mark.parametrize("text", ["", "1GB", "MiB", "ten", "-1", "-1GiB", "infGiB", "nanTiB"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="is no size; write bytes, or 64MiB"):
         size_from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pin", "tokens", "--for", "5"], "'5' is no duration; write 90s"),
+        (["doctor", "--arena-bytes", "1GB"], "'1GB' is no size; write bytes"),
+    ],
+)
+def test_a_value_that_is_not_understood_is_told_with_what_would_be(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert said in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("typed", "is_agreed"), [("y\n", True), ("Yes\n", True), ("\n", False), ("", False)])
+def test_a_person_is_asked_beside_the_output_and_an_ended_terminal_is_a_no(
+    typed: str, is_agreed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    if is_agreed:
+        ask("Really?", yes=False)
+    else:
+        with pytest.raises(CommandFailed, match="nothing was done"):
+            ask("Really?", yes=False)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "Really? [y/N] ")
+
+
+def test_nobody_is_asked_who_agreed_before_or_is_no_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    ask("Really?", yes=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    ask("Really?", yes=False)
 
 
 def test_a_failure_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,5 +111,5 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "s", "5", "5y", "-1s", "0s", "nans", "1e99d"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"duration|float"):
+    with pytest.raises(ValueError, match="is no duration; write"):
         duration_from_text(text)

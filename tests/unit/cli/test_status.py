@@ -51,5 +51,11 @@ def test_what_is_wrong_is_said() -> None:
         processes=[{"name": "agent-0", "role": "agent", "pid": 1, "alive": False}],
     )
     text = render(broken)
-    for part in ("NOT REACHABLE", "abababab: cannot be reached", "abababab: disk is full", "(draining)", "agent-0"):
+    for part in (
+        "NOT REACHABLE",
+        "abababab does not answer: cannot be reached",
+        "abababab: disk is full",
+        "(draining)",
+        "agent-0",
+    ):
         assert part in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.status import problems
+from kvpool.cli.status import missing_nodes, problems
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -42,3 +42,8 @@ def test_a_cluster_that_is_well_has_none_and_draining_is_none() -> None:
 def test_each_thing_that_is_wrong_has_its_line(broken: dict[str, Any], said: str) -> None:
     (line,) = problems(broken)
     assert said in line
+
+
+@pytest.mark.parametrize(("expected", "said"), [(0, []), (1, []), (2, ["1 of 2 pagestores have a lease"])])
+def test_a_pagestore_that_should_be_there_is_missed(expected: int, said: list[str]) -> None:
+    assert missing_nodes(document(), expected) == said

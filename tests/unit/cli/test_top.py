@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvpool.cli.output import text_width
 from kvpool.cli.top_metrics import Samples, samples_from_text
 from kvpool.cli.top_render import BAD, SORTS, ordered, render
 from kvpool.cli.top_view import Look, NodeLook, View, natural, view
@@ -85,6 +86,8 @@ kvpool_gpuagent_load_duration_seconds_bucket{le="0.1"} 4.0
 kvpool_index_failures_total{a="x",b="y"} 1.0
 kvpool_index_failures_total{a="x",b="z"} 2.0
 kvpool_pagestore_sessions nonsense
+kvpool_pagestore_arena_used_bytes NaN
+kvpool_pagestore_disk_used_bytes +Inf
 python_info{version="3"} 1
 <html>"""
     assert samples_from_text(text) == {
@@ -130,6 +133,27 @@ def test_trouble_is_named() -> None:
     assert [(row.states, row.is_well) for row in seen.hosts] == [(["DISK OFF"], False), (["draining"], True)]
     drawn = render(seen, columns=80, lines=24)
     assert [line.style for line in drawn if "DISK OFF" in line.text] == [BAD]
+
+
+def test_a_pagestore_that_hangs_is_in_trouble_though_its_lease_lives() -> None:
+    silent = replace(node(NodeKind.PAGESTORE, 1, None), is_silent=True)
+    seen = view(look(0.0, silent), look(1.0, silent, pagestore(2)))
+    assert [(row.states, row.is_well) for row in seen.hosts] == [(["NO ANSWER", "no metrics"], False), ([], True)]
+
+
+def test_names_of_any_script_neither_overflow_nor_shift_columns() -> None:
+    names = ["\u6a21\u578b" * 20, "e\u0301" * 60, "host-2", "\u00b2", "9" * 5000]
+    nodes = []
+    for number, name in enumerate(names):
+        one = pagestore(number)
+        nodes.append(replace(one, node=replace(one.node, info=replace(one.node.info, host_id=name))))
+    hot = (("\u6a21\u578b" * 20, listed(1, 10)),)
+    seen = view(look(0.0, *nodes), replace(look(1.0, *nodes, hot=hot), keyspaces={b"k" * 16: "\u6a21" * 30}))
+    for columns in (40, 80, 81, 160):
+        drawn = render(seen, columns=columns, lines=40)
+        assert max(text_width(line.text) for line in drawn) <= columns
+    hosts = [line.text for line in render(seen, columns=160, lines=40) if line.text.endswith("  ok")]
+    assert len(hosts) == len(names) and len({text_width(line) for line in hosts}) == 1
 
 
 def test_hot_chunks_are_gathered_by_chain_group() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,18 +28,22 @@ class Index:
     """Answers look-ups by a script of errors and counts of matched chunks."""
 
     def __init__(self, *script: KvPoolError | int) -> None:
-        self.script, self.opened, self.queries = list(script), 0, list[ChainQuery]()
-        self.match_stream = SimpleNamespace(match=self.match)
+        self.script, self.opened, self.asked, self.queries = list(script), 0, 0, list[ChainQuery]()
+        self.match_stream = SimpleNamespace(match_many=self.match_many)
 
     async def open_keyspace(self, name: str, spec: object, *, timeout_s: float) -> OpenedKeyspace:
         self.opened += 1
         return OpenedKeyspace(keyspace=KEYSPACE, hash_key=bytes(32), grid=ShardGrid.of(SPEC), created=False)
 
-    async def match(self, query: ChainQuery, *, timeout_s: float) -> ChainMatch:
+    async def match_many(self, queries: Sequence[ChainQuery], *, timeout_s: float) -> list[ChainMatch | KvPoolError]:
+        self.asked += 1
+        return [self.match(query) for query in queries]
+
+    def match(self, query: ChainQuery) -> ChainMatch | KvPoolError:
         self.queries.append(query)
         answer = self.script.pop(0)
         if isinstance(answer, KvPoolError):
-            raise answer
+            return answer
         where = Location(node_id=NODE.node_id, incarnation=7, tier=Tier.DISK, shards=SPACE.shards)
         runs = (MatchRun(chunk_count=answer, locations=(where,)),) if answer else ()
         return ChainMatch(matched_chunks=answer, runs=runs, nodes={NODE.node_id: NODE})
@@ -88,9 +92,17 @@ async def test_without_a_pagestore_everything_is_a_miss_and_places_are_forgotten
     assert await pool.get(space, [], never) == []
 
 
-async def test_chunks_that_stand_alone_are_asked_for_one_by_one(made: Make) -> None:
+async def test_chunks_that_stand_alone_are_questions_of_their_own_asked_at_once(made: Make) -> None:
     index = Index(1, 0, 1)
     pool, space = made(index)
     alone = [ChunkPlace.alone(chunk.chunk_hash) for chunk in CHAIN[:3]]
     assert await pool.find(space, alone) == [True, False, True]
     assert all(query.group_head_hash == query.chunk_hashes for query in index.queries)
+    assert index.asked == 1
+
+
+async def test_one_question_that_fails_fails_the_look_up(made: Make) -> None:
+    pool, space = made(Index(1, StoreUnavailable("no Redis"), 1))
+    alone = [ChunkPlace.alone(chunk.chunk_hash) for chunk in CHAIN[:3]]
+    assert await pool.find(space, alone) == [False] * 3
+    assert pool.counts.failed_calls == 1

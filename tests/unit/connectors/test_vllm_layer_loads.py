@@ -89,7 +89,7 @@ def test_a_step_is_over_with_its_end() -> None:
 
 def test_an_agent_that_cannot_be_asked_is_the_callers_to_know() -> None:
     class Closed(FakeLink):
-        def start(self, work: Any) -> Any:
+        def start(self, work: Any, trace: Any = None) -> Any:
             raise ServiceUnavailable("closed")
 
     running = LayerLoads(Closed(None), lambda *end: None)  # type: ignore[arg-type]

@@ -184,7 +184,7 @@ def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
 
 def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
     class Loop(FakeLink):
-        def start(self, work: Any) -> Any:
+        def start(self, work: Any, trace: Any = None) -> Any:
             return background.start(work)
 
     class Slow(FakePool):

@@ -14,6 +14,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreE
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.errors import ServiceUnavailable
+from kvpool.core.tracing import TraceParent
 from kvpool.testing import ManualClock
 from tests.unit.connectors.vllm_fakes import FakeLink
 
@@ -80,7 +81,7 @@ class World:
             now_s=self.clock.monotonic_s,
         )
 
-    def load(self, *, first_token: int = 0, end_token: int = 128) -> None:
+    def load(self, *, first_token: int = 0, end_token: int = 128, trace: TraceParent | None = None) -> None:
         order = LoadOrder(
             request_id="r",
             hashes=HASHES,
@@ -91,12 +92,20 @@ class World:
             first_token=first_token,
             end_token=end_token,
             timeout_s=1.0,
+            trace=trace,
         )
         self.side.start_loads(StepOrders(step=1, loads=[order]))
 
-    def store(self, *, release: bool = False) -> None:
+    def store(self, *, release: bool = False, trace: TraceParent | None = None) -> None:
         order = StoreOrder(
-            number=1, request_id="r", hashes=HASHES, token_count=130, block_ids=BLOCKS, first_chunk=1, end_chunk=4
+            number=1,
+            request_id="r",
+            hashes=HASHES,
+            token_count=130,
+            block_ids=BLOCKS,
+            first_chunk=1,
+            end_chunk=4,
+            trace=trace,
         )
         self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
 

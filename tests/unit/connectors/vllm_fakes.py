@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from kvpool.client.engine_items import EngineMatchRun, EngineSource
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
 from kvpool.core.errors import KvPoolError
+from kvpool.core.tracing import TraceParent
 
 HASH_KEY = b"k" * 32
 
@@ -33,6 +34,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
+    trace_headers: Mapping[str, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -73,10 +75,12 @@ class FakeLink:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.held = False
+        self.traces: list[TraceParent | None] = []  # of what was started
         self._waiting: list[tuple[Callable[[], Awaitable[Any]], Future[Any]]] = []
 
-    def start(self, work: Callable[[], Awaitable[Any]]) -> Future[Any]:
+    def start(self, work: Callable[[], Awaitable[Any]], trace: TraceParent | None = None) -> Future[Any]:
         future: Future[Any] = Future()
+        self.traces.append(trace)
         self._waiting.append((work, future))
         if not self.held:
             self.go()

@@ -52,7 +52,7 @@ class Request:
     def __init__(self) -> None:
         self.request_id = self.num_prompt_tokens = self.num_computed_tokens = self.num_in_flight_tokens = None
         self.num_preemptions = self.cache_salt = self.lora_request = self.mm_features = self.prompt_embeds = None
-        self.resumable = self.skip_reading_prefix_cache = self.all_token_ids = None
+        self.resumable = self.skip_reading_prefix_cache = self.all_token_ids = self.trace_headers = None
 
     num_tokens = 0
 

@@ -12,6 +12,7 @@ from kvpool_server.config import describe
     [
         {"lease_ttl_ms": 1},
         {"max_match_chunks": 0},
+        {"max_match_questions": 0},
         {"event_streams": 0},
         {"tenant": ""},
         {"drain_s": -1.0},

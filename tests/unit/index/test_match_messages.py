@@ -1,11 +1,15 @@
 """Answers of a match stream that are put together from bytes say what the messages would."""
 
+from typing import Any
+
 import pytest
 
 from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo, NodeKind
+from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import chain_match_from_proto, chain_match_to_proto
+from kvpool.wire.convert_matches import answers_from_proto
 from kvpool_index.servicer_hot import MatchMessages
 
 NODES = [
@@ -44,6 +48,29 @@ def test_they_are_the_same(found: ChainMatch, request_id: int) -> None:
         answer = index_pb2.MatchStreamResponse.FromString(messages.pack(request_id, found))
         assert answer == index_pb2.MatchStreamResponse(request_id=request_id, match=chain_match_to_proto(found))
         assert chain_match_from_proto(answer.match) == found
+
+
+def _comparable(answer: ChainMatch | KvPoolError) -> object:
+    return (answer.reason, answer.message) if isinstance(answer, KvPoolError) else answer
+
+
+def test_several_answers_are_the_same_and_name_each_node_once() -> None:
+    answers: list[ChainMatch | KvPoolError] = [
+        MATCHES[0],
+        InvalidRequest("cut off"),
+        MATCHES[1],
+        MATCHES[2],
+        MATCHES[1],
+    ]
+    for first in (0, 1, 2):  # a miss, an error, a hit
+        messages, asked = MatchMessages(), [*answers[first:], *answers[:first]]
+        for _ in range(2):
+            answer: Any = index_pb2.MatchStreamResponse.FromString(messages.pack_several(7, asked))
+            told = answers_from_proto(answer)
+            assert answer.request_id == 7
+            assert [_comparable(each) for each in told] == [_comparable(each) for each in asked]
+            named = [node.node_id for one in (answer, *answer.more) for node in one.match.nodes]
+            assert sorted(named) == [node.node_id for node in NODES]
 
 
 def test_an_answer_is_of_its_own_match_however_many_came_before() -> None:

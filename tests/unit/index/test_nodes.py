@@ -1,5 +1,7 @@
 """The table of nodes that one replica keeps."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
@@ -95,6 +97,9 @@ def test_infos_and_loads_survive_the_store() -> None:
     assert unpack_info(pack_info(info), 77) == info
     newer = pack_info(info).replace(b"{", b'{"from_a_newer_version":1,', 1)
     assert unpack_info(newer, 77) == info
+    of_new_kind = unpack_info(pack_info(info).replace(b'"kind":2', b'"kind":9'), 77)
+    assert (of_new_kind.kind, replace(of_new_kind, kind=NodeKind.AGENT)) == (9, info)
+    assert b'"kind":9' in pack_info(of_new_kind)
     load = NodeLoad(arena_capacity_bytes=1, arena_used_bytes=2, disk_capacity_bytes=3, disk_used_bytes=4, page_count=5)
     assert unpack_load(pack_load(load)) == load
     assert unpack_load(None) == NodeLoad()

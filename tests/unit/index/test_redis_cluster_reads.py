@@ -6,9 +6,12 @@ from typing import Any, cast
 import hiredis
 import pytest
 
+from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import StoreUnavailable
 from kvpool_index.adapters.redis_cluster import ClusterLane
 from kvpool_index.adapters.redis_link import LinkOptions, RedisLink
+from kvpool_index.adapters.redis_locations import RedisLocationStore
+from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_slots import SLOT_COUNT, SlotMap
 from kvpool_index.adapters.redis_url import Login, Server
 from kvpool_index.adapters.redis_wire import Reply, pack
@@ -62,3 +65,15 @@ async def test_a_cluster_that_serves_nothing_is_an_error_and_not_empty() -> None
     """Each master answers, and says that the Cluster is down (cluster-require-full-coverage, and one is lost)."""
     with pytest.raises(StoreUnavailable):
         await lane_of(DOWN, DOWN).exchange_reachable(COMMANDS, KEYS)
+
+
+async def test_of_several_chains_those_within_reach_are_read() -> None:
+    nodes = cast("RedisNodeDirectory", None)  # reads ask for none
+    reads, changes = lane_of(DOWN, [b"value"]), lane_of(None, None)
+    store = RedisLocationStore(reads, changes, nodes, key_prefix=b"kv", tombstone_ms=1)
+    queries = [
+        ChainQuery(keyspace=bytes(16), chunk_hashes=bytes([0] * 14) + number.to_bytes(2, "big")) for number in range(64)
+    ]
+    values = await store.read_chains(queries)
+    assert {tuple(each) for each in values} == {(None,), (b"value",)}
+    assert values == [await store.read_chain(query) for query in queries]

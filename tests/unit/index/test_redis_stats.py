@@ -8,6 +8,7 @@ from kvpool_index.core.redis_stats import RedisFacts, problems_of
 
 SOUND = RedisFacts(
     version="7.2.4",
+    used_bytes=100 << 20,
     maxmemory_bytes=1 << 30,
     maxmemory_policy="noeviction",
     is_append_only=True,
@@ -31,6 +32,21 @@ def test_a_sound_one_has_none() -> None:
 )
 def test_eviction_is_one_where_memory_is_limited(policy: str, limit_bytes: int, found: set[str]) -> None:
     assert problems(replace(SOUND, maxmemory_policy=policy, maxmemory_bytes=limit_bytes)) == found
+
+
+@pytest.mark.parametrize(
+    ("share", "policy", "found"),
+    [
+        (0.89, "noeviction", set()),
+        (0.91, "noeviction", {"full"}),
+        (1.5, "noeviction", {"full"}),
+        (1.0, "lru", {"eviction"}),
+    ],
+)
+def test_so_is_memory_that_is_nearly_used_up(share: float, policy: str, found: set[str]) -> None:
+    used_bytes = int(share * SOUND.maxmemory_bytes)
+    assert problems(replace(SOUND, used_bytes=used_bytes, maxmemory_policy=policy)) == found
+    assert problems(replace(SOUND, used_bytes=used_bytes, maxmemory_bytes=0)) == set()
 
 
 def test_so_is_losing_everything_on_a_restart() -> None:

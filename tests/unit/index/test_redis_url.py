@@ -34,6 +34,11 @@ def test_passwords(host: str) -> None:
     assert login(parse_redis_url(host.format("me:secret@"))) == ("me", "secret")
 
 
+def test_what_a_url_says_shows_no_password() -> None:
+    shown = repr(parse_redis_url("redis+sentinel://:data@a:1/kv?sentinel_password=other"))
+    assert "data" not in shown and "other" not in shown
+
+
 def test_sentinels_have_a_login_of_their_own() -> None:
     parsed = parse_redis_url("redis+sentinel://:data@a:1/kv?sentinel_username=u&sentinel_password=p")
     assert parsed.sentinel_login is not None
@@ -55,6 +60,9 @@ def test_tls(url: str) -> None:
     ("url", "cause"),
     [
         ("http://h", "scheme"),
+        ("redis://:p@h?ssl_ca_certs=/ca", "ssl_ca_certs without TLS: write rediss for redis"),
+        ("redis+cluster://h?ssl_certfile=/c&ssl_keyfile=/k", "ssl_certfile, ssl_keyfile without TLS"),
+        ("rediss://h?ssl_keyfile=/k", "ssl_keyfile without ssl_certfile"),
         ("http+cluster://h", "scheme"),
         ("redis+ring://h", "scheme"),
         ("redis+sentinel://h:1", "/service"),

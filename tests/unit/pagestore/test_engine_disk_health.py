@@ -54,6 +54,21 @@ async def test_a_full_disk_is_read_only_and_loses_no_page(monkeypatch: pytest.Mo
             assert engine.gauges().disk_pages == 5
 
 
+async def test_a_full_disk_does_not_flood_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_world() as world:
+        monkeypatch.setattr(world.memory, "put_batch", full)
+        monkeypatch.setattr(world.memory, "probe", failing)
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            for number in range(30):
+                await store(running, peer, [number])
+            await eventually(lambda: running.metric("written_pages_total", outcome="failed") >= 30)
+            told = [text for text in caplog.messages if "not durable yet" in text]
+            assert len(told) == 1 and "no space left" in told[0]
+
+
 async def test_a_read_only_tier_gives_up_no_pages_for_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world() as world:
         await stored(world, [1, 2])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvpool.core.errors import InvalidRequest, StoreFault
 from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.engine_evict import Evicted, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
@@ -62,6 +64,51 @@ async def test_a_page_that_waits_for_its_write_or_is_read_goes_too() -> None:
             running.engine.pages.release(peer, [held.grant.lease_id])
             await running.engine.flush(TENANT, b"")
             assert durable(world) == set()
+            assert running.engine.gauges().arena_used_bytes == 0
+
+
+async def test_what_was_given_up_is_not_brought_back_from_the_disk_before_it_is_deleted_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1, 2])
+            await running.engine.flush(TENANT, b"")
+            disk = running.engine.evicting._disk
+            assert disk is not None
+            delete, answers = disk.delete, []
+
+            async def asked_before(keys: Sequence[PageKey]) -> None:
+                answers.append(await acquire_one(running, peer, wanted(1)))
+                await delete(keys)
+
+            monkeypatch.setattr(disk, "delete", asked_before)
+            assert await running.engine.evicting.evict(TENANT, gone([1, 2])) == Evicted(page_count=2)
+            assert [answer.grant for answer in answers] == [None], "it is not served from the moment of the call"
+            assert running.engine.gauges().staging_pages == 0
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
+
+
+async def test_a_page_given_up_while_a_slot_is_sought_for_it_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, [1])
+            await running.engine.flush(TENANT, b"")
+            assert await running.engine.evicting.evict(TENANT, gone([1], staging_only=True)) == Evicted(page_count=1)
+            space, evicting = running.engine.prefetch._flights._space, running.engine.evicting
+            find = space.find
+
+            async def find_later(*arguments: Any) -> Any:
+                assert evicting._disk is not None
+                evicting._disk.forget(page_key(1))  # as evict does; the bytes are still there
+                return await find(*arguments)
+
+            monkeypatch.setattr(space, "find", find_later)
+            assert (await acquire_one(running, peer, wanted(1))).grant is None
             assert running.engine.gauges().arena_used_bytes == 0
 
 

@@ -242,6 +242,34 @@ async def test_a_pin_that_is_turned_away_does_not_count() -> None:
             assert running.engine.retained.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_what_happens_to_other_chunks_while_many_are_pinned_is_not_undone(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_world(clock=ManualClock()) as world:
+        async with engine_at(world, linger_ms=60_000) as (running, peer, _):
+            retained = running.engine.retained
+            for number in (0, 1, 19):
+                await put(running, peer, number, pinned_until_us=0 if pinned else 1 << 60)
+            await put(running, peer, 2)
+            keys_of = retained._keys
+
+            def keys_later(name: bytes) -> list[PageKey]:
+                if name.endswith(page_key(19).chunk_hash) and retained._ledger.find(page_key(0)) is not None:
+                    retained._ledger.drop(page_key(0))
+                    longer = replace(metadata(1), priority=7)
+                    assert retained.extend(page_key(1), PAGE_BYTES, longer, []) is None
+                return keys_of(name)
+
+            monkeypatch.setattr(retained, "_keys", keys_later)
+            hashes = [page_key(number).chunk_hash for number in range(20) if number != 2]
+            until_us = 1 << 60 if pinned else 0
+            assert await retained.pin(TENANT, KEYSPACE, hashes, until_us) == 2
+            assert retained.pinned_bytes == (2 * PAGE_BYTES if pinned else 0), "a page that has gone counts no more"
+            kept = retained._kept(page_key(1))
+            assert kept is not None and (kept.priority, kept.pinned_until_us) == (7, until_us)
+
+
 async def test_storing_many_pages_again_costs_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):

@@ -8,6 +8,8 @@ import threading
 import pytest
 
 from kvpool.testing import eventually
+from kvpool_pagestore import engine_writeback
+from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_pages import WantedPage
 from tests.fixtures.pagestore import TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
@@ -69,3 +71,28 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             async with asyncio.timeout(5):
                 await engine.flush(TENANT, b"")
             assert [found.key for found in world.memory.scan()] == [page_key(1)]
+
+
+async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, undecided = list[object](), engine_writeback._undecided
+
+    def noted(page: DirtyPage, failures_before: int) -> bool:
+        looked.append(page)
+        return undecided(page, failures_before)
+
+    monkeypatch.setattr(engine_writeback, "_undecided", noted)
+    with new_world() as world:
+        async with running_engine(world, linger_ms=PATIENT_MS) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = threading.Event()
+            await store(running, peer, [1])
+            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
+            await eventually(lambda: bool(looked))
+            looked.clear()
+            for number in range(2, 12):
+                await store(running, peer, [number])
+            looked_count = len(looked)
+            world.memory.gate.set()
+            async with asyncio.timeout(5):
+                assert await flushing == (1, 0)
+            assert looked_count == 0

@@ -20,6 +20,7 @@ from kvpool.tracing.provider import tracer_with
 from kvpool.v1 import index_pb2
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+LONG = "01" + PARENT[2:] + "-" + "a" * 1_000_000  # of a later version, which may say more
 
 
 class Recorded:
@@ -64,15 +65,55 @@ def test_tracestate_goes_along() -> None:
     assert message.trace.tracestate == "vendor=1"
 
 
+def test_tracestate_goes_along_with_work_that_requests_share() -> None:
+    recorded, message = Recorded(), index_pb2.MatchStreamRequest()
+    carried = index_pb2.MatchStreamRequest()
+    carried.trace.traceparent, carried.trace.tracestate = PARENT, "vendor=1"
+    causes: list[object | None] = []
+    for trace_of in (carried.trace, None):
+        with recorded.tracer.request("one", trace_of):
+            causes.append(recorded.tracer.here())
+    with recorded.tracer.part_of(causes, "shared"):
+        recorded.tracer.stamp(message)
+    assert len(recorded.span("shared").links) == 1
+    assert message.trace.tracestate == "vendor=1"
+
+
 @pytest.mark.parametrize(
-    "parent", ["", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "zz" + PARENT[2:], PARENT[:-1], "\u00e9" * 55]
+    "parent", ["", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "zz" + PARENT[2:], PARENT[:-1], "\u00e9" * 55, LONG]
 )
-def test_what_cannot_be_read_begins_a_trace_and_is_no_error(parent: str) -> None:
+def test_what_cannot_be_read_begins_a_trace_and_is_no_error(parent: str, caplog: pytest.LogCaptureFixture) -> None:
     recorded, message = Recorded(), index_pb2.MatchStreamRequest()
     message.trace.traceparent = parent
     with recorded.tracer.request("other", kind=SpanKind.CLIENT), recorded.tracer.request("mine", message.trace):
         pass
     assert recorded.span("mine").parent is None
+    assert not caplog.records, "or each request of a hostile client would write a line"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ",".join(f"v{at}={'x' * 100}" for at in range(30)),
+        ",".join(f"v{at}=x" for at in range(33)),
+        "no member",
+        "vendor=\u00e9",
+        "vendor=1\nlevel=error",
+        "a=1,b",
+        "0a=1",
+        "a= ",
+    ],
+)
+def test_a_tracestate_that_cannot_be_read_is_left_out_and_the_trace_goes_on(
+    state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded, message, onward = Recorded(), index_pb2.MatchStreamRequest(), index_pb2.MatchStreamRequest()
+    message.trace.traceparent, message.trace.tracestate = PARENT, state
+    with recorded.tracer.request("mine", message.trace):
+        recorded.tracer.stamp(onward)
+    assert onward.trace.traceparent.startswith(PARENT[:35])
+    assert not onward.trace.tracestate
+    assert not caplog.records
 
 
 def test_who_is_not_sampled_says_so_to_the_next() -> None:
@@ -138,6 +179,22 @@ def test_errors_are_told_by_their_reason_alone() -> None:
     assert span.attributes["error.type"] == "ARENA_FULL"
     assert not span.status.description
     assert not span.events
+    later = recorded.tracer.request("ended elsewhere")
+    with pytest.raises(ArenaFull), later.current():
+        raise ArenaFull("page 0123 of /data/secret")
+    later.end()
+    span = recorded.span("ended elsewhere")
+    assert not span.status.description and not span.events
+
+
+def test_a_batch_of_many_requests_is_linked_to_some_of_them() -> None:
+    recorded, causes = Recorded(), list[object | None]()
+    for _ in range(40):
+        with recorded.tracer.request("one"):
+            causes.append(recorded.tracer.here())
+    with recorded.tracer.linked("batch", causes):
+        pass
+    assert len(recorded.span("batch").links) == 32
 
 
 async def test_an_engines_own_span_is_continued_into_tasks_and_left_as_it_was() -> None:

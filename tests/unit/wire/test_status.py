@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.core import errors
 from kvpool.core.errors import ERRORS_BY_REASON, KvPoolError
-from kvpool.wire.status import STATUS_BY_ERROR, error_from_reason, error_from_rpc, error_to_status
+from kvpool.wire.status import STATUS_BY_ERROR, error_from_reason, error_from_rpc, error_from_status, error_to_status
 
 
 def over_the_wire(error: KvPoolError) -> KvPoolError:
@@ -104,3 +104,13 @@ async def test_real_connection_refusal_of_both_libraries() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as aio_failure:
             await channel.unary_unary("/t.T/M")(b"", timeout=5)
     assert isinstance(error_from_rpc(aio_failure.value), errors.ServiceUnavailable)
+
+
+@pytest.mark.parametrize(("address", "explained"), [("ipv4:10.0.0.1:7100", True), ("unix:/run/kvpool/x.sock", False)])
+def test_a_connection_that_was_closed_at_once_may_be_for_tls_but_not_on_a_unix_socket(
+    address: str, explained: bool
+) -> None:
+    said = f"failed to connect to all addresses; last error: UNAVAILABLE: {address}: Socket closed"
+    error = error_from_status(grpc.StatusCode.UNAVAILABLE, said, ())
+    assert isinstance(error, errors.ServiceUnavailable) and said in error.message
+    assert ("tls_ca_file" in error.message) is explained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.wire import tls_files
 from kvpool.wire.certificates import Validity, read_certificates
 from kvpool.wire.tls import TlsCredentials
 from kvpool.wire.tls_files import TlsFiles, read_files
@@ -103,6 +103,62 @@ def test_the_authority_that_ends_first_counts(authority: Authority, tmp_path: Pa
     assert read_files(files, 1)[1].ca_validity.not_after_s == not_after_s(short.pem)
 
 
+def test_files_that_are_replaced_between_two_reads_are_read_again(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the key of one certificate would be shown with another."""
+    files = authority.issue(tmp_path / "own")
+    content_of = tls_files._content
+
+    def read_then_renew(name: str, path: Path) -> bytes:
+        content = content_of(name, path)
+        if name == "tls_cert_file":
+            monkeypatch.undo()
+            authority.issue(tmp_path / "own")
+        return content
+
+    monkeypatch.setattr(tls_files, "_content", read_then_renew)
+    _, material = read_files(files, 1)
+    assert files.cert_file is not None and material.cert_pem == files.cert_file.read_bytes()
+
+
+def test_half_a_renewal_whose_rest_comes_while_it_is_read_is_no_failure(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = authority.issue(tmp_path / "own")
+    assert files.key_file is not None
+    good = files.key_file.read_bytes()
+    put(files.key_file, b"half")
+    content_of = tls_files._content
+
+    def read_then_write_the_rest(name: str, path: Path) -> bytes:
+        content = content_of(name, path)
+        if name == "tls_ca_file":
+            monkeypatch.undo()
+            put(tmp_path / "own" / "tls.key", good)
+            raise InvalidRequest("half of it was written")
+        return content
+
+    monkeypatch.setattr(tls_files, "_content", read_then_write_the_rest)
+    assert read_files(files, 1)[1].key_pem == good
+
+
+def test_files_that_are_never_at_rest_are_given_up(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = authority.issue(tmp_path / "own")
+    content_of = tls_files._content
+
+    def read_and_touch(name: str, path: Path) -> bytes:
+        content = content_of(name, path)
+        put(path, content)
+        return content
+
+    monkeypatch.setattr(tls_files, "_content", read_and_touch)
+    with pytest.raises(InvalidRequest, match="change all the time"):
+        read_files(files, 1)
+
+
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="belong together"):
         TlsFiles(ca_file=tmp_path / "ca", cert_file=tmp_path / "cert")
@@ -137,81 +193,3 @@ def test_what_cannot_be_used_is_named(
         put(path, content)
     with pytest.raises(InvalidRequest, match=cause):
         TlsCredentials(files)
-
-
-def test_a_renewal_is_seen_at_the_next_look(authority: Authority, tmp_path: Path) -> None:
-    files = authority.issue(tmp_path / "own")
-    credentials = TlsCredentials(files)
-    before = credentials.current()
-    assert credentials.channel_credentials() == credentials.channel_credentials()
-    authority.issue(tmp_path / "own", days=20)
-    after = credentials.current()
-    assert (before.generation, after.generation, credentials.channel_credentials()[0]) == (1, 2, 2)
-    assert before.validity != after.validity
-    assert credentials.current() is after
-
-
-def test_a_renewal_behind_a_link_is_seen(authority: Authority, tmp_path: Path) -> None:
-    """As orchestrators renew: files are links into a directory that is itself a link, which is swapped."""
-    for name in ("first", "second"):
-        authority.issue(tmp_path / name)
-    (tmp_path / "data").symlink_to("first")
-    for name in ("ca.crt", "tls.crt", "tls.key"):
-        (tmp_path / name).symlink_to(f"data/{name}")
-    credentials = TlsCredentials(
-        TlsFiles(ca_file=tmp_path / "ca.crt", cert_file=tmp_path / "tls.crt", key_file=tmp_path / "tls.key")
-    )
-    (tmp_path / "data.new").symlink_to("second")
-    (tmp_path / "data.new").replace(tmp_path / "data")
-    assert credentials.current().cert_pem == (tmp_path / "second" / "tls.crt").read_bytes()
-
-
-def test_a_renewal_that_cannot_be_used_is_told_once_and_left(
-    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = authority.issue(tmp_path / "own")
-    credentials = TlsCredentials(files)
-    good = credentials.current()
-    assert files.key_file is not None
-    put(files.key_file, b"half a renewal")
-    assert credentials.current() is good is credentials.current()
-    files.key_file.unlink()
-    assert credentials.current() is good is credentials.current()
-    assert credentials.reload_failure_count == 2
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "tls_key_file" in caplog.text and "stay in use" in caplog.text
-    authority.issue(tmp_path / "own")
-    assert credentials.current().generation == 2
-
-
-@pytest.mark.parametrize(("days_later", "words"), [(11, "expired on"), (-2, "is not valid before")])
-def test_dates_that_have_passed_are_told_once(
-    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, days_later: int, words: str
-) -> None:
-    now_s = datetime.now(UTC).timestamp()
-    files = authority.issue(tmp_path / "own")
-    credentials = TlsCredentials(files, now_s=lambda: now_s)
-    assert not caplog.records
-    now_s += days_later * 86400
-    credentials.current()
-    credentials.current()
-    told = [record.getMessage() for record in caplog.records if str(files.cert_file) in record.getMessage()]
-    assert len(told) == 1 and words in told[0] and "without a restart" in told[0]
-
-
-@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o604, True)])
-def test_a_key_that_everybody_can_read_is_told(
-    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
-) -> None:
-    files = authority.issue(tmp_path / "own")
-    assert files.key_file is not None
-    files.key_file.chmod(mode)
-    with caplog.at_level(logging.WARNING):
-        TlsCredentials(files)
-    assert ("chmod 600" in caplog.text) is warned
-
-
-def test_a_client_without_a_key_cannot_serve(authority: Authority, tmp_path: Path) -> None:
-    files = authority.issue(tmp_path / "own")
-    with pytest.raises(InvalidRequest, match="tls_cert_file and tls_key_file"):
-        TlsCredentials(TlsFiles(ca_file=files.ca_file)).server_credentials(require_client_cert=False)

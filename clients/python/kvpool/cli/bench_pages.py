@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,8 @@ def measure_pages(state_dir: Path | None, plan: PagesPlan) -> Results:
     results = Results()
     size_bytes = plan.page_count * PAGE_BYTES
     # No disk tier here: writing back would take its share of processor and memory from whatever is measured meanwhile.
-    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 4), disk_bytes=0)
+    # A round has four times size_bytes in the arena, where slots are somewhat larger than pages.
+    options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(size_bytes * 5), disk_bytes=0)
     with (
         running_cluster(state_dir) if state_dir else bench_cluster(options) as (state, _),
         _Local(state, plan) as local,
@@ -86,7 +87,8 @@ class _Local:
             stack.callback(self._transfer.close)
             self._bare = BareStream(PAGE_BYTES, plan.page_count, FRAME_BYTES)
             stack.callback(self._bare.close)
-            self._flush = stack.enter_context(_flusher(pagestore))
+            self._control = _Control(pagestore)
+            stack.callback(self._control.close)
             self._copy = CopyBaseline(PAYLOAD_BYTES, plan.page_count)
             self._stack = stack.pop_all()
 
@@ -109,7 +111,7 @@ class _Local:
         written = session.keys(2 * _SEED + number)
         engine.fill(number)
         sample("arena put, contiguous tensor", self._copy.rate, memcpy, lambda: engine.put_rate(chain))
-        self._flush()
+        self._control.flush()
         expected = engine.in_prompt_order()
         engine.fill(number + 1)
         sample("arena get, contiguous tensor", self._copy.rate, memcpy, lambda: engine.get_rate(chain)[0])
@@ -120,14 +122,16 @@ class _Local:
             raise CommandFailed("what was loaded is not what was stored")
         other = blocks.chain(3 * _SEED + number)
         sample("arena put, 16-token blocks", self._copy.rate, memcpy, lambda: blocks.put_rate(other))
-        self._flush()
+        self._control.flush()
         sample("arena put, session alone", self._copy.rate, memcpy, lambda: session.put_rate(keys))
-        self._flush()
+        self._control.flush()
         sample("arena get, session alone", self._copy.rate, memcpy, lambda: session.get_rate(keys))
         sample("stream write", self._bare.write_rate, bare, lambda: transfer.write_rate(written))
-        self._flush()
+        self._control.flush()
         sample("stream read", self._bare.read_rate, bare, lambda: transfer.read_rate(keys, verified=False))
         sample("stream read, verified", self._bare.read_rate, bare, lambda: transfer.read_rate(keys, verified=True))
+        # Or the pagestore would choose what to give up, and of this round rather than of an earlier one that was read.
+        self._control.clear(session.keyspace)
 
 
 def _measure_disk(plan: PagesPlan, results: Results) -> None:
@@ -138,7 +142,8 @@ def _measure_disk(plan: PagesPlan, results: Results) -> None:
     with bench_cluster(options) as (state, directory), ExitStack() as stack:
         engine = BenchEngine(f"unix:{endpoint_of(state, 'agent', 'socket')}", CONTIGUOUS, plan.disk_chunks)
         stack.callback(engine.close)
-        flush = stack.enter_context(_flusher(f"unix:{endpoint_of(state, 'pagestore', 'socket')}"))
+        control = _Control(f"unix:{endpoint_of(state, 'pagestore', 'socket')}")
+        stack.callback(control.close)
         plain = FileBaseline(directory, engine.size_bytes, PAYLOAD_BYTES)
         stack.callback(plain.remove)
         chains = [engine.chain(_SEED + number) for number in range(plan.disk_rounds + 3)]
@@ -147,7 +152,7 @@ def _measure_disk(plan: PagesPlan, results: Results) -> None:
             engine.fill(number)
             baseline = plain.write_rate(_FILE_THREADS_WRITE)
             put_rate = engine.put_rate(chain)
-            value = _durable_rate(engine.size_bytes, put_rate, flush())
+            value = _durable_rate(engine.size_bytes, put_rate, control.flush())
             if number:
                 results.add("disk put, until durable", "GB/s", value, baseline, "plain file, 2 threads, fdatasync")
         for number, chain in enumerate(chains[: plan.disk_rounds + 1]):
@@ -166,24 +171,28 @@ def _durable_rate(size_bytes: int, put_rate: float, flush_s: float) -> float:
     return size_bytes / (size_bytes / put_rate + flush_s * 1e9)
 
 
-@contextmanager
-def _flusher(endpoint: str) -> Iterator[Callable[[], float]]:
-    """Flushes a pagestore and returns how many seconds that took. Raises KvPoolError."""
-    loop = BackgroundLoop()
-    control = loop.run(lambda: _open_control(endpoint))
+class _Control:
+    """The control calls of a pagestore. Each raises KvPoolError."""
 
-    def flush() -> float:
+    def __init__(self, endpoint: str) -> None:
+        self._loop = BackgroundLoop()
+        self._control = self._loop.run(lambda: _open_control(endpoint))
+
+    def flush(self) -> float:
+        """Flush; how many seconds that took."""
         started_s = time.perf_counter()
-        outcome = loop.run(control.flush)
+        outcome = self._loop.run(self._control.flush)
         if outcome.failed_count:
             raise CommandFailed(f"{outcome.failed_count} pages could not be written to disk")
         return time.perf_counter() - started_s
 
-    try:
-        yield flush
-    finally:
-        loop.run(control.close)
-        loop.stop()
+    def clear(self, keyspace: bytes) -> None:
+        """Drop the keyspace's pages."""
+        self._loop.run(lambda: self._control.clear(keyspace))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._loop.end(self._control.close)
 
 
 async def _open_control(endpoint: str) -> PageStoreControl:

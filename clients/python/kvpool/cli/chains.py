@@ -48,7 +48,7 @@ def read_tokens(name: str) -> list[int]:
         raise CommandFailed(f"{name} cannot be read: {error}") from error
     try:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandFailed(f"{name} is neither a JSON list nor integers separated by blanks: {error}") from error
     wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < 1 << 32), None)
     if wrong is not None:

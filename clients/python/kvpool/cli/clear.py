@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, table
-from kvpool.cli.targets import add_target, find_target, on_every_pagestore, run
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, print_json, table
+from kvpool.cli.targets import add_target, describe, find_target, on_every_pagestore, run, said
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
 
@@ -17,6 +17,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--keyspace", default="", metavar="NAME", help="only this one (default: all)")
     parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="a document for programs")
     parser.set_defaults(run=run_clear)
 
 
@@ -30,11 +31,18 @@ def run_clear(arguments: argparse.Namespace) -> int:
         return await control.clear(keyspace, timeout_s=CLEAR_TIMEOUT_S)
 
     answers = run(on_every_pagestore(target, arguments.keyspace, clear))
+    if arguments.json:
+        nodes = [
+            describe(node, answer) | {"pages": 0 if isinstance(answer, KvPoolError) else answer}
+            for node, answer in answers
+        ]
+        print_json({"version": 1, "nodes": nodes})
+        return EXIT_FAILED if any(node["error"] for node in nodes) else EXIT_OK
     rows = [
         [
             node.info.node_id.hex()[:8],
             node.info.host_id,
-            *(["-", page_count.message] if isinstance(page_count, KvPoolError) else [page_count, ""]),
+            *(["-", said(page_count)] if isinstance(page_count, KvPoolError) else [page_count, ""]),
         ]
         for node, page_count in answers
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvpool.cli.output import EXIT_OK
 
 SHELLS = ("bash", "zsh", "fish")
+_FILES = ("FILE", "OUTPUT", "TRACE", "RESULT")  # as positional arguments that are files are called
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ class Path:
     actions: tuple[tuple[str, str], ...]  # name and summary
     values: tuple[str, ...]  # choices of positional arguments
     options: tuple[Option, ...]
+    takes_files: bool
 
     @property
     def key(self) -> str:
@@ -55,6 +57,7 @@ def walk(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterat
     """The tree of a parser, the root first."""
     actions: list[tuple[str, str]] = []
     values: list[str] = []
+    takes_files = False
     options: list[Option] = []
     below: list[tuple[str, argparse.ArgumentParser]] = []
     for action in parser._actions:
@@ -68,7 +71,9 @@ def walk(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterat
             options += [Option(flag, _plain(action.help or ""), takes_value, choices) for flag in action.option_strings]
         elif action.choices is not None:
             values += map(str, action.choices)
-    yield Path(words, tuple(actions), tuple(values), tuple(options))
+        else:
+            takes_files |= action.metavar in _FILES
+    yield Path(words, tuple(actions), tuple(values), tuple(options), takes_files)
     for name, sub in below:
         yield from walk(sub, (*words, name))
 
@@ -80,20 +85,20 @@ def bash_script(paths: list[Path]) -> str:
 declare -A _kvpool_paths=({known})
 {_cases(paths)}
 _kvpool() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} at="" offered="" word
+  local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} at="" offered="" files="" word
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
     local longer="${{at:+$at }}$word"
     [[ -n ${{_kvpool_paths[$longer]:-}} ]] && at=$longer
   done
   COMPREPLY=()
   if [[ $before == -* ]] && _kvpool_offer "$at" "$before"; then
-    [[ -n $offered ]] && COMPREPLY=($(compgen -W "$offered" -- "$current")) \\
-      || COMPREPLY=($(compgen -f -- "$current"))
+    if [[ -n $offered ]]; then COMPREPLY=($(compgen -W "$offered" -- "$current"))
+    else mapfile -t COMPREPLY < <(compgen -f -- "$current"); fi
     return
   fi
   _kvpool_offer "$at" ""
-  COMPREPLY=($(compgen -W "$offered" -- "$current"))
-  [[ ${{#COMPREPLY[@]}} -eq 0 && $current != -* ]] && COMPREPLY=($(compgen -f -- "$current"))
+  [[ -n $files && $current != -* ]] || COMPREPLY=($(compgen -W "$offered" -- "$current"))
+  [[ ${{#COMPREPLY[@]}} -eq 0 && $current != -* ]] && mapfile -t COMPREPLY < <(compgen -f -- "$current")
 }}
 complete -o filenames -F _kvpool kvpool"""
 
@@ -108,7 +113,7 @@ typeset -gA _kvpool_paths
 _kvpool_paths=({known})
 {_cases(paths)}
 _kvpool() {{
-  local before=${{words[CURRENT-1]}} at="" offered="" word longer
+  local before=${{words[CURRENT-1]}} at="" offered="" files="" word longer
   for word in "${{(@)words[2,CURRENT-1]}}"; do
     longer="${{at:+$at }}$word"
     [[ -n ${{_kvpool_paths[$longer]}} ]] && at=$longer
@@ -118,6 +123,7 @@ _kvpool() {{
     return
   fi
   _kvpool_offer "$at" ""
+  if [[ -n $files && ${{words[CURRENT]}} != -* ]]; then _files; return; fi
   compadd -- ${{=offered}}
   [[ ${{words[CURRENT]}} == -* || -z $at ]] || _files
 }}
@@ -125,18 +131,29 @@ compdef _kvpool kvpool"""
 
 
 def _cases(paths: list[Path]) -> str:
-    """A function for bash and zsh: sets `offered` to what may follow a path, or to the values of an option there."""
+    """A function for bash and zsh: sets `offered` to what may follow a path, or to the values of an option there.
+
+    It sets `files` where files may follow, which are more likely meant than an option that was not begun.
+    """
     below = []
     for path in paths:
         words = [name for name, _ in path.actions] + list(path.values) + [option.flag for option in path.options]
-        below.append(f'    "{path.key}") offered="{" ".join(words)}" ;;')
+        files = " files=1" if path.takes_files else ""
+        below.append(f'    "{path.key}") offered="{" ".join(words)}"{files} ;;')
     values = [
         f'    "{path.key} {option.flag}") offered="{" ".join(option.values)}"; return 0 ;;'
         for path in paths
         for option in path.options
         if option.takes_value
     ]
-    lines = ["_kvpool_offer() {", '  offered=""', '  case "$1 $2" in', *values, "  esac", "  [[ -n $2 ]] && return 1"]
+    lines = [
+        "_kvpool_offer() {",
+        '  offered="" files=""',
+        '  case "$1 $2" in',
+        *values,
+        "  esac",
+        "  [[ -n $2 ]] && return 1",
+    ]
     return "\n".join([*lines, '  case "$1" in', *below, "  esac", "}"])
 
 

@@ -17,6 +17,7 @@ from kvpool.cli.targets import (
     on_pagestores,
     open_index,
     run,
+    said,
 )
 from kvpool.client.pagestore_control import EvictOutcome, PageStoreControl
 from kvpool.core.cluster import LiveNode
@@ -108,7 +109,7 @@ def to_document(answers: Answers) -> dict[str, Any]:
                 "evicted_pages": done.page_count if done else 0,
                 "pinned_pages": done.pinned_count if done else 0,
                 "undurable_pages": done.undurable_count if done else 0,
-                "error": answer.message if isinstance(answer, KvPoolError) else "",
+                "error": said(answer) if isinstance(answer, KvPoolError) else "",
             }
         )
     return {"version": 1, "nodes": nodes}
@@ -123,7 +124,7 @@ def render(answers: Answers) -> str:
             *(
                 [answer.page_count, answer.pinned_count, answer.undurable_count, ""]
                 if isinstance(answer, EvictOutcome)
-                else ["-", "-", "-", answer.message]
+                else ["-", "-", "-", said(answer)]
             ),
         ]
         for node, answer in answers

@@ -14,7 +14,7 @@ from kvpool import __version__
 from kvpool.cli.chains import chain_of, read_tokens
 from kvpool.cli.export_file import ExportWriter
 from kvpool.cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches, plan_of_chain
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, size
 from kvpool.cli.progress import Progress
 from kvpool.cli.targets import (
     Target,
@@ -27,6 +27,7 @@ from kvpool.cli.targets import (
     open_pagestore,
     open_transfer,
     run,
+    said,
 )
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.cluster import NodeInfo
@@ -73,7 +74,10 @@ class Exported:
 def run_export(arguments: argparse.Namespace) -> int:
     """Export; exit code 1 if chunks that were there could not be read. The file is whole in itself even then."""
     tokens = [read_tokens(name) for name in arguments.tokens]
-    exported = run(_export(find_target(arguments), arguments, tokens))
+    target = find_target(arguments)
+    manifest, opened, planned = run(_prepare(target, arguments, tokens))
+    # In this thread and not below an event loop, which would end only with the last page: Ctrl-C must end it at once.
+    exported = _write(target, arguments.output, manifest, opened, planned)
     if arguments.json:
         print_json(to_document(exported))
     else:
@@ -81,7 +85,10 @@ def run_export(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if exported.missing_chunks else EXIT_OK
 
 
-async def _export(target: Target, arguments: argparse.Namespace, tokens: Sequence[Sequence[int]]) -> Exported:
+async def _prepare(
+    target: Target, arguments: argparse.Namespace, tokens: Sequence[Sequence[int]]
+) -> tuple[Manifest, OpenedKeyspace, Sequence[PlannedChunk]]:
+    """What the file is of, and what goes into it. raises: CommandFailed if that is nothing."""
     async with open_index(target) as index:
         named = await keyspace_of_name(index, arguments.keyspace)
         opened = await index.open_keyspace(named.name, named.spec)
@@ -98,7 +105,7 @@ async def _export(target: Target, arguments: argparse.Namespace, tokens: Sequenc
         planned = await _plan(target, index, opened, named.name, tokens)
     if not planned:
         raise CommandFailed(f"the cluster holds nothing of it in keyspace {named.name}; see `kvpool match`")
-    return await asyncio.to_thread(_write, target, arguments.output, manifest, opened, planned)
+    return manifest, opened, planned
 
 
 async def _plan(
@@ -119,7 +126,7 @@ async def _plan(
                 async for chunk in control.list_chunks(opened.keyspace, timeout_s=_LIST_TIMEOUT_S):
                     listed.add(node, chunk)
         except KvPoolError as error:
-            raise CommandFailed(f"pagestore {describe_node(node)} does not list its chunks: {error.message}") from error
+            raise CommandFailed(f"pagestore {describe_node(node)} does not list its chunks: {said(error)}") from error
 
     nodes = await live_pagestores(index)
     await asyncio.gather(*(listing(node.info) for node in nodes))
@@ -150,6 +157,9 @@ def _write(
             raise CommandFailed(f"no chunk could be read ({_reasons(exported.failures)}); see `kvpool status`")
         exported.digest = writer.finish(opened.hash_key)
         exported.chunk_count, exported.size_bytes = len(writer.chain), writer.pages_bytes
+    except KeyboardInterrupt:
+        say(f"interrupted: {output}.partial has what was read so far, and the same command goes on with it")
+        raise
     finally:
         writer.close()
     return exported

@@ -72,6 +72,9 @@ class ExportReader:
             head = self._take(HEAD_BYTES)
             self.manifest = manifest_of(head, self._take(manifest_bytes(head)))
             self._payload_sizes = self.manifest.payload_sizes()
+        except ExportRefused as error:
+            self._file.close()
+            raise ExportRefused(f"{path} is refused: {error.message}") from error
         except BaseException:
             self._file.close()
             raise
@@ -143,19 +146,29 @@ class ExportReader:
         return ExportRefused(f"{self._path} is refused at byte {self._file.tell()}: {why}")
 
 
-def _check_replaceable(path: Path) -> None:
+def _check_replaceable(path: Path, partial: Path) -> None:
     """An earlier export may be replaced, nothing else: a FILE of tokens is easily named in its place."""
     if path.is_dir():
         raise CommandFailed(f"{path} is a directory; name a file in it")
+    if _first_bytes(path) not in (None, MAGIC):
+        raise CommandFailed(f"{path} exists and is no export; the OUTPUT comes before the FILEs of tokens")
+    # It is cut off where it stops being ours, so a file that somebody else left under that name would be lost.
+    begun = _first_bytes(partial)
+    if begun is not None and not MAGIC.startswith(begun):
+        raise CommandFailed(f"{partial} exists and is no unfinished export; move it away, or name another OUTPUT")
+
+
+def _first_bytes(path: Path) -> bytes | None:
+    """As many as the magic has; None where there is no such file. raises: CommandFailed."""
     if not path.exists():
-        return
+        return None
+    if not path.is_file():  # opening a pipe would wait for somebody to write
+        raise CommandFailed(f"{path} exists and is no regular file; name another")
     try:
         with path.open("rb") as file:
-            head = file.read(len(MAGIC))
+            return file.read(len(MAGIC))
     except OSError as error:
         raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
-    if head != MAGIC:
-        raise CommandFailed(f"{path} exists and is no export; the OUTPUT comes before the FILEs of tokens")
 
 
 class ExportWriter:
@@ -168,7 +181,7 @@ class ExportWriter:
         self.chain = ChainCheck()
         self.pages_bytes = 0
         self._digest: Digest = new_digest()
-        _check_replaceable(path)
+        _check_replaceable(path, self._partial)
         try:
             self._file: BinaryIO = self._partial.open("ab")
         except OSError as error:

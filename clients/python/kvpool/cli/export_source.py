@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class PageFetcher:
         self._payload_sizes = manifest.payload_sizes()
         self._open_client = open_client
         self._clients: dict[str, PageTransferClient] = {}
+        self._lock = threading.Lock()  # of clients, and of whether more of them may be made
+        self._closed = False
         self._threads = ThreadPoolExecutor(_NODES_AT_ONCE, "export")
         self.failures: dict[str, int] = {}  # why pages could not be read, and how often
 
@@ -112,9 +115,12 @@ class PageFetcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for client in self._clients.values():
+        with self._lock:
+            self._closed = True
+            clients = list(self._clients.values())
+        for client in clients:  # which ends what they read, so that nobody waits for a node that hangs
             client.close()
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def fetch(self, chunks: Sequence[PlannedChunk]) -> list[FetchedChunk | None]:
         """Each chunk, or None where some page of it could be had from none of its sources."""
@@ -140,9 +146,9 @@ class PageFetcher:
         return fetched
 
     def _read(self, endpoint: str, pages: Sequence[_Page]) -> None:
-        client = self._clients.get(endpoint)
-        if client is None:  # a node's pages are read by one thread at a time
-            client = self._clients[endpoint] = self._open_client(endpoint)
+        client = self._client(endpoint)
+        if client is None:
+            return
 
         def settled(item: int, error: KvPoolError | None, hit: bool) -> None:
             page = pages[item]
@@ -159,6 +165,14 @@ class PageFetcher:
             for page in pages
         ]
         client.read_pages([(self._keyspace, self._spec)], items, settled, timeout_s=_READ_TIMEOUT_S)
+
+    def _client(self, endpoint: str) -> PageTransferClient | None:
+        """None once the fetcher was closed."""
+        with self._lock:
+            client = self._clients.get(endpoint)
+            if client is None and not self._closed:
+                client = self._clients[endpoint] = self._open_client(endpoint)
+            return client
 
 
 class _Page:

@@ -34,7 +34,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copies", type=int, default=1, metavar="N", help="nodes to store each page on (default 1)")
     parser.add_argument("--keep-pins", action="store_true", help="pins come along, as far as the nodes allow them")
     parser.add_argument(
-        "--digest", default="", metavar="HEX", help="refuse a file of another digest than `export` told"
+        "--digest", default=None, metavar="HEX", help="refuse a file of another digest than `export` told"
     )
     parser.add_argument(
         "--verify-only", action="store_true", help="verify the file and store nothing; needs no cluster"
@@ -62,6 +62,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     """Import; exit code 1 for a file that is refused, or if any of its chunks could not be stored."""
     if not 1 <= arguments.copies <= 16:
         raise CommandFailed(f"--copies must be 1 to 16, got {arguments.copies}")
+    if arguments.digest == "":  # as a shell's variable that was never set
+        raise CommandFailed("--digest is empty; give the digest that `kvpool export` told, or leave the option out")
     target = None if arguments.verify_only else find_target(arguments)
     imported = _verified(arguments.file, arguments.digest)
     if target is not None:
@@ -73,15 +75,15 @@ def run_import(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if imported.failed_chunks else EXIT_OK
 
 
-def _verified(path: Path, digest: str) -> Imported:
-    """What a whole file says of itself. raises: ExportRefused."""
+def _verified(path: Path, digest: str | None) -> Imported:
+    """What a whole file says of itself. digest: None takes any. raises: ExportRefused."""
     with ExportReader(path) as reader:
         progress = Progress("verify", reader.size_bytes)
         for _ in reader.chunks():
             progress.show(reader.good_bytes)
         progress.end()
         assert reader.end is not None
-        if digest and reader.end.digest.hex() != digest.lower():
+        if digest is not None and reader.end.digest.hex() != digest.lower():
             raise ExportRefused(f"{path} has the digest {reader.end.digest.hex()} and not the one that was named")
         return Imported(manifest=reader.manifest, end=reader.end, marks=reader.marks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -50,6 +51,14 @@ COMMANDS = {
         "doctor.command",
         "look for what commonly goes wrong on this machine and in the cluster, with its cure",
         ("kvpool doctor", "kvpool doctor --index index-0:7100 --redis redis://redis:6379/0 --arena-bytes 64GiB"),
+    ),
+    "size": Command(
+        "size",
+        "what the KV of a model takes, and how many tokens a node holds",
+        (
+            "kvpool size config.json --arena-bytes 256GiB --disk-bytes 4TiB",
+            "kvpool size --layers 61 --latent-dim 576",
+        ),
     ),
     "logs": Command("logs", "show logs of the cluster's processes", ("kvpool logs", "kvpool logs pagestore-0 -n 50")),
     "flush": Command("flush", "wait until every page is durable", ("kvpool flush --timeout 120",)),
@@ -172,7 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             code=EXIT_USAGE,
         )
     argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = build_parser(argv).parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names come from elsewhere: any of them can be shown everywhere
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        arguments = build_parser(argv).parse_args(argv)
+    except KeyboardInterrupt:  # modules of commands take their time
+        return EXIT_FAILED
     arguments.argv = argv
     arguments.state_dir_given = arguments.state_dir is not None
     if arguments.state_dir is None:

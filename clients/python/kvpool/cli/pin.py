@@ -11,7 +11,7 @@ from typing import Any
 from kvpool.cli.chains import Chain, add_tokens, chain_of, read_tokens
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, duration_from_text, print_json, table
 from kvpool.cli.pin_list import list_pins, wall_time
-from kvpool.cli.targets import Target, add_target, find_target, live_pagestores, on_pagestores, open_index, run
+from kvpool.cli.targets import Target, add_target, find_target, live_pagestores, on_pagestores, open_index, run, said
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import LiveNode
 from kvpool.core.errors import KvPoolError
@@ -110,7 +110,7 @@ def to_document(pinned: Pinned) -> dict[str, Any]:
                 "node_id": node.info.node_id.hex(),
                 "host_id": node.info.host_id,
                 "pages": answer if isinstance(answer, int) else 0,
-                "error": answer.message if isinstance(answer, KvPoolError) else "",
+                "error": said(answer) if isinstance(answer, KvPoolError) else "",
             }
             for node, answer in pinned.answers
         ],
@@ -123,17 +123,18 @@ def render(pinned: Pinned) -> str:
         [
             node.info.node_id.hex()[:8],
             node.info.host_id,
-            *(["-", answer.message] if isinstance(answer, KvPoolError) else [answer, ""]),
+            *(["-", said(answer)] if isinstance(answer, KvPoolError) else [answer, ""]),
         ]
         for node, answer in pinned.answers
     ]
     what = f"{len(pinned.chain.hashes)} chunks of keyspace {pinned.chain.named.name}"
-    if not pinned.until_us:
+    if not pinned.page_count:
+        lacking = "see the errors" if pinned.failed else "let an engine store them first"
+        head = f"nothing was done: no node told that it holds any of the {what}; {lacking}"
+    elif not pinned.until_us:
         head = f"{what} are not pinned any more"
     elif pinned.until_us == PINNED_FOREVER_US:
         head = f"{what} are pinned until `kvpool unpin`"
     else:
         head = f"{what} are pinned until {wall_time(pinned.until_us)}"
-    if not pinned.page_count and not pinned.failed:
-        head = f"no node holds any of the {what}: let an engine store them first"
     return f"{head}\n\n{table(['pagestore', 'host', 'pages', 'error'], rows, right=[2])}"

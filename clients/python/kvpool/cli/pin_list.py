@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, table
-from kvpool.cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run
+from kvpool.cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.errors import KvPoolError
 from kvpool.core.retention import PINNED_FOREVER_US
@@ -70,7 +70,7 @@ async def _groups(target: Target, keyspace_name: str) -> tuple[list[PinnedGroup]
     failed: list[str] = []
     for node, answer in await on_pagestores(target, nodes, pinned):
         if isinstance(answer, KvPoolError):
-            failed.append(f"{node.info.host_id}: {answer.message}")
+            failed.append(f"{node.info.host_id}: {said(answer)}")
             continue
         for chunk in answer:
             name = names.get(chunk.keyspace, chunk.keyspace.hex()[:8])

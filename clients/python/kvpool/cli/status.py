@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, size, table
-from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run
+from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run, said
 from kvpool.cli.top_view import natural
 from kvpool.client.index import NamedKeyspace
 from kvpool.client.pagestore_control import PageStoreStatus
@@ -27,6 +27,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="for monitoring: print only what is wrong; exit code 1 if anything is"
     )
+    parser.add_argument(
+        "--expect",
+        type=int,
+        default=0,
+        metavar="N",
+        help="pagestores that there should be: fewer is wrong, too (who has no lease is unknown otherwise)",
+    )
     parser.set_defaults(run=run_status)
 
 
@@ -34,6 +41,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print it; exit code 1 if the store or any node that has a lease cannot be reached, or for any --check."""
     target = find_target(arguments)
     document = run(read_status(target))
+    document["problems"] += missing_nodes(document, arguments.expect)
     if arguments.json:
         print_json(document)
     elif arguments.check:
@@ -88,6 +96,12 @@ def problems(document: dict[str, Any]) -> list[str]:
     return found
 
 
+def missing_nodes(document: dict[str, Any], expected: int) -> list[str]:
+    """A line if fewer pagestores have a lease than there should be."""
+    found = sum(node["kind"] == "pagestore" for node in document["nodes"])
+    return [f"{found} of {expected} pagestores have a lease"] if found < expected else []
+
+
 async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
     info, load = node.info, node.load
     document: dict[str, Any] = {
@@ -116,7 +130,7 @@ async def _node(target: Target, node: LiveNode) -> dict[str, Any]:
             async with open_agent(target, info.endpoint) as agent:
                 document["sessions"] = len((await agent.status(timeout_s=NODE_TIMEOUT_S)).sessions)
     except KvPoolError as error:
-        document["error"] = error.message
+        document["error"] = said(error)
     return document
 
 
@@ -221,8 +235,8 @@ def _summary(nodes: Sequence[dict[str, Any]]) -> str:
 
 
 def _faults(nodes: Sequence[dict[str, Any]]) -> list[str]:
-    faults = [(node["node_id"][:8], fault) for node in nodes for fault in (node["error"], node["disk"]["fault"])]
-    return [f"{name}: {fault}" for name, fault in faults if fault]
+    silent = [f"{node['node_id'][:8]} does not answer: {node['error']}" for node in nodes if node["error"]]
+    return silent + [f"{node['node_id'][:8]}: {node['disk']['fault']}" for node in nodes if node["disk"]["fault"]]
 
 
 def _use(budget: dict[str, Any]) -> str:
@@ -232,7 +246,7 @@ def _use(budget: dict[str, Any]) -> str:
 
 
 def _pages(node: dict[str, Any]) -> str:
-    if node["kind"] != "pagestore":
+    if node["kind"] != "pagestore" or node["error"]:
         return "-"
     pages = node["pages"]
     return f"{pages['staging']} staged ({pages['dirty']} dirty), {pages['disk']} on disk"

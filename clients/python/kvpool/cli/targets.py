@@ -19,7 +19,7 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.tls import TLS_VARIABLES, TlsCredentials, tls_from_environment
 from kvpool.client.transfer import PageTransferClient
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind
-from kvpool.core.errors import KvPoolError, ServiceUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 
 ResultT = TypeVar("ResultT")
 
@@ -44,7 +44,10 @@ class Target:
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Declare --index and the --tls flags."""
     parser.add_argument(
-        "--index", default="", metavar="HOST:PORT", help="an index of the cluster (default: of the state directory's)"
+        "--index",
+        default="",
+        metavar="HOST:PORT",
+        help="an index of the cluster, or several, comma separated (default: the state directory's)",
     )
     add_tls(parser)
 
@@ -83,7 +86,7 @@ def find_target(arguments: argparse.Namespace) -> Target:
 def client_config(target: Target) -> ClientConfig:
     """Settings of commands: more patient than an engine, less than an operator."""
     return ClientConfig(
-        index_endpoints=(target.index_endpoint,),
+        index_endpoints=tuple(filter(None, target.index_endpoint.split(","))),
         call_timeout_s=CALL_TIMEOUT_S,
         match_timeout_s=CALL_TIMEOUT_S,
         tls=target.tls,
@@ -97,10 +100,16 @@ async def open_index(target: Target) -> AsyncIterator[IndexClient]:
     try:
         yield index
     except ServiceUnavailable as error:
-        cause = error.message.removesuffix(f"; {error.advice}")
-        raise CommandFailed(f"the index at {target.index_endpoint} does not answer ({cause})") from error
+        raise CommandFailed(f"the index at {target.index_endpoint} does not answer ({said(error)})") from error
     finally:
         await index.close()
+
+
+def said(error: KvPoolError) -> str:
+    """What went wrong, for an operator: to recompute is advice for engines."""
+    if type(error) in (ServiceUnavailable, DeadlineExceeded):
+        return error.message.removesuffix(f"; {error.advice}")
+    return error.message
 
 
 @asynccontextmanager
@@ -165,14 +174,24 @@ def describe_node(info: NodeInfo) -> str:
     return f"{info.node_id.hex()[:8]} ({info.host_id}, {info.endpoint})"
 
 
+def describe(node: LiveNode, answer: object) -> dict[str, Any]:
+    """What every document of `--json` says of a node that was called."""
+    error = said(answer) if isinstance(answer, KvPoolError) else ""
+    return {"node_id": node.info.node_id.hex(), "host_id": node.info.host_id, "error": error}
+
+
 async def on_pagestores(
     target: Target, nodes: Sequence[LiveNode], call: Callable[[PageStoreControl], Awaitable[ResultT]]
 ) -> list[tuple[LiveNode, ResultT | KvPoolError]]:
-    """Call these at once; per node its answer or error."""
+    """Call these at once; per node its answer or error.
+
+    A node that hangs is found out by a question that takes no time to answer: what it is asked then may take minutes.
+    """
 
     async def one(node: LiveNode) -> ResultT | KvPoolError:
         try:
             async with open_pagestore(target, node.info.endpoint) as control:
+                await control.status(timeout_s=CALL_TIMEOUT_S)
                 return await call(control)
         except KvPoolError as error:
             return error

@@ -21,7 +21,7 @@ from kvpool.cli.top_view import Look, NodeLook, View, view
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.cluster import NodeKind
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 
 _HOT_CHUNKS = 256  # asked of each pagestore
 _HOT_TIMEOUT_S = 2.0
@@ -89,19 +89,16 @@ async def look(target: Target, index: IndexClient) -> Look:
     metrics, hot = await asyncio.gather(
         fetch_all([node.info.metrics_url for node in nodes]), on_pagestores(target, pagestores, most_read)
     )
-    looks = []
-    for node in nodes:
-        found = metrics[node.info.metrics_url]
-        if isinstance(found, str):
-            looks.append(NodeLook(node=node, samples=None, trouble=found))
-        else:
-            looks.append(NodeLook(node=node, samples=found))
+    silent = {node.info.node_id for node, got in hot if isinstance(got, ServiceUnavailable | DeadlineExceeded)}
     return Look(
         at_s=time.monotonic(),
         index=target.index_endpoint,
         store=info.store,
         store_reachable=info.store_reachable,
-        nodes=looks,
+        nodes=[
+            NodeLook(node=node, samples=metrics[node.info.metrics_url], is_silent=node.info.node_id in silent)
+            for node in nodes
+        ],
         keyspaces={one.keyspace: one.name for one in keyspaces},
         hot=[(node.info.host_id, chunk) for node, got in hot if not isinstance(got, KvPoolError) for chunk in got],
     )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-import urllib.error
+import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import TypeVar
 from urllib.parse import urlsplit
+
+ResultT = TypeVar("ResultT")
 
 FETCH_TIMEOUT_S = 2.0
 _SIZE_BYTES_MAX = 8 << 20
-_AT_ONCE = 16
+_AT_ONCE = 128  # a host that is out of reach costs the whole timeout
+_PIECE_BYTES = 64 << 10
 _SAMPLE = re.compile(r"(kvpool_[a-z0-9_]+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
 
@@ -31,31 +38,41 @@ def samples_from_text(text: str) -> dict[tuple[str, str], float]:
             value = float(found[3])
         except ValueError:
             continue
+        if not math.isfinite(value):
+            continue
         key = (found[1], labels[0][1] if len(labels) == 1 else "")
         samples[key] = samples.get(key, 0.0) + value
     return samples
 
 
-async def fetch_all(urls: Sequence[str]) -> dict[str, Samples | str]:
-    """Samples by URL, or why there are none; several at once, none longer than FETCH_TIMEOUT_S."""
-    places = asyncio.Semaphore(_AT_ONCE)
-
-    async def one(url: str) -> Samples | str:
-        async with places:
-            return await asyncio.to_thread(_fetch, url)
-
+async def fetch_all(urls: Sequence[str]) -> dict[str, Samples | None]:
+    """Samples by URL, None where there are none to be had; none is waited for longer than FETCH_TIMEOUT_S."""
     distinct = list(dict.fromkeys(urls))
-    return dict(zip(distinct, await asyncio.gather(*map(one, distinct)), strict=True))
+    return dict(zip(distinct, await in_threads(_fetch, distinct), strict=True))
 
 
-def _fetch(url: str) -> Samples | str:
-    if urlsplit(url).scheme not in ("http", "https"):
-        return f"{url or 'no address'} is no http address"
+async def in_threads(work: Callable[[str], ResultT], items: Sequence[str]) -> list[ResultT]:
+    """Work on all at once, in threads of their own: the loop's few would let hosts out of reach wait one by one."""
+    if not items:
+        return []
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(min(_AT_ONCE, len(items)), "kvpool cli") as threads:
+        return list(await asyncio.gather(*(loop.run_in_executor(threads, work, item) for item in items)))
+
+
+def _fetch(url: str) -> Samples | None:
     # Nodes are reached as other nodes reach them, whatever proxy this user has for the web.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    ends_s = time.monotonic() + FETCH_TIMEOUT_S
     try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            return None
+        body = bytearray()
         with opener.open(url, timeout=FETCH_TIMEOUT_S) as answer:
-            return samples_from_text(answer.read(_SIZE_BYTES_MAX).decode(errors="replace"))
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return f"{url} does not answer ({reason})"
+            while len(body) < _SIZE_BYTES_MAX and (piece := answer.read1(_PIECE_BYTES)):
+                body += piece
+                if time.monotonic() > ends_s:  # it trickles
+                    return None
+        return samples_from_text(body.decode(errors="replace"))
+    except (OSError, ValueError, HTTPException):  # also for an address that is none, and for what is no HTTP
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.cli.output import printable, size
+from kvpool.cli.output import cut, pad, printable, size, text_width
 from kvpool.cli.top_view import SOURCES, Figures, HostRow, HotChain, View, natural
 
 SORTS = ("state", "name", "read", "write", "staging", "evicted")
@@ -41,7 +41,7 @@ def render(
     hidden = len(hosts) - len(shown)
     drawn.append(Line(f"{hidden} more hosts: arrows and page keys scroll" if hidden else "", DIM))
     drawn += _hot_lines(view.hot[:hot_rows], columns)
-    return [Line(printable(line.text)[:columns], line.style) for line in drawn[:lines]]
+    return [Line(cut(printable(line.text), columns), line.style) for line in drawn[:lines]]
 
 
 def ordered(hosts: Sequence[HostRow], sort: str) -> list[HostRow]:
@@ -79,8 +79,9 @@ def _head(view: View, clock: str) -> list[Line]:
         Line(f"read     {_rate(read)}: {sources}"),
         Line(f"saved    {tokens:,.0f} prompt tokens/s    write {_rate(total.write_bytes)}"),
         Line(
-            f"evicted  {total.evicted['staging']:,.0f}/s staging, {total.evicted['disk']:,.0f}/s disk    "
-            f"failed loads {total.failed_chunks:,.1f}/s    corrupt pages {total.corrupt_pages:,.1f}/s",
+            # What is cut off first on a narrow terminal stands last.
+            f"failed   {total.failed_chunks:,.1f} loads/s, {total.corrupt_pages:,.1f} corrupt pages/s    "
+            f"evicted {total.evicted['staging']:,.0f}/s staging, {total.evicted['disk']:,.0f}/s disk",
             BAD if bad else PLAIN,
         ),
     ]
@@ -105,7 +106,7 @@ def _hits(total: Figures) -> str:
 
 def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]:
     wide = columns >= 120
-    longest = max([4, *(len(row.host) for row in hosts)])
+    longest = max([4, *(text_width(row.host) for row in hosts)])
     names = max(8, min(longest, columns - (110 if wide else 66)))
     titles = {
         "name": "HOST",
@@ -148,10 +149,14 @@ def _host_lines(hosts: Sequence[HostRow], columns: int, sort: str) -> list[Line]
 
 
 def _columns(name: str, name_chars: int, cells: Sequence[str], state: str) -> str:
-    shown = name if len(name) <= name_chars else f"{name[: name_chars - 1]}~"
+    shown = _short(name, name_chars)
     widths = (8, 5, 11, 11, 8, 11, 8, 10)  # the beginning of them on a narrow terminal
     figures = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-    return f"{shown:<{name_chars}}{figures}  {state}"
+    return f"{pad(shown, name_chars)}{figures}  {state}"
+
+
+def _short(name: str, cells: int) -> str:
+    return name if text_width(name) <= cells else f"{cut(name, cells - 1)}~"
 
 
 def _hot_lines(chains: Sequence[HotChain], columns: int) -> list[Line]:
@@ -160,10 +165,10 @@ def _hot_lines(chains: Sequence[HotChain], columns: int) -> list[Line]:
     lines = [Line(f"{'HOT CHAIN':<13}{'KEYSPACE':<20}{'CHUNKS':>12}{'PAGES/min':>11}  HOSTS", HEAD)]
     for chain in chains:
         last = chain.first_token_chunk + chain.chunk_count - 1
-        keyspace = chain.keyspace if len(chain.keyspace) < 20 else f"{chain.keyspace[:18]}~"
+        keyspace = pad(_short(chain.keyspace, 19), 20)
         hosts = ", ".join(chain.hosts)
         where = f"{chain.first_token_chunk}-{last}"
-        lines.append(Line(f"{chain.head:<13}{keyspace:<20}{where:>12}{chain.page_reads_per_minute:>11,.0f}  {hosts}"))
+        lines.append(Line(f"{chain.head:<13}{keyspace}{where:>12}{chain.page_reads_per_minute:>11,.0f}  {hosts}"))
     return lines
 
 

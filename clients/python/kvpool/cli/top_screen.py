@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from kvpool.cli.output import CommandFailed
+from kvpool.cli.output import CommandFailed, cut, printable
 from kvpool.cli.top_render import BAD, DIM, HEAD, PLAIN, SORTS, Line, render
 from kvpool.cli.top_view import View
 
@@ -87,10 +87,10 @@ class _Screen:
                 clock=clock,
             )
         if self._trouble:
-            drawn.append(Line(self._trouble[:columns], BAD))
+            drawn.append(Line(cut(printable(self._trouble), columns), BAD))
         self._window.erase()
         for at, line in enumerate(drawn[:lines]):
             # The last cell of the last line cannot be written without scrolling.
-            text = line.text[: columns - 1] if at == lines - 1 else line.text
+            text = cut(line.text, columns - 1) if at == lines - 1 else line.text
             self._window.addnstr(at, 0, text, columns, self._styles[line.style])
         self._window.refresh()

@@ -15,11 +15,11 @@ SOURCES = ("staging", "disk", "remote")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """One node at one moment. samples: its /metrics; None, with `trouble`, where they cannot be had."""
+    """One node at one moment. samples: its /metrics; None where they cannot be had."""
 
     node: LiveNode
     samples: Samples | None
-    trouble: str = ""
+    is_silent: bool = False  # it has a lease, and does not answer calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,14 @@ def view(before: Look, now: Look) -> View:
     )
 
 
+_DIGITS = frozenset("0123456789")
+
+
 def natural(name: str) -> list[tuple[int, str]]:
     """A key that puts host-2 before host-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    # Digits are compared as text of equal length: names come from nodes, and int() refuses very long numbers.
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if part[:1] in _DIGITS else (-1, part) for part in parts]
 
 
 def hot_chains(hot: Iterable[tuple[str, ListedChunk]], keyspaces: dict[bytes, str]) -> list[HotChain]:
@@ -196,6 +201,8 @@ def _add_pagestore(row: HostRow, look: NodeLook, rates: Rates, *, counts_reads: 
         figures.sessions += gauge["sessions"] or 0
     if gauge["disk_faulty"]:
         _trouble(row, "DISK OFF" if gauge["disk_state"] == 2 else "DISK READ-ONLY")
+    if look.is_silent:
+        _trouble(row, "NO ANSWER")
     if look.node.info.draining:
         row.states.append("draining")
     if gauge["arena_quarantined_bytes"]:

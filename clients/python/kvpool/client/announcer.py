@@ -11,7 +11,7 @@ from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue
 from kvpool.client.channel import closed_channel_error
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
-from kvpool.core.errors import KvPoolError, ServiceUnavailable
+from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_cluster import location_change_to_proto
 from kvpool.wire.stream_status import StreamStatus
@@ -83,13 +83,16 @@ class Announcer:
         self.last_progress_s = asyncio.get_running_loop().time()
         self._stream = asyncio.get_running_loop().create_future()
         call = endpoints.stub().Announce(metadata=endpoints.config.metadata)
-        status = StreamStatus(call)
+        status = StreamStatus(call, endpoints.config.tls)
         tasks = [asyncio.create_task(self._write(call, status, lease)), asyncio.create_task(self._read(call, status))]
         try:
             await asyncio.wait([*tasks, self._stream], return_when=asyncio.FIRST_COMPLETED)
             raise self._cause(tasks, self._stream)
         except ServiceUnavailable:
             endpoints.fail(endpoint)
+            raise
+        except StoreUnavailable:
+            endpoints.leave(endpoint)
             raise
         finally:
             call.cancel()

@@ -45,6 +45,7 @@ class CacheLoan:
             lambda response: response.alive or (_BORROW if response.HasField("lent") else 0),
             name="cache loan",
             in_flight_max=config.requests_in_flight_max,
+            tls=config.tls,
             on_broken=lambda error: self.ended.set(),
             on_unasked=lambda response: self.ended.set(),  # `ending`
         )

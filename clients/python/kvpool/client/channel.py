@@ -16,11 +16,12 @@ from kvpool.core.errors import (
     InvalidRequest,
     KvPoolError,
     ServiceUnavailable,
+    StoreUnavailable,
     TlsFailed,
     WireVersionRefused,
 )
 from kvpool.wire.status import error_from_rpc
-from kvpool.wire.tls import is_unix, narrowed
+from kvpool.wire.tls import TlsCredentials, is_unix, narrowed
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -29,6 +30,7 @@ StubT = TypeVar("StubT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 CallT = TypeVar("CallT", bound=grpc.aio.Call)
+_REDIAL_S = 5.0
 
 
 def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
@@ -59,7 +61,7 @@ class _Opened(NamedTuple, Generic[StubT]):
 
     channel: grpc.aio.Channel
     stub: StubT
-    generation: int  # of the certificates; 0 without TLS
+    generation: int  # of certificates and of connections that were left
     before: grpc.aio.Channel | None
 
 
@@ -78,6 +80,7 @@ class Endpoints(Generic[StubT]):
         self._opened: dict[str, _Opened[StubT]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._position = 0
+        self._redials, self._redialled_s = 0, float("-inf")
         self._closed = False
 
     @property
@@ -101,9 +104,9 @@ class Endpoints(Generic[StubT]):
             raise ServiceUnavailable("this client is closed; open a new one")
         endpoint, tls = self.endpoint, self._config.tls
         known = self._opened.get(endpoint)
-        generation = tls.generation if tls is not None and not is_unix(endpoint) else 0
+        generation = self._redials + (tls.generation if tls is not None and not is_unix(endpoint) else 0)
         if known is None or known.generation != generation:
-            if known is not None and known.before is not None:  # two renewals old: its streams begin anew
+            if known is not None and known.before is not None:  # two generations old: its streams begin anew
                 closing = asyncio.ensure_future(known.before.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -116,6 +119,21 @@ class Endpoints(Generic[StubT]):
         """Say that `endpoint` did not serve; unless another caller said so before, the next one comes into use."""
         if endpoint == self.endpoint:
             self._position = (self._position + 1) % len(self._endpoints)
+
+    def leave(self, endpoint: str) -> bool:
+        """Say that the replica at `endpoint` has lost its store: another may have its own. False if nothing changes.
+
+        Without another endpoint a new connection comes into use, one in five seconds at most: a name can stand for
+        several replicas, as that of a Kubernetes Service does. Streams on the old one end by themselves.
+        """
+        if endpoint != self.endpoint or len(self._endpoints) > 1:
+            self.fail(endpoint)
+            return True
+        now_s = asyncio.get_running_loop().time()
+        if is_unix(endpoint) or now_s - self._redialled_s < _REDIAL_S:
+            return False
+        self._redials, self._redialled_s = self._redials + 1, now_s
+        return True
 
     async def close(self) -> None:
         """Close all channels; calls in flight end with ServiceUnavailable. Idempotent."""
@@ -153,6 +171,9 @@ class Endpoints(Generic[StubT]):
             share = len(self._endpoints) if idempotent else 1
             try:
                 return await self._call_once(method, request, max(remaining_s / share, 1e-3))
+            except StoreUnavailable:
+                self.leave(endpoint)  # for the next call, since nobody waits for a store
+                raise
             except retry_on as error:
                 if isinstance(error, TlsFailed):
                     refused.add(endpoint)
@@ -184,15 +205,15 @@ class Endpoints(Generic[StubT]):
 
 
 @contextmanager
-def streamed(open_call: Callable[[], CallT]) -> Iterator[CallT]:
+def streamed(open_call: Callable[[], CallT], tls: TlsCredentials | None) -> Iterator[CallT]:
     """A call that streams answers, for a `with` block that reads them: its errors are kvpool's own, and it is cancelled
-    when the block ends."""
+    when the block ends. tls: of the call's channel."""
     call: CallT | None = None
     try:
         call = open_call()
         yield call
     except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
+        raise narrowed(error_from_rpc(error), tls) from error
     except grpc.aio.UsageError as error:
         raise closed_channel_error(error) from error
     finally:

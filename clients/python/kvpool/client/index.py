@@ -39,7 +39,6 @@ from kvpool.wire.convert import check_id, check_length
 from kvpool.wire.convert_cluster import (
     chain_match_from_proto,
     chain_query_to_proto,
-    index_info_from_proto,
     is_node_known,
     known_nodes_from_proto,
     live_node_from_proto,
@@ -47,6 +46,7 @@ from kvpool.wire.convert_cluster import (
     node_load_to_proto,
     stale_location_to_proto,
 )
+from kvpool.wire.convert_index_info import index_info_from_proto
 from kvpool.wire.convert_keyspace import grid_from_proto, is_spec_known, spec_from_proto, spec_to_proto
 from kvpool.wire.convert_policy import (
     is_policy_known,

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.client.channel import Endpoints
 from kvpool.client.stream import RequestStream
 from kvpool.core.cluster import ChainMatch, ChainQuery
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
-from kvpool.core.tracing import CHUNKS, SERVED_CHUNKS, SpanKind, rpc_attributes
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StoreUnavailable
+from kvpool.core.tracing import CHUNKS, QUESTIONS, SERVED_CHUNKS, SpanKind, rpc_attributes
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert import item_error_from_proto
-from kvpool.wire.convert_cluster import chain_match_from_proto, chain_query_to_proto
+from kvpool.wire.convert_cluster import chain_match_from_proto
+from kvpool.wire.convert_matches import answers_from_proto, may_be_asked_together, questions_to_proto
 
 if TYPE_CHECKING:
     from kvpool.v1.index_pb2_grpc import IndexServiceAsyncStub
 
 _RPC = rpc_attributes("IndexService", "MatchStream")
+_log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+# Of one message. Every index takes as much unless it is configured to take less; then questions are asked one by one.
+QUESTIONS_MAX: Final = 256
+CHUNKS_MAX: Final = 1024
+
 _Stream = RequestStream[index_pb2.MatchStreamRequest, index_pb2.MatchStreamResponse]
 
 
@@ -32,6 +43,8 @@ class MatchStream:
         self._config = endpoints.config
         self._tracer = endpoints.config.tracer
         self._stream: _Stream | None = None
+        self._endpoint = ""  # of the stream
+        self._single: _Stream | None = None  # one to an index that answers one question a message
         self._closed = False
 
     async def match(self, query: ChainQuery, *, timeout_s: float | None = None) -> ChainMatch:
@@ -46,10 +59,70 @@ class MatchStream:
                 span.set({CHUNKS: query.chunk_count, SERVED_CHUNKS: found.matched_chunks})
         return found
 
+    async def match_many(
+        self, queries: Sequence[ChainQuery], *, timeout_s: float | None = None
+    ) -> list[ChainMatch | KvPoolError]:
+        """The answers to several questions, or why there is none: those of one keyspace, for the same shards and host,
+        that follow each other go in few messages. Takes timeout_s at most; raises nothing of what `match` does.
+        """
+        limit_s = self._config.match_timeout_s if timeout_s is None else timeout_s
+        ends_at_s = asyncio.get_running_loop().time() + limit_s
+        parts = list(_parts(queries))
+        answers = await _all([self._match_part(part, ends_at_s) for part in parts])
+        return [answer for part in answers for answer in part]
+
     async def _match(self, query: ChainQuery, limit_s: float) -> ChainMatch:
-        stream = self._open()
+        _, answer = await self._ask([query], limit_s)
+        if answer.HasField("error"):
+            raise item_error_from_proto(answer.error)
+        return chain_match_from_proto(answer.match)
+
+    async def _match_part(self, queries: Sequence[ChainQuery], ends_at_s: float) -> list[ChainMatch | KvPoolError]:
+        if len(queries) > 1 and not self._asks_singly:
+            try:
+                answers = await self._match_together(queries, _left_s(ends_at_s))
+            except InvalidRequest as error:  # more than this index takes at once, or one that spoils all
+                _log.debug("questions are asked again one by one: %s", error)
+            except KvPoolError as error:
+                return [error] * len(queries)
+            else:
+                if len(answers) == len(queries):
+                    return answers
+        if not (left_s := _left_s(ends_at_s)):
+            return [DeadlineExceeded("no time was left to ask one by one")] * len(queries)
+        return await _all([self._match_or_error(query, left_s) for query in queries])
+
+    async def _match_together(self, queries: Sequence[ChainQuery], limit_s: float) -> list[ChainMatch | KvPoolError]:
+        """One answer each, or only one at all from an index that does not know of several. Raises what is about all."""
+        with self._tracer.part("kvpool.index.match", kind=SpanKind.CLIENT, attributes=_RPC) as span:
+            stream, message = await self._ask(queries, limit_s)
+            answers = answers_from_proto(message)
+            if isinstance(answers[0], KvPoolError) and len(answers) == 1:
+                raise answers[0]
+            if len(answers) != len(queries):
+                self._single = stream  # until the next one: that may lead to another index
+            if span.recording:
+                served = sum(answer.matched_chunks for answer in answers if isinstance(answer, ChainMatch))
+                asked = sum(query.chunk_count for query in queries)
+                span.set({QUESTIONS: len(queries), CHUNKS: asked, SERVED_CHUNKS: served})
+        return answers
+
+    async def _match_or_error(self, query: ChainQuery, limit_s: float) -> ChainMatch | KvPoolError:
+        try:
+            return await self.match(query, timeout_s=limit_s)
+        except KvPoolError as error:
+            return error
+
+    @property
+    def _asks_singly(self) -> bool:
+        return self._single is not None and self._single is self._stream and self._single.failure is None
+
+    async def _ask(
+        self, queries: Sequence[ChainQuery], limit_s: float
+    ) -> tuple[_Stream, index_pb2.MatchStreamResponse]:
+        stream, endpoint = self._open(), self._endpoint
         request_id = stream.next_id()
-        request = index_pb2.MatchStreamRequest(request_id=request_id, match=chain_query_to_proto(query))
+        request = questions_to_proto(request_id, queries)
         self._tracer.stamp(request)
         asked_s = asyncio.get_running_loop().time()
         try:
@@ -59,14 +132,16 @@ class MatchStream:
                 await stream.abort(ServiceUnavailable(f"the index did not answer within {limit_s:g} s"))
             raise
         if answer.HasField("error"):
-            raise item_error_from_proto(answer.error)
-        return chain_match_from_proto(answer.match)
+            error = item_error_from_proto(answer.error)
+            if isinstance(error, StoreUnavailable) and self._endpoints.leave(endpoint):
+                await stream.abort(error)  # another replica may have its store: the next stream is to it
+        return stream, answer
 
     def _open(self) -> _Stream:
         if self._closed:
             raise ServiceUnavailable("this match stream is closed; open a new client")
         if self._stream is None or self._stream.failure is not None:
-            endpoint = self._endpoints.endpoint
+            endpoint = self._endpoint = self._endpoints.endpoint
 
             def on_broken(error: KvPoolError) -> None:
                 if not self._closed:
@@ -77,6 +152,7 @@ class MatchStream:
                 lambda response: response.request_id,
                 name="match stream",
                 in_flight_max=self._config.requests_in_flight_max,
+                tls=self._config.tls,
                 on_broken=on_broken,
             )
         return self._stream
@@ -86,3 +162,29 @@ class MatchStream:
         self._closed = True
         if self._stream is not None:
             await self._stream.abort(ServiceUnavailable("the match stream was closed"))
+
+
+def _parts(queries: Sequence[ChainQuery]) -> Iterator[Sequence[ChainQuery]]:
+    """Questions of one message each, in order."""
+    start = chunks = 0
+    for at, query in enumerate(queries):
+        fits = at - start < QUESTIONS_MAX and chunks + query.chunk_count <= CHUNKS_MAX
+        if at > start and not (fits and may_be_asked_together(queries[start], query)):
+            yield queries[start:at]
+            start, chunks = at, 0
+        chunks += query.chunk_count
+    if queries:
+        yield queries[start:]
+
+
+def _left_s(ends_at_s: float) -> float:
+    return max(0.0, ends_at_s - asyncio.get_running_loop().time())
+
+
+async def _all(asking: Sequence[Coroutine[object, object, ResultT]]) -> list[ResultT]:
+    """All results, in order; a task for each only if there are several."""
+    if len(asking) == 1:
+        return [await asking[0]]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one, name="kvpool match") for one in asking]
+    return [task.result() for task in tasks]

@@ -183,7 +183,8 @@ class PageStoreControl:
         request = pagestore_pb2.ListChunksRequest(keyspace_id=keyspace, most_read=most_read, pinned_only=pinned_only)
         endpoints = self._endpoints
         with streamed(
-            lambda: endpoints.stub().ListChunks(request, timeout=timeout_s, metadata=endpoints.config.metadata)
+            lambda: endpoints.stub().ListChunks(request, timeout=timeout_s, metadata=endpoints.config.metadata),
+            endpoints.config.tls,
         ) as call:
             async for answer in call:
                 for chunk in answer.chunks:
@@ -210,7 +211,8 @@ class PageStoreControl:
         request = pagestore_pb2.DrainRequest(cancel=cancel)
         endpoints = self._endpoints
         with streamed(
-            lambda: endpoints.stub().Drain(request, timeout=timeout_s, metadata=endpoints.config.metadata)
+            lambda: endpoints.stub().Drain(request, timeout=timeout_s, metadata=endpoints.config.metadata),
+            endpoints.config.tls,
         ) as call:
             async for answer in call:
                 yield DrainProgress(

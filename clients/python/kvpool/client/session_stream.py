@@ -60,6 +60,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
             lambda response: response.request_id,
             name=name,
             in_flight_max=config.requests_in_flight_max,
+            tls=config.tls,
             on_broken=on_broken,
             on_unasked=on_unasked,
         )

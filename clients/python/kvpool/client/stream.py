@@ -18,6 +18,7 @@ import grpc
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.wire.status import error_from_reason
 from kvpool.wire.stream_status import StreamStatus
+from kvpool.wire.tls import TlsCredentials
 
 if TYPE_CHECKING:
     from grpc.aio import StreamStreamCall
@@ -83,13 +84,15 @@ class RequestStream(Generic[RequestT, ResponseT]):
         *,
         name: str,
         in_flight_max: int,
+        tls: TlsCredentials | None,
         on_broken: Callable[[KvPoolError], None] | None = None,
         on_unasked: Callable[[ResponseT], None] = lambda response: None,
     ) -> None:
-        """on_unasked: takes messages that answer no pending request; must neither block nor raise."""
+        """tls: of the call's channel. on_unasked: takes messages that answer no pending request; must neither block nor
+        raise."""
         self._call = call
         self._on_unasked = on_unasked
-        self._status = StreamStatus(call)
+        self._status = StreamStatus(call, tls)
         self._request_id_of = request_id_of
         self._name = name
         self._on_broken = on_broken

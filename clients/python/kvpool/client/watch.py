@@ -70,7 +70,8 @@ async def _watch_once(
 ) -> AsyncGenerator[IndexEvent]:
     request = index_pb2.WatchRequest(after_position=position, keyspace_id=keyspace, for_replica=for_replica)
     transit = Transit(now_s())
-    with streamed(lambda: endpoints.stub().Watch(request, metadata=endpoints.config.metadata)) as call:
+    config = endpoints.config
+    with streamed(lambda: endpoints.stub().Watch(request, metadata=config.metadata), config.tls) as call:
         async for message in call:
             event = index_event_from_proto(message)
             if event is None:

@@ -204,23 +204,12 @@ class DirectPool:
     async def _match(
         self, space: OpenSpace, chunks: Sequence[ChunkPlace], runs: Sequence[range]
     ) -> Sequence[ChainMatch]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._match_one(space, chunks[run.start : run.stop]), name="kvpool match")
-                for run in runs
-            ]
-        answers = [task.result() for task in tasks]
+        queries = [space.query(chunks[run.start : run.stop], self._config.host_id) for run in runs]
+        answers = await self._index.match_stream.match_many(queries, timeout_s=self._config.match_timeout_s)
         for answer in answers:
             if isinstance(answer, KvPoolError):
                 raise answer
         return [answer for answer in answers if isinstance(answer, ChainMatch)]
-
-    async def _match_one(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> ChainMatch | KvPoolError:
-        try:
-            query = space.query(chunks, self._config.host_id)
-            return await self._index.match_stream.match(query, timeout_s=self._config.match_timeout_s)
-        except KvPoolError as error:
-            return error
 
     def _remote(self, match: ChainMatch) -> list[tuple[RemoteSource, ...]]:
         """For each matched chunk the other nodes to ask, best first."""

@@ -278,3 +278,4 @@ class IndexInfo:
     max_batch_items: int
     lease_ttl_ms: int
     store_reachable: bool
+    max_match_questions: int = 1  # of one message of a match stream

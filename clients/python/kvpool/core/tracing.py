@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -21,6 +22,7 @@ Attributes = Mapping[str, AttributeValue]
 
 # Attribute names of our own; those of gRPC and databases are OpenTelemetry's (rpc.*, db.*, error.type).
 KEYSPACE: Final = "kvpool.keyspace"  # its id, in hexadecimal digits
+QUESTIONS: Final = "kvpool.questions"  # of one message, about a chain each
 CHUNKS: Final = "kvpool.chunks"  # that were asked for
 SERVED_CHUNKS: Final = "kvpool.chunks.served"  # matched, loaded or stored
 FAILED_CHUNKS: Final = "kvpool.chunks.failed"
@@ -44,8 +46,18 @@ class SpanKind(Enum):
 class CarriedContext(Protocol):
     """A trace context in a message: see TraceContext in common.proto."""
 
+    @property
+    def traceparent(self) -> str: ...
+    @property
+    def tracestate(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """A trace context in plain text, as W3C's headers have it; it may come from anybody and be nonsense."""
+
     traceparent: str
-    tracestate: str
+    tracestate: str = ""
 
 
 class Span:
@@ -96,6 +108,10 @@ class Tracer:
     ) -> Span:
         """A request: it goes on with the trace that came with it, else with the current one, else it begins one."""
         return NO_SPAN
+
+    def within(self, carried: CarriedContext) -> AbstractContextManager[object]:
+        """Make the context that came with a request the current one while a block runs; none if it is nonsense."""
+        return _NOTHING
 
     def part(self, name: str, *, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None) -> Span:
         """A part of the current span; nothing outside of one."""

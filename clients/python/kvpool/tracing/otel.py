@@ -5,8 +5,9 @@ The current span is OpenTelemetry's own: whoever traces in the same process, an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Token
 from types import TracebackType
 from typing import Any, Final, Self
@@ -27,6 +28,11 @@ _KINDS: Final = {
 _FAILED: Final = trace.Status(trace.StatusCode.ERROR)
 _TRACEPARENT_CHARS: Final = range(55, 257)  # that of a later version of W3C's format may be longer
 _TRACESTATE_CHARS_MAX: Final = 512
+_TRACESTATE_MEMBERS_MAX: Final = 32
+_TRACESTATE_MEMBER: Final = re.compile(
+    r"[ \t]*(?:(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])?[ \t]*"
+)
 _LINKS_MAX: Final = 32  # of one span; the batches that have links are larger
 _W3C: Final = TraceContextTextMapPropagator()
 
@@ -96,6 +102,9 @@ class OtelTracer(Tracer):
             context = Context()  # the current span is that of another request, or of whoever opened the stream
         return self._start(name, context, kind, attributes)
 
+    def within(self, carried: CarriedContext) -> AbstractContextManager[object]:
+        return _attached(_carried_context(carried) or Context())
+
     def part(self, name: str, *, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes | None = None) -> Span:
         if not trace.get_current_span().get_span_context().is_valid:
             return NO_SPAN
@@ -162,8 +171,25 @@ class OtelTracer(Tracer):
         )
 
 
+@contextmanager
+def _attached(context: Context) -> Iterator[None]:
+    token = otel_context.attach(context)
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
+
+
 def _distinct(causes: Iterable[object | None]) -> list[trace.SpanContext]:
     return list({cause.span_id: cause for cause in causes if isinstance(cause, trace.SpanContext)}.values())
+
+
+def _is_tracestate(text: str) -> bool:
+    """Whether OpenTelemetry would take it: of all else it writes a line, and a hostile peer could fill the log."""
+    if not 0 < len(text) <= _TRACESTATE_CHARS_MAX:
+        return False
+    members = text.split(",")
+    return len(members) <= _TRACESTATE_MEMBERS_MAX and all(map(_TRACESTATE_MEMBER.fullmatch, members))
 
 
 def _carried_context(carried: CarriedContext) -> Context | None:
@@ -172,7 +198,7 @@ def _carried_context(carried: CarriedContext) -> Context | None:
     if len(parent) not in _TRACEPARENT_CHARS:
         return None
     carrier = {"traceparent": parent}
-    if 0 < len(carried.tracestate) <= _TRACESTATE_CHARS_MAX:
+    if _is_tracestate(carried.tracestate):
         carrier["tracestate"] = carried.tracestate
     context = _W3C.extract(carrier, Context())
     return context if trace.get_current_span(context).get_span_context().is_valid else None

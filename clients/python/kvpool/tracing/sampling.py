@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
-from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
 from opentelemetry.util.types import Attributes
 
 
@@ -29,7 +29,8 @@ class LinkedSampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        if links and any(link.context.trace_flags.sampled for link in links):
+        is_root = not get_current_span(parent_context).get_span_context().is_valid
+        if is_root and links and any(link.context.trace_flags.sampled for link in links):
             return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
         return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 

@@ -1364,9 +1364,9 @@ class GetAgentStatusResponse(_message.Message):
     staging_bytes_per_s: _builtins.float
     """Measured bytes per second of loads by source; 0 if nothing was measured."""
     disk_bytes_per_s: _builtins.float
-    """From this host's disk."""
+    """The same from this host's disk."""
     remote_bytes_per_s: _builtins.float
-    """From other nodes."""
+    """The same from other nodes."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineSessionStatus]:
         """Sessions."""

@@ -26,7 +26,13 @@ if _version_not_supported:
 
 
 class GpuAgentServiceStub(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
     """
 
     def __init__(self, channel):
@@ -63,44 +69,77 @@ class GpuAgentServiceStub(object):
 
 
 class GpuAgentServiceServicer(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
     """
 
     def EngineSession(self, request_iterator, context):
-        """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+        """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally.
+
+        Errors:
+        - INVALID_ARGUMENT: naming the argument of a layout that does not fit.
+        - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the keyspace's name means another encoding.
+        - FAILED_PRECONDITION (PARTITION_REFUSED): the rank's layers and heads are no union of shards; names the grid.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - UNIMPLEMENTED: memory or events that the agent's device does not serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAgentStatus(self, request, context):
-        """Device, sessions, bandwidths. No errors of its own.
+        """Device, sessions, bandwidths.
+
+        No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PeerPull(self, request, context):
-        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
-        UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
+        of a source in one launch; see PeerPullRequest.
+
+        Errors:
+        - INVALID_ARGUMENT: naming the argument that does not fit.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
+        - ABORTED (STOPPED): a session ended, or EndPeerPull came.
+        - UNAVAILABLE: the agent of a source cannot be reached.
+        - DEADLINE_EXCEEDED: after wait_ms.
+        - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
+        - UNIMPLEMENTED: the device or the machine cannot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndPeerPull(self, request, context):
-        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
-        INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
+        PeerPull got lost, also if it never arrived.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LendCache(self, request_iterator, context):
-        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
-        FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
+        message is `borrow`.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed message.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
+        - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+        - UNIMPLEMENTED: memory that is not a GPU's.
+        - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +182,13 @@ def add_GpuAgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GpuAgentService(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
     """
 
     @staticmethod

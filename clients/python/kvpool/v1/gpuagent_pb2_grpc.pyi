@@ -27,59 +27,136 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GpuAgentServiceStub:
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING)."""
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GpuAgentServiceAsyncStub: ...
     EngineSession: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.EngineRequest, _gpuagent_pb2.EngineResponse]
-    """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+    """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally.
+
+    Errors:
+    - INVALID_ARGUMENT: naming the argument of a layout that does not fit.
+    - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the keyspace's name means another encoding.
+    - FAILED_PRECONDITION (PARTITION_REFUSED): the rank's layers and heads are no union of shards; names the grid.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - UNIMPLEMENTED: memory or events that the agent's device does not serve.
     """
     GetAgentStatus: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]
-    """Device, sessions, bandwidths. No errors of its own."""
+    """Device, sessions, bandwidths.
+
+    No errors of its own.
+    """
     PeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]
-    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
-    UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
+    of a source in one launch; see PeerPullRequest.
+
+    Errors:
+    - INVALID_ARGUMENT: naming the argument that does not fit.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
+    - ABORTED (STOPPED): a session ended, or EndPeerPull came.
+    - UNAVAILABLE: the agent of a source cannot be reached.
+    - DEADLINE_EXCEEDED: after wait_ms.
+    - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
+    - UNIMPLEMENTED: the device or the machine cannot.
     """
     EndPeerPull: _grpc.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]
-    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
-    INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
+    PeerPull got lost, also if it never arrived.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
     """
     LendCache: _grpc.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]
-    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
-    FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
+    message is `borrow`.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed message.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
+    - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+    - UNIMPLEMENTED: memory that is not a GPU's.
+    - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
     """
 
 @_typing.type_check_only
 class GpuAgentServiceAsyncStub(GpuAgentServiceStub):
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING)."""
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     EngineSession: _aio.StreamStreamMultiCallable[_gpuagent_pb2.EngineRequest, _gpuagent_pb2.EngineResponse]  # type: ignore[assignment]
-    """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+    """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally.
+
+    Errors:
+    - INVALID_ARGUMENT: naming the argument of a layout that does not fit.
+    - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the keyspace's name means another encoding.
+    - FAILED_PRECONDITION (PARTITION_REFUSED): the rank's layers and heads are no union of shards; names the grid.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - UNIMPLEMENTED: memory or events that the agent's device does not serve.
     """
     GetAgentStatus: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.GetAgentStatusRequest, _gpuagent_pb2.GetAgentStatusResponse]  # type: ignore[assignment]
-    """Device, sessions, bandwidths. No errors of its own."""
+    """Device, sessions, bandwidths.
+
+    No errors of its own.
+    """
     PeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.PeerPullRequest, _gpuagent_pb2.PeerPullResponse]  # type: ignore[assignment]
-    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-    INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
-    UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+    """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
+    of a source in one launch; see PeerPullRequest.
+
+    Errors:
+    - INVALID_ARGUMENT: naming the argument that does not fit.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
+    - ABORTED (STOPPED): a session ended, or EndPeerPull came.
+    - UNAVAILABLE: the agent of a source cannot be reached.
+    - DEADLINE_EXCEEDED: after wait_ms.
+    - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
+    - UNIMPLEMENTED: the device or the machine cannot.
     """
     EndPeerPull: _aio.UnaryUnaryMultiCallable[_gpuagent_pb2.EndPeerPullRequest, _gpuagent_pb2.EndPeerPullResponse]  # type: ignore[assignment]
-    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
-    INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+    """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
+    PeerPull got lost, also if it never arrived.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
     """
     LendCache: _aio.StreamStreamMultiCallable[_gpuagent_pb2.LendCacheRequest, _gpuagent_pb2.LendCacheResponse]  # type: ignore[assignment]
-    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
-    FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+    """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
+    message is `borrow`.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed message.
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
+    - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+    - UNIMPLEMENTED: memory that is not a GPU's.
+    - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
     """
 
 class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Errors every call may return besides its own: UNAUTHENTICATED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING)."""
+    """What an agent answers to engines on its host, and to the agents beside it.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the agent is shutting down.
+    """
 
     @_abc_1.abstractmethod
     def EngineSession(
@@ -87,8 +164,14 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_gpuagent_pb2.EngineRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gpuagent_pb2.EngineResponse], _abc.AsyncIterator[_gpuagent_pb2.EngineResponse]]:
-        """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally. INVALID_ARGUMENT naming the argument for a layout that does not fit;
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH, PARTITION_REFUSED naming the grid, WIRE_VERSION_REFUSED); UNIMPLEMENTED for memory or events that the agent's device does not serve.
+        """An engine rank's session. The first message is `register`. Only an explicit `close` ends it normally.
+
+        Errors:
+        - INVALID_ARGUMENT: naming the argument of a layout that does not fit.
+        - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the keyspace's name means another encoding.
+        - FAILED_PRECONDITION (PARTITION_REFUSED): the rank's layers and heads are no union of shards; names the grid.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - UNIMPLEMENTED: memory or events that the agent's device does not serve.
         """
 
     @_abc_1.abstractmethod
@@ -97,7 +180,10 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gpuagent_pb2.GetAgentStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.GetAgentStatusResponse, _abc.Awaitable[_gpuagent_pb2.GetAgentStatusResponse]]:
-        """Device, sessions, bandwidths. No errors of its own."""
+        """Device, sessions, bandwidths.
+
+        No errors of its own.
+        """
 
     @_abc_1.abstractmethod
     def PeerPull(
@@ -105,9 +191,17 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gpuagent_pb2.PeerPullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.PeerPullResponse, _abc.Awaitable[_gpuagent_pb2.PeerPullResponse]]:
-        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers of a source in one launch; see PeerPullRequest.
-        INVALID_ARGUMENT naming the argument that does not fit; FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); ABORTED (STOPPED) when a session ended or EndPeerPull came;
-        UNAVAILABLE when the agent of a source cannot be reached; DEADLINE_EXCEEDED after wait_ms; RESOURCE_EXHAUSTED; UNIMPLEMENTED where the device or the machine cannot.
+        """Copies tokens of other ranks' caches on this host into the cache of a session, over GPU links: all requests and layers
+        of a source in one launch; see PeerPullRequest.
+
+        Errors:
+        - INVALID_ARGUMENT: naming the argument that does not fit.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): a session is not there, or is of another keyspace.
+        - ABORTED (STOPPED): a session ended, or EndPeerPull came.
+        - UNAVAILABLE: the agent of a source cannot be reached.
+        - DEADLINE_EXCEEDED: after wait_ms.
+        - RESOURCE_EXHAUSTED (OVERLOADED): too many pulls into the session run or wait.
+        - UNIMPLEMENTED: the device or the machine cannot.
         """
 
     @_abc_1.abstractmethod
@@ -116,8 +210,12 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gpuagent_pb2.EndPeerPullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gpuagent_pb2.EndPeerPullResponse, _abc.Awaitable[_gpuagent_pb2.EndPeerPullResponse]]:
-        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of PeerPull got lost, also if it never arrived.
-        INVALID_ARGUMENT; FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
+        """Ends a pull and answers once it touches no slot any more, nor ever will: how the hold on slots ends when the answer of
+        PeerPull got lost, also if it never arrived.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN): the session has ended, and its pulls with it.
         """
 
     @_abc_1.abstractmethod
@@ -126,8 +224,15 @@ class GpuAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_gpuagent_pb2.LendCacheRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gpuagent_pb2.LendCacheResponse], _abc.AsyncIterator[_gpuagent_pb2.LendCacheResponse]]:
-        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first message is `borrow`. INVALID_ARGUMENT;
-        FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH); PERMISSION_DENIED (TENANT_DENIED); UNIMPLEMENTED for memory that is not a GPU's; ABORTED (STOPPED).
+        """Between agents of one host: lends the cache of a session for reading, until the session or the stream ends. The first
+        message is `borrow`.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed message.
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, KEYSPACE_MISMATCH): the session is not there, or is of another keyspace.
+        - PERMISSION_DENIED (TENANT_DENIED): this agent's engines are of another tenant.
+        - UNIMPLEMENTED: memory that is not a GPU's.
+        - ABORTED (STOPPED): the session has ended, and the borrower did not give its cache back in time.
         """
 
 def add_GpuAgentServiceServicer_to_server(servicer: GpuAgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

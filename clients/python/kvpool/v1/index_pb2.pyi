@@ -467,11 +467,11 @@ class NodeLoad(_message.Message):
     DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
     RECONCILE_AGE_MS_FIELD_NUMBER: _builtins.int
     arena_capacity_bytes: _builtins.int
-    """Arena budget and use."""
+    """Hard budget of the arena."""
     arena_used_bytes: _builtins.int
-    """Bytes of slots in use."""
+    """Bytes of slots that hold pages or leases."""
     disk_capacity_bytes: _builtins.int
-    """Disk tier budget and use."""
+    """Hard budget of the disk tier; 0 without one."""
     disk_used_bytes: _builtins.int
     """Bytes of the disk tier as its file system counts them."""
     page_count: _builtins.int
@@ -833,9 +833,9 @@ class ReplaceRange(_message.Message):
     sequence: _builtins.int
     """Position in the announce sequence; acknowledged like that of a batch."""
     first_bucket: _builtins.int
-    """First and last bucket (inclusive), 0 to 65535."""
+    """First bucket, 0 to 65535; see ReconcileDigestsRequest."""
     last_bucket: _builtins.int
-    """Last bucket, inclusive."""
+    """Last bucket, inclusive, first_bucket to 65535."""
     @_builtins.property
     def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
         """The node's whole truth for the range, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
@@ -983,6 +983,36 @@ class MatchResponse(_message.Message):
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
 
 @_typing.final
+class MatchChain(_message.Message):
+    """Another question of a MatchStreamRequest: about a chain of the same keyspace, for the same shards and host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_CHUNK_INDEX_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASH_FIELD_NUMBER: _builtins.int
+    chunk_hashes: _builtins.bytes
+    """As in MatchRequest; at most the limit of GetIndexInfo over all questions of the message."""
+    first_chunk_index: _builtins.int
+    """As in MatchRequest."""
+    group_head_hash: _builtins.bytes
+    """As in MatchRequest."""
+    def __init__(
+        self,
+        *,
+        chunk_hashes: _builtins.bytes = ...,
+        first_chunk_index: _builtins.int = ...,
+        group_head_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hash", b"group_head_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchChain: _TypeAlias = MatchChain  # noqa: Y015
+
+@_typing.final
 class MatchStreamRequest(_message.Message):
     """Request on MatchStream."""
 
@@ -991,6 +1021,7 @@ class MatchStreamRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, echoed."""
     @_builtins.property
@@ -1001,20 +1032,57 @@ class MatchStreamRequest(_message.Message):
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that the question belongs to. Unset: none."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchChain]:
+        """Further questions, answered in the same message; with `match` at most the limit of GetIndexInfo. An index that does not know of them answers `match` only: ask it again, one
+        question a message.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         match: Global___MatchRequest | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        more: _abc.Iterable[Global___MatchChain] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "more", b"more", "request_id", b"request_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchStreamRequest: _TypeAlias = MatchStreamRequest  # noqa: Y015
+
+@_typing.final
+class MatchChainResult(_message.Message):
+    """Answer to one MatchChain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def match(self) -> Global___MatchResponse:
+        """Set if the question was served. Its `nodes` are those that no answer before it in the message names."""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.ItemError:
+        """Set if it was not: INVALID_REQUEST for what is malformed about this one alone."""
+
+    def __init__(
+        self,
+        *,
+        match: Global___MatchResponse | None = ...,
+        error: _common_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "match", b"match"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "match", b"match"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchChainResult: _TypeAlias = MatchChainResult  # noqa: Y015
 
 @_typing.final
 class MatchStreamResponse(_message.Message):
@@ -1025,6 +1093,7 @@ class MatchStreamResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request."""
     @_builtins.property
@@ -1033,7 +1102,11 @@ class MatchStreamResponse(_message.Message):
 
     @_builtins.property
     def error(self) -> _common_pb2.ItemError:
-        """Set if it was not."""
+        """Set if it was not. For a request with `more`: `more` is empty if this is about all its questions (too many of them, an unknown keyspace, a store out of reach)."""
+
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchChainResult]:
+        """Answers to `more` of the request, in its order."""
 
     def __init__(
         self,
@@ -1041,10 +1114,11 @@ class MatchStreamResponse(_message.Message):
         request_id: _builtins.int = ...,
         match: Global___MatchResponse | None = ...,
         error: _common_pb2.ItemError | None = ...,
+        more: _abc.Iterable[Global___MatchChainResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "match", b"match", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "match", b"match", "more", b"more", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1711,6 +1785,7 @@ class GetIndexInfoResponse(_message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     STORE_REACHABLE_FIELD_NUMBER: _builtins.int
     PEER_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_MATCH_QUESTIONS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Software version."""
     store: _builtins.str
@@ -1723,6 +1798,8 @@ class GetIndexInfoResponse(_message.Message):
     """Lease TTL granted."""
     store_reachable: _builtins.bool
     """True if the store answers now."""
+    max_match_questions: _builtins.int
+    """Questions of one MatchStreamRequest at most, whose hashes count together as those of one match. 0: an early release, which answers one."""
     @_builtins.property
     def peer_version(self) -> _common_pb2.PeerVersion:
         """What the index speaks; `software` says the same as `version`."""
@@ -1737,10 +1814,11 @@ class GetIndexInfoResponse(_message.Message):
         lease_ttl_ms: _builtins.int = ...,
         store_reachable: _builtins.bool = ...,
         peer_version: _common_pb2.PeerVersion | None = ...,
+        max_match_questions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer_version", b"peer_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "max_batch_items", b"max_batch_items", "max_match_chunks", b"max_match_chunks", "peer_version", b"peer_version", "store", b"store", "store_reachable", b"store_reachable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "max_batch_items", b"max_batch_items", "max_match_chunks", b"max_match_chunks", "max_match_questions", b"max_match_questions", "peer_version", b"peer_version", "store", b"store", "store_reachable", b"store_reachable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,8 +26,14 @@ if _version_not_supported:
 
 
 class IndexServiceStub(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     def __init__(self, channel):
@@ -129,142 +135,213 @@ class IndexServiceStub(object):
 
 
 class IndexServiceServicer(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     def OpenKeyspace(self, request, context):
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+
+        Errors:
+        - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the name means another encoding; the message names the field that differs.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - INVALID_ARGUMENT: a malformed spec, or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListKeyspaces(self, request, context):
-        """The tenant's keyspaces, ordered by name. No errors of its own.
+        """The tenant's keyspaces, ordered by name.
+
+        No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetKeyspacePolicy(self, request, context):
-        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
-        NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease
+        renewal.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name.
+        - INVALID_ARGUMENT: naming the field of a policy that cannot be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetKeyspacePolicies(self, request, context):
-        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy.
+        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or policy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterNode(self, request, context):
-        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
+        lease vanished.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or endpoint.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
+        of the node has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id.
+        """Renews a lease.
+
+        Errors:
+        - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
+        - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
+        - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndLease(self, request, context):
-        """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id.
+        """Ends a lease at once; the node's locations leave every match. Idempotent.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
-        """Live nodes. INVALID_ARGUMENT for an unknown kind.
+        """Live nodes.
+
+        Errors:
+        - INVALID_ARGUMENT: an unknown kind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request_iterator, context):
-        """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
-        or of a malformed or too large range.
+        """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent
+        and may be sent again after a reconnect.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace.
+        """The longest prefix of a chain for which live locations cover the shards asked for.
+
+        Errors:
+        - INVALID_ARGUMENT: malformed hashes.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MatchStream(self, request_iterator, context):
-        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
-        leaves the stream open. No errors of its own.
+        """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
+        fails, also for want of the store, is answered with `error` set, and the stream stays open.
+
+        No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
-        malformed hash or count, NOT_FOUND for an unknown keyspace.
+        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing
+        weighted by capacity.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed hash or count.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportStale(self, request, context):
-        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
-        item (nothing is removed).
+        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
+        longer) there.
+
+        Errors:
+        - INVALID_ARGUMENT: naming a malformed item; nothing is removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
-        INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the
+        stream goes on from the present.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed position or keyspace id.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropKeyspaceLocations(self, request, context):
-        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
-        INVALID_ARGUMENT for a malformed id.
+        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
+        Idempotent.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question.
+        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - INVALID_ARGUMENT: a malformed question.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReconcileDigests(self, request, context):
-        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
-        store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends
+        replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, range or encoding.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetIndexInfo(self, request, context):
-        """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own.
+        """Limits and versions of this server; it answers also while the store is out of reach.
+
+        No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -372,8 +449,14 @@ def add_IndexServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class IndexService(object):
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     @staticmethod

@@ -27,8 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class IndexServiceStub:
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     @_typing.overload
@@ -37,130 +43,288 @@ class IndexServiceStub:
     def __new__(cls, channel: _aio.Channel) -> IndexServiceAsyncStub: ...
     OpenKeyspace: _grpc.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+
+    Errors:
+    - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the name means another encoding; the message names the field that differs.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - INVALID_ARGUMENT: a malformed spec, or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]
-    """The tenant's keyspaces, ordered by name. No errors of its own."""
+    """The tenant's keyspaces, ordered by name.
+
+    No errors of its own.
+    """
     SetKeyspacePolicy: _grpc.UnaryUnaryMultiCallable[_index_pb2.SetKeyspacePolicyRequest, _index_pb2.SetKeyspacePolicyResponse]
-    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
-    NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease
+    renewal.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name.
+    - INVALID_ARGUMENT: naming the field of a policy that cannot be.
     """
     GetKeyspacePolicies: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]
-    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
+    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or policy.
+    """
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
-    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
+    lease vanished.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or endpoint.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
+      of the node has registered.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
-    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
+    """Renews a lease.
+
+    Errors:
+    - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
+    - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
+    - INVALID_ARGUMENT: a malformed id.
+    """
     EndLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]
-    """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
+    """Ends a lease at once; the node's locations leave every match. Idempotent.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id.
+    """
     ListNodes: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]
-    """Live nodes. INVALID_ARGUMENT for an unknown kind."""
+    """Live nodes.
+
+    Errors:
+    - INVALID_ARGUMENT: an unknown kind.
+    """
     Announce: _grpc.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]
-    """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
-    or of a malformed or too large range.
+    """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent
+    and may be sent again after a reconnect.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]
-    """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
+    """The longest prefix of a chain for which live locations cover the shards asked for.
+
+    Errors:
+    - INVALID_ARGUMENT: malformed hashes.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    """
     MatchStream: _grpc.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]
-    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
-    leaves the stream open. No errors of its own.
+    """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
+    fails, also for want of the store, is answered with `error` set, and the stream stays open.
+
+    No errors of its own.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_index_pb2.PlaceRequest, _index_pb2.PlaceResponse]
-    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
-    malformed hash or count, NOT_FOUND for an unknown keyspace.
+    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing
+    weighted by capacity.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed hash or count.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     ReportStale: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
-    item (nothing is removed).
+    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
+    longer) there.
+
+    Errors:
+    - INVALID_ARGUMENT: naming a malformed item; nothing is removed.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]
-    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
-    INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the
+    stream goes on from the present.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed position or keyspace id.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
     """
     DropKeyspaceLocations: _grpc.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]
-    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
-    INVALID_ARGUMENT for a malformed id.
+    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
+    Idempotent.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - INVALID_ARGUMENT: a malformed id.
     """
     Route: _grpc.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]
-    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
+    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - INVALID_ARGUMENT: a malformed question.
+    """
     ReconcileDigests: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]
-    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
-    store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends
+    replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, range or encoding.
     """
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
-    """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
+    """Limits and versions of this server; it answers also while the store is out of reach.
+
+    No errors of its own.
+    """
 
 @_typing.type_check_only
 class IndexServiceAsyncStub(IndexServiceStub):
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenKeyspace: _aio.UnaryUnaryMultiCallable[_index_pb2.OpenKeyspaceRequest, _index_pb2.OpenKeyspaceResponse]  # type: ignore[assignment]
     """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-    FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+
+    Errors:
+    - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the name means another encoding; the message names the field that differs.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - INVALID_ARGUMENT: a malformed spec, or (GEOMETRY_UNSUPPORTED) a hybrid one.
     """
     ListKeyspaces: _aio.UnaryUnaryMultiCallable[_index_pb2.ListKeyspacesRequest, _index_pb2.ListKeyspacesResponse]  # type: ignore[assignment]
-    """The tenant's keyspaces, ordered by name. No errors of its own."""
+    """The tenant's keyspaces, ordered by name.
+
+    No errors of its own.
+    """
     SetKeyspacePolicy: _aio.UnaryUnaryMultiCallable[_index_pb2.SetKeyspacePolicyRequest, _index_pb2.SetKeyspacePolicyResponse]  # type: ignore[assignment]
-    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
-    NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+    """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease
+    renewal.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name.
+    - INVALID_ARGUMENT: naming the field of a policy that cannot be.
     """
     GetKeyspacePolicies: _aio.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]  # type: ignore[assignment]
-    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
+    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or policy.
+    """
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
-    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-    FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+    """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
+    lease vanished.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or endpoint.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
+      of the node has registered.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
+    """Renews a lease.
+
+    Errors:
+    - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
+    - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
+    - INVALID_ARGUMENT: a malformed id.
+    """
     EndLease: _aio.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]  # type: ignore[assignment]
-    """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
+    """Ends a lease at once; the node's locations leave every match. Idempotent.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id.
+    """
     ListNodes: _aio.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]  # type: ignore[assignment]
-    """Live nodes. INVALID_ARGUMENT for an unknown kind."""
+    """Live nodes.
+
+    Errors:
+    - INVALID_ARGUMENT: an unknown kind.
+    """
     Announce: _aio.StreamStreamMultiCallable[_index_pb2.AnnounceRequest, _index_pb2.AnnounceResponse]  # type: ignore[assignment]
-    """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-    FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
-    or of a malformed or too large range.
+    """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent
+    and may be sent again after a reconnect.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
     """
     Match: _aio.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]  # type: ignore[assignment]
-    """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
+    """The longest prefix of a chain for which live locations cover the shards asked for.
+
+    Errors:
+    - INVALID_ARGUMENT: malformed hashes.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    """
     MatchStream: _aio.StreamStreamMultiCallable[_index_pb2.MatchStreamRequest, _index_pb2.MatchStreamResponse]  # type: ignore[assignment]
-    """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
-    leaves the stream open. No errors of its own.
+    """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
+    fails, also for want of the store, is answered with `error` set, and the stream stays open.
+
+    No errors of its own.
     """
     Place: _aio.UnaryUnaryMultiCallable[_index_pb2.PlaceRequest, _index_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
-    malformed hash or count, NOT_FOUND for an unknown keyspace.
+    """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing
+    weighted by capacity.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed hash or count.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
     """
     ReportStale: _aio.UnaryUnaryMultiCallable[_index_pb2.ReportStaleRequest, _index_pb2.ReportStaleResponse]  # type: ignore[assignment]
-    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
-    item (nothing is removed).
+    """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
+    longer) there.
+
+    Errors:
+    - INVALID_ARGUMENT: naming a malformed item; nothing is removed.
     """
     Watch: _aio.UnaryStreamMultiCallable[_index_pb2.WatchRequest, _index_pb2.WatchResponse]  # type: ignore[assignment]
-    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
-    INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+    """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the
+    stream goes on from the present.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed position or keyspace id.
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
     """
     DropKeyspaceLocations: _aio.UnaryUnaryMultiCallable[_index_pb2.DropKeyspaceLocationsRequest, _index_pb2.DropKeyspaceLocationsResponse]  # type: ignore[assignment]
-    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
-    INVALID_ARGUMENT for a malformed id.
+    """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
+    Idempotent.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - INVALID_ARGUMENT: a malformed id.
     """
     Route: _aio.UnaryUnaryMultiCallable[_index_pb2.RouteRequest, _index_pb2.RouteResponse]  # type: ignore[assignment]
-    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
+    """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
+
+    Errors:
+    - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+    - INVALID_ARGUMENT: a malformed question.
+    """
     ReconcileDigests: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileDigestsRequest, _index_pb2.ReconcileDigestsResponse]  # type: ignore[assignment]
-    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
-    store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+    """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends
+    replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, range or encoding.
     """
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
-    """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
+    """Limits and versions of this server; it answers also while the store is out of reach.
+
+    No errors of its own.
+    """
 
 class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED (reason OVERLOADED: a bounded queue is full, try later),
-    UNAVAILABLE (reason STORE_UNAVAILABLE: the location store is out of reach; recompute and go on; or DRAINING: use another replica).
+    """What an index answers to pagestores, agents and routers.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED, PERMISSION_DENIED: who calls is not known, or may not.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (STORE_UNAVAILABLE): the location store is out of reach; recompute and go on.
+    - UNAVAILABLE (DRAINING): this replica is shutting down; use another one.
     """
 
     @_abc_1.abstractmethod
@@ -170,7 +334,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.OpenKeyspaceResponse, _abc.Awaitable[_index_pb2.OpenKeyspaceResponse]]:
         """Binds a name to one keyspace encoding for the caller's tenant, or checks that it is bound to the same one.
-        FAILED_PRECONDITION (KEYSPACE_MISMATCH) naming the field that differs, (WIRE_VERSION_REFUSED) naming both versions; INVALID_ARGUMENT for a malformed spec or (GEOMETRY_UNSUPPORTED) a hybrid one.
+
+        Errors:
+        - FAILED_PRECONDITION (KEYSPACE_MISMATCH): the name means another encoding; the message names the field that differs.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - INVALID_ARGUMENT: a malformed spec, or (GEOMETRY_UNSUPPORTED) a hybrid one.
         """
 
     @_abc_1.abstractmethod
@@ -179,7 +347,10 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ListKeyspacesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ListKeyspacesResponse, _abc.Awaitable[_index_pb2.ListKeyspacesResponse]]:
-        """The tenant's keyspaces, ordered by name. No errors of its own."""
+        """The tenant's keyspaces, ordered by name.
+
+        No errors of its own.
+        """
 
     @_abc_1.abstractmethod
     def SetKeyspacePolicy(
@@ -187,8 +358,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.SetKeyspacePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.SetKeyspacePolicyResponse, _abc.Awaitable[_index_pb2.SetKeyspacePolicyResponse]]:
-        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease renewal.
-        NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name; INVALID_ARGUMENT naming the field of a policy that cannot be.
+        """Says what every pagestore should do with a keyspace of the caller's tenant; pagestores learn it with their next lease
+        renewal.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no keyspace of that name.
+        - INVALID_ARGUMENT: naming the field of a policy that cannot be.
         """
 
     @_abc_1.abstractmethod
@@ -197,7 +372,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.GetKeyspacePoliciesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.GetKeyspacePoliciesResponse, _abc.Awaitable[_index_pb2.GetKeyspacePoliciesResponse]]:
-        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back. INVALID_ARGUMENT for a malformed id or policy."""
+        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or policy.
+        """
 
     @_abc_1.abstractmethod
     def RegisterNode(
@@ -205,8 +384,14 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RegisterNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RegisterNodeResponse, _abc.Awaitable[_index_pb2.RegisterNodeResponse]]:
-        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose lease vanished. INVALID_ARGUMENT for a malformed id or endpoint;
-        FAILED_PRECONDITION (WIRE_VERSION_REFUSED), (STALE_INCARNATION) when the incarnation asked for again is not the node's latest, or a later process of the node has registered.
+        """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
+        lease vanished.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or endpoint.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
+        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
+          of the node has registered.
         """
 
     @_abc_1.abstractmethod
@@ -215,7 +400,13 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RenewLeaseResponse, _abc.Awaitable[_index_pb2.RenewLeaseResponse]]:
-        """Renews a lease. FAILED_PRECONDITION (LEASE_LOST: register again with the same incarnation; STALE_INCARNATION: a newer process of this node is registered, stop); INVALID_ARGUMENT for a malformed id."""
+        """Renews a lease.
+
+        Errors:
+        - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
+        - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
+        - INVALID_ARGUMENT: a malformed id.
+        """
 
     @_abc_1.abstractmethod
     def EndLease(
@@ -223,7 +414,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.EndLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.EndLeaseResponse, _abc.Awaitable[_index_pb2.EndLeaseResponse]]:
-        """Ends a lease at once; the node's locations leave every match. Idempotent. INVALID_ARGUMENT for a malformed id."""
+        """Ends a lease at once; the node's locations leave every match. Idempotent.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id.
+        """
 
     @_abc_1.abstractmethod
     def ListNodes(
@@ -231,7 +426,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ListNodesResponse, _abc.Awaitable[_index_pb2.ListNodesResponse]]:
-        """Live nodes. INVALID_ARGUMENT for an unknown kind."""
+        """Live nodes.
+
+        Errors:
+        - INVALID_ARGUMENT: an unknown kind.
+        """
 
     @_abc_1.abstractmethod
     def Announce(
@@ -239,9 +438,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_index_pb2.AnnounceRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.AnnounceResponse], _abc.AsyncIterator[_index_pb2.AnnounceResponse]]:
-        """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent and may be sent again after a reconnect.
-        FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST), INVALID_ARGUMENT naming the item of a malformed batch (nothing of it applied)
-        or of a malformed or too large range.
+        """A node's ordered stream of location changes. Each batch is acknowledged when the store has it; batches are idempotent
+        and may be sent again after a reconnect.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
         """
 
     @_abc_1.abstractmethod
@@ -250,7 +452,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.MatchResponse, _abc.Awaitable[_index_pb2.MatchResponse]]:
-        """The longest prefix of a chain for which live locations cover the shards asked for. INVALID_ARGUMENT for malformed hashes, NOT_FOUND for an unknown keyspace."""
+        """The longest prefix of a chain for which live locations cover the shards asked for.
+
+        Errors:
+        - INVALID_ARGUMENT: malformed hashes.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        """
 
     @_abc_1.abstractmethod
     def MatchStream(
@@ -258,8 +465,10 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_index_pb2.MatchStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.MatchStreamResponse], _abc.AsyncIterator[_index_pb2.MatchStreamResponse]]:
-        """The same on an open stream, for hot callers; answers carry the request id and may come out of order. A request that fails, also for want of the store, answers with error set and
-        leaves the stream open. No errors of its own.
+        """The same on an open stream, for hot callers. Answers carry the request id and may come out of order. A request that
+        fails, also for want of the store, is answered with `error` set, and the stream stays open.
+
+        No errors of its own.
         """
 
     @_abc_1.abstractmethod
@@ -268,8 +477,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.PlaceResponse, _abc.Awaitable[_index_pb2.PlaceResponse]]:
-        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing weighted by capacity. INVALID_ARGUMENT for a
-        malformed hash or count, NOT_FOUND for an unknown keyspace.
+        """Nodes that should hold new chunks of a chain, best first: a pagestore of the caller's host, else rendezvous hashing
+        weighted by capacity.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed hash or count.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
         """
 
     @_abc_1.abstractmethod
@@ -278,8 +491,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ReportStaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ReportStaleResponse, _abc.Awaitable[_index_pb2.ReportStaleResponse]]:
-        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no longer) there. INVALID_ARGUMENT naming a malformed
-        item (nothing is removed).
+        """Locations a reader found to be wrong; they are removed. Never fails for a location, or a keyspace, that is not (or no
+        longer) there.
+
+        Errors:
+        - INVALID_ARGUMENT: naming a malformed item; nothing is removed.
         """
 
     @_abc_1.abstractmethod
@@ -288,8 +504,13 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.WatchResponse], _abc.AsyncIterator[_index_pb2.WatchResponse]]:
-        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the stream goes on from the present.
-        INVALID_ARGUMENT for a malformed position or keyspace id, NOT_FOUND for an unknown keyspace; RESOURCE_EXHAUSTED (OVERLOADED) when too many watch.
+        """Events of the caller's tenant and of nodes, at least once each. A receiver that falls behind gets a RESYNC event and the
+        stream goes on from the present.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed position or keyspace id.
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - RESOURCE_EXHAUSTED (OVERLOADED): too many watch.
         """
 
     @_abc_1.abstractmethod
@@ -298,8 +519,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.DropKeyspaceLocationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.DropKeyspaceLocationsResponse, _abc.Awaitable[_index_pb2.DropKeyspaceLocationsResponse]]:
-        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear. Idempotent. NOT_FOUND for an unknown keyspace,
-        INVALID_ARGUMENT for a malformed id.
+        """Removes all locations of a keyspace of the tenant, of one node or of all; a pagestore calls it after its own Clear.
+        Idempotent.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - INVALID_ARGUMENT: a malformed id.
         """
 
     @_abc_1.abstractmethod
@@ -308,7 +533,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.RouteResponse, _abc.Awaitable[_index_pb2.RouteResponse]]:
-        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers. NOT_FOUND for an unknown keyspace, INVALID_ARGUMENT for a malformed question."""
+        """Hosts by how much of a prompt's prefix their engines would find, and how near: for routers.
+
+        Errors:
+        - NOT_FOUND (KEYSPACE_UNKNOWN): the tenant has no such keyspace.
+        - INVALID_ARGUMENT: a malformed question.
+        """
 
     @_abc_1.abstractmethod
     def ReconcileDigests(
@@ -316,8 +546,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.ReconcileDigestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.ReconcileDigestsResponse, _abc.Awaitable[_index_pb2.ReconcileDigestsResponse]]:
-        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends replace_range. Keyspaces that the node names and the
-        store has lost are known again afterwards. FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST); INVALID_ARGUMENT for a malformed id, range or encoding.
+        """Digests of a node's bucket ranges for owner-driven reconciliation: where one differs from the node's own, the node sends
+        replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, range or encoding.
         """
 
     @_abc_1.abstractmethod
@@ -326,6 +560,9 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.GetIndexInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.GetIndexInfoResponse, _abc.Awaitable[_index_pb2.GetIndexInfoResponse]]:
-        """Limits and versions of this server; it answers also while the store is out of reach. No errors of its own."""
+        """Limits and versions of this server; it answers also while the store is out of reach.
+
+        No errors of its own.
+        """
 
 def add_IndexServiceServicer_to_server(servicer: IndexServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

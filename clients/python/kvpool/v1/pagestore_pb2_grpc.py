@@ -26,9 +26,14 @@ if _version_not_supported:
 
 
 class PageStoreServiceStub(object):
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     def __init__(self, channel):
@@ -85,82 +90,121 @@ class PageStoreServiceStub(object):
 
 
 class PageStoreServiceServicer(object):
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     def Session(self, request_iterator, context):
-        """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
-        session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+        """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends
+        it normally; after any other end the session's slots are quarantined until the peer has said `drained` on a new session
+        or its process is gone.
+
+        Errors:
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED): `open` does not fit this node.
+        - INVALID_ARGUMENT: the first message is not `open`, or a message is malformed.
+        - RESOURCE_EXHAUSTED: too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+        """Waits until every page that was dirty when the call arrived is durable, or the deadline.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
-        UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+        go when released.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPageStoreStatus(self, request, context):
-        """Budgets, use, sessions. No errors of its own.
+        """Budgets, use, sessions.
+
+        No errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
-        INVALID_ARGUMENT for a malformed key.
+        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept
+        for promotion is not started.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
-        durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
-        disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable
+        for durable pages; a page that is not durable yet takes its pin along.
+
+        Errors:
+        - RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned.
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id, or more than 4096 chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
-        passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
-        `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
-        FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is
+        stopped. From the first call on it takes no new pages, placement passes it over, and a call while a drain runs or after
+        it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or
+        with `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is
+        done or the drain is cancelled.
+
+        Errors:
+        - FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended.
+        - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
-        the call answers. Leased pages go when released. What is stored while the call runs may stay.
-        UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
-        or neither of chunks and whole_keyspace.
+        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+        not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
+        What is stored while the call runs may stay.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
+        restart.
+        - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListChunks(self, request, context):
-        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
-        INVALID_ARGUMENT for a malformed id or count.
+        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
+        A chunk that comes or goes meanwhile may be told of or not.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,9 +267,14 @@ def add_PageStoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PageStoreService(object):
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     @staticmethod
@@ -473,10 +522,16 @@ class PageStoreService(object):
 
 
 class PageTransferServiceStub(object):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     def __init__(self, channel):
@@ -498,23 +553,38 @@ class PageTransferServiceStub(object):
 
 
 class PageTransferServiceServicer(object):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     def ReadPages(self, request, context):
-        """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+        """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames
+        are consecutive. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an
+        outcome or error.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WritePages(self, request_iterator, context):
-        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
+        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+        verified; a page that fails is DATA_LOSS in its result and never visible.
+
+        Errors:
+        - INVALID_ARGUMENT: a wrong length, key or codec; in the page's result.
+        - FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED): as for ReadPages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -542,10 +612,16 @@ def add_PageTransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PageTransferService(object):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     @staticmethod

@@ -27,9 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PageStoreServiceStub:
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     @_typing.overload
@@ -37,95 +42,177 @@ class PageStoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PageStoreServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_pagestore_pb2.SessionRequest, _pagestore_pb2.SessionResponse]
-    """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
-    session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+    """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends
+    it normally; after any other end the session's slots are quarantined until the peer has said `drained` on a new session
+    or its process is gone.
+
+    Errors:
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED): `open` does not fit this node.
+    - INVALID_ARGUMENT: the first message is not `open`, or a message is malformed.
+    - RESOURCE_EXHAUSTED: too many sessions.
     """
     Flush: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]
-    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
+    """Waits until every page that was dirty when the call arrived is durable, or the deadline.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id.
+    """
     Clear: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
-    UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+    go when released.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id.
     """
     GetPageStoreStatus: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]
-    """Budgets, use, sessions. No errors of its own."""
+    """Budgets, use, sessions.
+
+    No errors of its own.
+    """
     Prefetch: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]
-    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
-    INVALID_ARGUMENT for a malformed key.
+    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept
+    for promotion is not started.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed key.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]
-    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
-    durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
-    disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable
+    for durable pages; a page that is not durable yet takes its pin along.
+
+    Errors:
+    - RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned.
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id, or more than 4096 chunks.
     """
     Drain: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]
-    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
-    passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
-    `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
-    FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is
+    stopped. From the first call on it takes no new pages, placement passes it over, and a call while a drain runs or after
+    it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or
+    with `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is
+    done or the drain is cancelled.
+
+    Errors:
+    - FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended.
+    - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
     """
     Evict: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]
-    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
-    the call answers. Leased pages go when released. What is stored while the call runs may stay.
-    UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
-    or neither of chunks and whole_keyspace.
+    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+    not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
+    What is stored while the call runs may stay.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
+      restart.
+    - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
     """
     ListChunks: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]
-    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
-    INVALID_ARGUMENT for a malformed id or count.
+    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
+    A chunk that comes or goes meanwhile may be told of or not.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or count.
     """
 
 @_typing.type_check_only
 class PageStoreServiceAsyncStub(PageStoreServiceStub):
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_pagestore_pb2.SessionRequest, _pagestore_pb2.SessionResponse]  # type: ignore[assignment]
-    """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
-    session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-    FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+    """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends
+    it normally; after any other end the session's slots are quarantined until the peer has said `drained` on a new session
+    or its process is gone.
+
+    Errors:
+    - FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED): `open` does not fit this node.
+    - INVALID_ARGUMENT: the first message is not `open`, or a message is malformed.
+    - RESOURCE_EXHAUSTED: too many sessions.
     """
     Flush: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.FlushRequest, _pagestore_pb2.FlushResponse]  # type: ignore[assignment]
-    """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
+    """Waits until every page that was dirty when the call arrived is durable, or the deadline.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id.
+    """
     Clear: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.ClearRequest, _pagestore_pb2.ClearResponse]  # type: ignore[assignment]
-    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
-    UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+    """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+    go when released.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id.
     """
     GetPageStoreStatus: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.GetPageStoreStatusRequest, _pagestore_pb2.GetPageStoreStatusResponse]  # type: ignore[assignment]
-    """Budgets, use, sessions. No errors of its own."""
+    """Budgets, use, sessions.
+
+    No errors of its own.
+    """
     Prefetch: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PrefetchRequest, _pagestore_pb2.PrefetchResponse]  # type: ignore[assignment]
-    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
-    INVALID_ARGUMENT for a malformed key.
+    """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept
+    for promotion is not started.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed key.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.PinRequest, _pagestore_pb2.PinResponse]  # type: ignore[assignment]
-    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
-    durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
-    disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+    """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable
+    for durable pages; a page that is not durable yet takes its pin along.
+
+    Errors:
+    - RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned.
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+    - INVALID_ARGUMENT: a malformed id, or more than 4096 chunks.
     """
     Drain: _aio.UnaryStreamMultiCallable[_pagestore_pb2.DrainRequest, _pagestore_pb2.DrainResponse]  # type: ignore[assignment]
-    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
-    passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
-    `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
-    FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+    """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is
+    stopped. From the first call on it takes no new pages, placement passes it over, and a call while a drain runs or after
+    it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or
+    with `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is
+    done or the drain is cancelled.
+
+    Errors:
+    - FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended.
+    - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
     """
     Evict: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.EvictResponse]  # type: ignore[assignment]
-    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
-    the call answers. Leased pages go when released. What is stored while the call runs may stay.
-    UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
-    or neither of chunks and whole_keyspace.
+    """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+    not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
+    What is stored while the call runs may stay.
+
+    Errors:
+    - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
+      restart.
+    - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
     """
     ListChunks: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]  # type: ignore[assignment]
-    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
-    INVALID_ARGUMENT for a malformed id or count.
+    """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
+    A chunk that comes or goes meanwhile may be told of or not.
+
+    Errors:
+    - INVALID_ARGUMENT: a malformed id or count.
     """
 
 class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Control calls: small messages only; the ledger behind them is never stuck behind bulk work.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    RESOURCE_EXHAUSTED (OVERLOADED), UNAVAILABLE (DRAINING).
+    """A pagestore's control calls: small messages only, so that the ledger behind them is never stuck behind bulk work.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - RESOURCE_EXHAUSTED (OVERLOADED): a bounded queue is full; try later.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
     """
 
     @_abc_1.abstractmethod
@@ -134,9 +221,14 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pagestore_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.SessionResponse], _abc.AsyncIterator[_pagestore_pb2.SessionResponse]]:
-        """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends it normally; after any other end the
-        session's slots are quarantined until the peer has said `drained` on a new session or its process is gone.
-        FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED), INVALID_ARGUMENT (the first message is not `open`, a malformed message), RESOURCE_EXHAUSTED (too many sessions).
+        """A peer's session: leases of arena slots live and end with it. The first message is `open`. Only an explicit `close` ends
+        it normally; after any other end the session's slots are quarantined until the peer has said `drained` on a new session
+        or its process is gone.
+
+        Errors:
+        - FAILED_PRECONDITION (SESSION_UNKNOWN, STALE_INCARNATION, WIRE_VERSION_REFUSED): `open` does not fit this node.
+        - INVALID_ARGUMENT: the first message is not `open`, or a message is malformed.
+        - RESOURCE_EXHAUSTED: too many sessions.
         """
 
     @_abc_1.abstractmethod
@@ -145,7 +237,12 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.FlushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.FlushResponse, _abc.Awaitable[_pagestore_pb2.FlushResponse]]:
-        """Waits until every page that was dirty when the call arrived is durable, or the deadline. UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id."""
+        """Waits until every page that was dirty when the call arrived is durable, or the deadline.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id.
+        """
 
     @_abc_1.abstractmethod
     def Clear(
@@ -153,8 +250,12 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.ClearResponse, _abc.Awaitable[_pagestore_pb2.ClearResponse]]:
-        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages go when released.
-        UNAVAILABLE (STORE_FAULT) if the disk tier failed; INVALID_ARGUMENT for a malformed id.
+        """Drops all pages of a keyspace, or of all the tenant's keyspaces, from staging and disk and tells the index. Leased pages
+        go when released.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id.
         """
 
     @_abc_1.abstractmethod
@@ -163,7 +264,10 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.GetPageStoreStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.GetPageStoreStatusResponse, _abc.Awaitable[_pagestore_pb2.GetPageStoreStatusResponse]]:
-        """Budgets, use, sessions. No errors of its own."""
+        """Budgets, use, sessions.
+
+        No errors of its own.
+        """
 
     @_abc_1.abstractmethod
     def Prefetch(
@@ -171,8 +275,11 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.PrefetchResponse, _abc.Awaitable[_pagestore_pb2.PrefetchResponse]]:
-        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept for promotion is not started.
-        INVALID_ARGUMENT for a malformed key.
+        """Starts promoting pages of this node's disk to staging; best effort: what finds no room in the share of the arena kept
+        for promotion is not started.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed key.
         """
 
     @_abc_1.abstractmethod
@@ -181,9 +288,13 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.PinResponse, _abc.Awaitable[_pagestore_pb2.PinResponse]]:
-        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable for durable pages; a page that is not
-        durable yet takes its pin along. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned; UNAVAILABLE (STORE_FAULT) if the
-        disk tier failed; INVALID_ARGUMENT for a malformed id or more than 4096 chunks.
+        """Pins chunks until a time, or ends their pins: pinned pages are not evicted. All of the request's chunks or none. Durable
+        for durable pages; a page that is not durable yet takes its pin along.
+
+        Errors:
+        - RESOURCE_EXHAUSTED (QUOTA_EXCEEDED): more than the configured share of the tier would be pinned.
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed.
+        - INVALID_ARGUMENT: a malformed id, or more than 4096 chunks.
         """
 
     @_abc_1.abstractmethod
@@ -192,10 +303,15 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.DrainResponse], _abc.AsyncIterator[_pagestore_pb2.DrainResponse]]:
-        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is stopped. From the first call on it takes no new pages, placement
-        passes it over, and a call while a drain runs or after it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or with
-        `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is done or the drain is cancelled.
-        FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended; UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
+        """Moves pages that have no other live copy to other nodes, then ends the lease; the node serves reads on until it is
+        stopped. From the first call on it takes no new pages, placement passes it over, and a call while a drain runs or after
+        it has ended joins it. When the last caller leaves, moving stops and the node stays as it is: call again to go on, or
+        with `cancel` to take the node back into service. After a restart in the middle the node goes on by itself, until it is
+        done or the drain is cancelled.
+
+        Errors:
+        - FAILED_PRECONDITION (DRAIN_BLOCKED): no other node has room, there is no index, or the drain to cancel has ended.
+        - UNAVAILABLE (STORE_UNAVAILABLE, STORE_FAULT): the index or the disk failed.
         """
 
     @_abc_1.abstractmethod
@@ -204,10 +320,14 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pagestore_pb2.EvictResponse, _abc.Awaitable[_pagestore_pb2.EvictResponse]]:
-        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is not served from the moment of the call; it is gone from the disk when
-        the call answers. Leased pages go when released. What is stored while the call runs may stay.
-        UNAVAILABLE (STORE_FAULT) if the disk tier failed: what was named is not served any more, but may be back after a restart; INVALID_ARGUMENT for a malformed id, more than 4096 chunks, or both
-        or neither of chunks and whole_keyspace.
+        """Gives chunks up before their time, from staging alone or from staging and disk, and tells the index. What was evicted is
+        not served from the moment of the call; it is gone from the disk when the call answers. Leased pages go when released.
+        What is stored while the call runs may stay.
+
+        Errors:
+        - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
+          restart.
+        - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
         """
 
     @_abc_1.abstractmethod
@@ -216,17 +336,26 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.ListChunksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.ListChunksResponse], _abc.AsyncIterator[_pagestore_pb2.ListChunksResponse]]:
-        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first. A chunk that comes or goes meanwhile may be told of or not.
-        INVALID_ARGUMENT for a malformed id or count.
+        """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
+        A chunk that comes or goes meanwhile may be told of or not.
+
+        Errors:
+        - INVALID_ARGUMENT: a malformed id or count.
         """
 
 def add_PageStoreServiceServicer_to_server(servicer: PageStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PageTransferServiceStub:
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     @_typing.overload
@@ -234,37 +363,67 @@ class PageTransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PageTransferServiceAsyncStub: ...
     ReadPages: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ReadPagesRequest, _pagestore_pb2.PageFrame]
-    """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+    """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames
+    are consecutive. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an
+    outcome or error.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
     """
     WritePages: _grpc.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]
-    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
+    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+    verified; a page that fails is DATA_LOSS in its result and never visible.
+
+    Errors:
+    - INVALID_ARGUMENT: a wrong length, key or codec; in the page's result.
+    - FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED): as for ReadPages.
     """
 
 @_typing.type_check_only
 class PageTransferServiceAsyncStub(PageTransferServiceStub):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReadPages: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ReadPagesRequest, _pagestore_pb2.PageFrame]  # type: ignore[assignment]
-    """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-    FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+    """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames
+    are consecutive. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an
+    outcome or error.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running.
+    - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
     """
     WritePages: _aio.StreamStreamMultiCallable[_pagestore_pb2.WritePagesRequest, _pagestore_pb2.WritePagesResponse]  # type: ignore[assignment]
-    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-    INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
+    """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+    verified; a page that fails is DATA_LOSS in its result and never visible.
+
+    Errors:
+    - INVALID_ARGUMENT: a wrong length, key or codec; in the page's result.
+    - FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED): as for ReadPages.
     """
 
 class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Bulk page transfer, on its own endpoint. Frames are ordinary proto messages whose last field is the payload piece.
-    Errors every call may return besides its own: UNAUTHENTICATED, PERMISSION_DENIED (TENANT_DENIED: the keyspace belongs to another tenant), DEADLINE_EXCEEDED,
-    INVALID_ARGUMENT (a message that cannot be read, more keys or keyspaces than allowed), RESOURCE_EXHAUSTED (as many streams as the node serves are open), UNAVAILABLE (DRAINING),
-    CANCELLED (the stream did not move, or was open for too long).
+    """Bulk page transfer, on an endpoint of its own. Frames are ordinary proto messages whose last field is the payload piece.
+
+    Errors every call may return besides its own:
+    - UNAUTHENTICATED: who calls is not known.
+    - PERMISSION_DENIED (TENANT_DENIED): the keyspace belongs to another tenant.
+    - DEADLINE_EXCEEDED: the caller's deadline has passed.
+    - INVALID_ARGUMENT: a message that cannot be read, or more keys or keyspaces than allowed.
+    - RESOURCE_EXHAUSTED: as many streams as the node serves are open.
+    - UNAVAILABLE (DRAINING): the node is shutting down.
+    - CANCELLED: the stream did not move, or was open for too long.
     """
 
     @_abc_1.abstractmethod
@@ -273,8 +432,13 @@ class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _pagestore_pb2.ReadPagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.PageFrame], _abc.AsyncIterator[_pagestore_pb2.PageFrame]]:
-        """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames are consecutive.
-        FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running; (WIRE_VERSION_REFUSED). A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an outcome or error.
+        """Reads pages of this node's own tiers (never forwarded to a third node). Pages answer in request order; a page's frames
+        are consecutive. A page that is absent, or whose stored bytes fail verification, answers with one frame that carries an
+        outcome or error.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION): another incarnation is running.
+        - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
         """
 
     @_abc_1.abstractmethod
@@ -283,8 +447,12 @@ class PageTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pagestore_pb2.WritePagesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pagestore_pb2.WritePagesResponse], _abc.AsyncIterator[_pagestore_pb2.WritePagesResponse]]:
-        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were verified; a page that fails is DATA_LOSS in its result and never visible.
-        INVALID_ARGUMENT per page for a wrong length, key or codec. FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED).
+        """Writes pages. One result per page, in order. A page is visible only after all its frames arrived and its sums were
+        verified; a page that fails is DATA_LOSS in its result and never visible.
+
+        Errors:
+        - INVALID_ARGUMENT: a wrong length, key or codec; in the page's result.
+        - FAILED_PRECONDITION (STALE_INCARNATION, WIRE_VERSION_REFUSED): as for ReadPages.
         """
 
 def add_PageTransferServiceServicer_to_server(servicer: PageTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

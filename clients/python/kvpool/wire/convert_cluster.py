@@ -10,7 +10,6 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
-from kvpool.wire.versions import own_version_to_proto
 
 _ENDPOINT_CHARACTERS_MAX = 1024
 _KEPT_PARTS = 1024
@@ -199,20 +198,26 @@ def chain_query_to_proto(query: cluster.ChainQuery) -> index_pb2.MatchRequest:
     )
 
 
-def chain_query_from_proto(message: index_pb2.MatchRequest, *, chunks_max: int) -> cluster.ChainQuery:
-    """Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing."""
-    whole, left = divmod(len(message.chunk_hashes), 16)
+def chain_query_from_proto(
+    message: index_pb2.MatchRequest, chain: index_pb2.MatchChain | None = None, *, chunks_max: int
+) -> cluster.ChainQuery:
+    """chain: the one asked about, if another than that of `message`.
+
+    Raises InvalidRequest for malformed or too many hashes, or a group head that is needed and missing.
+    """
+    about = message if chain is None else chain
+    whole, left = divmod(len(about.chunk_hashes), 16)
     if left:
         raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash", item_index=whole)
     check_count(whole, "number of chunk_hashes", most=chunks_max)
-    first = check_count(message.first_chunk_index, "first_chunk_index")
+    first = check_count(about.first_chunk_index, "first_chunk_index")
     check_count(len(message.host_id), "length of host_id", most=_ENDPOINT_CHARACTERS_MAX)  # the index keeps it a while
-    head = check_optional_id(message.group_head_hash, "group_head_hash")
+    head = check_optional_id(about.group_head_hash, "group_head_hash")
     if not head and first % cluster.CHAIN_GROUP_CHUNKS and whole:
         raise InvalidRequest(f"group_head_hash is needed because first_chunk_index {first} is no multiple of 16")
     return cluster.ChainQuery(
         keyspace=check_id(message.keyspace_id, "keyspace_id"),
-        chunk_hashes=message.chunk_hashes,
+        chunk_hashes=about.chunk_hashes,
         first_chunk_index=first,
         group_head_hash=head,
         shards=message.shards,
@@ -232,11 +237,16 @@ def chain_match_to_proto(match: cluster.ChainMatch) -> index_pb2.MatchResponse:
 
 def chain_match_from_proto(message: index_pb2.MatchResponse) -> cluster.ChainMatch:
     """Raises InvalidRequest when the runs do not sum up to the matched chunks."""
+    strange = {node.node_id for node in message.nodes if not is_node_known(node)}
     runs = tuple(
         cluster.MatchRun(
             chunk_count=check_count(run.chunk_count, "run.chunk_count", least=1),
             locations=tuple(
-                [_known_location(place.SerializeToString()) for place in run.locations if place.tier <= _LAST_TIER]
+                [
+                    _known_location(place.SerializeToString())
+                    for place in run.locations
+                    if place.tier <= _LAST_TIER and not (strange and place.node_id in strange)
+                ]
             ),
         )
         for run in message.runs
@@ -262,28 +272,3 @@ def _known_location(data: bytes) -> cluster.Location:
 @functools.lru_cache(_KEPT_PARTS)
 def _known_node(data: bytes) -> cluster.NodeInfo:
     return node_info_from_proto(index_pb2.NodeInfo.FromString(data))
-
-
-def index_info_to_proto(info: cluster.IndexInfo) -> index_pb2.GetIndexInfoResponse:
-    """Limits and versions."""
-    return index_pb2.GetIndexInfoResponse(
-        version=info.version,
-        store=info.store,
-        max_match_chunks=info.max_match_chunks,
-        max_batch_items=info.max_batch_items,
-        lease_ttl_ms=info.lease_ttl_ms,
-        store_reachable=info.store_reachable,
-        peer_version=own_version_to_proto(),
-    )
-
-
-def index_info_from_proto(message: index_pb2.GetIndexInfoResponse) -> cluster.IndexInfo:
-    """Limits and versions."""
-    return cluster.IndexInfo(
-        version=message.version,
-        store=message.store,
-        max_match_chunks=message.max_match_chunks,
-        max_batch_items=message.max_batch_items,
-        lease_ttl_ms=message.lease_ttl_ms,
-        store_reachable=message.store_reachable,
-    )

@@ -14,6 +14,7 @@ import grpc.aio
 
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from kvpool.wire.status import error_from_rpc, error_from_status
+from kvpool.wire.tls import TlsCredentials, narrowed
 
 T = TypeVar("T")
 
@@ -23,7 +24,9 @@ _LOST_STATUS: Final = "Internal error from Core"
 class StreamStatus:
     """Remembers how the server ended `call`. Make it right after the call, before anything is awaited."""
 
-    def __init__(self, call: grpc.aio.Call) -> None:
+    def __init__(self, call: grpc.aio.Call, tls: TlsCredentials | None) -> None:
+        """tls: of the call's channel."""
+        self._tls = tls
         self._error: KvPoolError | None = None
         self.ended_well = False  # the server ended the stream with status OK
         # The callback gets the call itself, whatever the stubs say.
@@ -36,7 +39,7 @@ class StreamStatus:
         if isinstance(raised, KvPoolError):
             return raised
         if isinstance(raised, grpc.RpcError) and not self.ended_well:
-            return error_from_rpc(raised)
+            return narrowed(error_from_rpc(raised), self._tls)
         # A write after the end: asyncio.InvalidStateError, or the overwritten status of a stream that ended with OK.
         return ServiceUnavailable("the server has ended the stream")
 
@@ -48,7 +51,8 @@ class StreamStatus:
         elif code is grpc.StatusCode.INTERNAL and message == _LOST_STATUS:
             self._error = ServiceUnavailable("the stream broke while it was written to")
         else:
-            self._error = error_from_status(code, message, _result_now(call.trailing_metadata()) or ())
+            error = error_from_status(code, message, _result_now(call.trailing_metadata()) or ())
+            self._error = narrowed(error, self._tls)
 
 
 def _result_now(coroutine: Coroutine[Any, Any, T]) -> T | None:

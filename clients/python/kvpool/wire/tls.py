@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, cast
@@ -95,25 +96,33 @@ class TlsCredentials:
     def _look(self) -> None:
         try:
             version = files_version(self.files)
-            if version in (self._version, self._refused):
-                return
-            self._version, self._material = read_files(self.files, self._material.generation + 1)
         except InvalidRequest as error:
-            self._complain(error)
+            self._complain(error.message, error)
+            return
+        if version == self._version:
+            self._refused = None
+            return
+        if version == self._refused:
+            return
+        try:
+            self._version, found = read_files(self.files, self._material.generation + 1)
+        except InvalidRequest as error:
+            # Of the state that was read: the rest of a renewal may have come since.
+            self._complain(version, error)
             return
         self._refused = None
+        if replace(found, generation=self._material.generation) == self._material:
+            return  # written anew with what was in them: no connection need be made again
+        self._material = found
         _log.info("%s and what belongs to it were renewed and are in use", self._subject)
         self._warn_of_open_key()
 
-    def _complain(self, error: InvalidRequest) -> None:
-        try:
-            state: Version | str = files_version(self.files)
-        except InvalidRequest as missing:
-            state = missing.message
-        if state != self._refused:
-            self._refused = state
-            self.reload_failure_count += 1
-            _log.warning("the renewed TLS files are not used, the last ones stay in use: %s", error.message)
+    def _complain(self, state: Version | str, error: InvalidRequest) -> None:
+        if state == self._refused:
+            return
+        self._refused = state
+        self.reload_failure_count += 1
+        _log.warning("the renewed TLS files are not used, the last ones stay in use: %s", error.message)
 
     @property
     def _subject(self) -> Path:

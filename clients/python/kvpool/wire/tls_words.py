@@ -56,10 +56,11 @@ def explain_tls(details: str) -> str:
 
 
 def explain_closed(details: str) -> str:
-    """The same for a connection that was closed before a word of gRPC, which need not be because of TLS.
+    """The same for a connection that was closed before a word of gRPC, which need not be because of TLS; never of a
+    unix socket, which has none.
 
     See kvpool.wire.tls.narrowed for telling less of what it may have been.
     """
-    if _NOT_CONNECTED in details and any(words in details for words in _CLOSED_EARLY):
+    if _NOT_CONNECTED in details and "unix:" not in details and any(words in details for words in _CLOSED_EARLY):
         return f"{_CLOSED} ({details})"
     return ""

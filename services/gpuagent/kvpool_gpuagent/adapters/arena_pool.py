@@ -49,6 +49,7 @@ class ArenaPool:
         self._reads, self._writes = Budget(_FIRST_WINDOW_PAGES), Budget(_FIRST_WINDOW_PAGES)
         self._settling: set[asyncio.Future[None]] = set()
         self._failed_s = float("-inf")
+        self._out_of_reach = False
         self._closed = False
         self.local_node_id = b""
 
@@ -67,8 +68,10 @@ class ArenaPool:
         try:
             async with asyncio.timeout(CONNECT_WAIT_S):
                 await self._live()
-        except (KvPoolError, TimeoutError) as error:
-            _log.warning("the local pagestore is not there yet: %s", error)
+        except KvPoolError:
+            pass  # it was told, and the next request tries again
+        except TimeoutError:
+            self._told_out_of_reach(f"no answer within {CONNECT_WAIT_S:g} s")
 
     async def reserve(
         self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
@@ -182,14 +185,24 @@ class ArenaPool:
                     session = await PageStoreSession.open(self._plan, self._config, on_map=self._on_map)
                 else:
                     session = await session.reopen(drained=True)
-            except KvPoolError:
+            except KvPoolError as error:
                 self._failed_s = loop.time()
+                self._told_out_of_reach(error)
                 raise
+            if self._out_of_reach:
+                _log.warning("the local pagestore is back")
+                self._out_of_reach = False
             self._session = session
             self.local_node_id = session.node_id
             for budget in (self._reads, self._writes):
                 budget.resize(max(2, session.max_leases))
             return session
+
+    def _told_out_of_reach(self, why: object) -> None:
+        """Once an outage: every request of the engine fails on it meanwhile."""
+        if not self._out_of_reach:
+            _log.warning("the local pagestore is out of reach, its engine recomputes meanwhile: %s", why)
+            self._out_of_reach = True
 
     def _current(self, leases: Sequence[_Lease]) -> PageStoreSession:
         session = leases[0].session

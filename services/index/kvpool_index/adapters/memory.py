@@ -54,6 +54,9 @@ class MemoryLocationStore:
     async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
         return await self.read(query.keyspace, group_reads(query))
 
+    async def read_chains(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
+        return [await self.read_chain(query) for query in queries]
+
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         self._nodes.check_fence(fence)
         states: list[ChunkState] = []

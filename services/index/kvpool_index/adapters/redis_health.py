@@ -71,6 +71,7 @@ def _facts(info: bytes) -> RedisFacts:
     try:
         return RedisFacts(
             version=facts.get("redis_version", ""),
+            used_bytes=int(facts.get("used_memory", "0")),
             maxmemory_bytes=int(facts.get("maxmemory", "0")),
             maxmemory_policy=facts.get("maxmemory_policy", ""),
             is_append_only=facts.get("aof_enabled", "0") == "1",

@@ -6,6 +6,7 @@ changes both at once, and a failover that loses writes takes both back alike.
 
 import struct
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from kvpool.core.cluster import ChainQuery
@@ -24,6 +25,7 @@ from kvpool_index.core.groups import (
     GroupRead,
     NamedChunk,
     NodeEntry,
+    group_reads,
     part_reads,
     whole_groups,
 )
@@ -80,6 +82,21 @@ class RedisLocationStore:
         last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
         replies = await self._reads.exchange_reachable(first + commands + last, first_keys + keys + last_keys)
         return _reached(replies, query.chunk_count)
+
+    async def read_chains(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
+        commands: list[bytes] = []
+        keys: list[bytes] = []
+        ends = [0]
+        for query in queries:
+            its_commands, its_keys = read_groups(self._key_prefix, query.keyspace, group_reads(query))
+            commands += its_commands
+            keys += its_keys
+            ends.append(len(commands))
+        replies = await self._reads.exchange_reachable(commands, keys) if commands else []
+        return [
+            _reached(replies[start:end], query.chunk_count)
+            for query, (start, end) in zip(queries, pairwise(ends), strict=True)
+        ]
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []

@@ -6,7 +6,7 @@ import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ _EXPLANATIONS: Final = (
     ("WRONG_VERSION_NUMBER", "it answers in the clear: write redis:// for rediss://, or name its TLS port"),
     ("record layer failure", "it answers in the clear: write redis:// for rediss://, or name its TLS port"),
     ("certificate has expired", "its certificate has expired: renew it"),
+    ("certificate is not yet valid", "its certificate is not valid yet: look at the clocks of both hosts"),
+    ("unsuitable certificate purpose", "its certificate is not for servers: issue it for serverAuth"),
     ("IP address mismatch", "its certificate does not name that address: issue it anew, or ssl_check_hostname=false"),
     ("Hostname mismatch", "its certificate does not name that host: issue it anew, or ssl_check_hostname=false"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is of no CA that is trusted: name its CA by ?ssl_ca_certs=FILE"),
@@ -48,19 +50,19 @@ class RedisTls:
     def __init__(self, options: TlsOptions) -> None:
         """Reads the files. Raises OSError, of which ssl.SSLError is one, if they cannot be used."""
         self.options = options
-        self._version = _version(options)
+        self._state = _state(options)
         self._context = _new_context(options)
 
     def context(self) -> ssl.SSLContext:
         """By the files as they are now, or as they were when they could last be used."""
-        try:
-            version = _version(self.options)
-            if version != self._version:
-                self._version = version  # whatever comes of it: it is tried once
+        state = _state(self.options)
+        if state != self._state:
+            self._state = state  # whatever comes of it: it is tried, and told of, once
+            try:
                 self._context = _new_context(self.options)
                 _log.info("the TLS files of redis_url were renewed and are in use")
-        except OSError as error:
-            _log.warning("the renewed TLS files of redis_url are not used, the last ones stay in use: %s", error)
+            except OSError as error:
+                _log.warning("the renewed TLS files of redis_url are not used, the last ones stay in use: %s", error)
         return self._context
 
 
@@ -73,14 +75,25 @@ def explain_tls(error: OSError) -> str:
     return said
 
 
-def _version(options: TlsOptions) -> list[tuple[int, ...]]:
-    found = (path.stat() for path in options.files())
+def _state(options: TlsOptions) -> list[tuple[int, ...]] | str:
+    """What changes when a file is written, replaced, or goes away."""
+    try:
+        found = [path.stat() for path in options.files()]
+    except OSError as error:
+        return str(error)
     return [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
 
 def _new_context(options: TlsOptions) -> ssl.SSLContext:
+    for path in options.files():
+        path.stat()  # whose error names the file, which OpenSSL's does not
     context = ssl.create_default_context(cafile=options.ca_file)
     context.check_hostname = options.check_hostname  # the certificate is verified in any case
     if options.cert_file is not None:
-        context.load_cert_chain(options.cert_file, options.key_file)
+        context.load_cert_chain(options.cert_file, options.key_file, password=_no_passphrase)
     return context
+
+
+def _no_passphrase() -> NoReturn:
+    """OpenSSL would ask on the terminal, and the event loop with it would wait for an answer."""
+    raise ssl.SSLError("ssl_keyfile is encrypted; write it without a passphrase (openssl pkey -in OLD -out NEW)")

@@ -9,7 +9,7 @@ and sentinel_password, because user and password are those of the servers that h
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -47,7 +47,7 @@ class Login:
     """How a connection begins."""
 
     username: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
     db: int = 0
     tls: RedisTls | None = None
 
@@ -84,7 +84,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     parts = _split(urlsplit, url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     _refuse(options.keys() - _TLS_OPTIONS - (_SENTINEL_OPTIONS if topology == "sentinel" else frozenset()))
-    tls = _tls(options) if base == "rediss" else None
+    tls = _tls(base, options)
     account, _, hosts = parts.netloc.rpartition("@")
     username, _, password = account.partition(":")
     names = [unquote(name) for name in parts.path.split("/") if name]
@@ -116,7 +116,7 @@ def _parse_single(url: str) -> RedisUrl:
             username=options.get("username", ""),
             password=options.get("password", ""),
             db=options.get("db", 0),
-            tls=_tls(options) if url.startswith("rediss:") else None,
+            tls=_tls(url.partition("://")[0], options),
         ),
     )
 
@@ -159,10 +159,18 @@ def _number(text: str, name: str) -> int:
     return int(text)
 
 
-def _tls(options: dict[str, Any]) -> RedisTls:
+def _tls(scheme: str, options: dict[str, Any]) -> RedisTls | None:
+    """Raises ValueError for options without effect: whoever wrote them wants TLS, and would send a password without."""
+    if scheme != "rediss":
+        if pointless := sorted(options.keys() & _TLS_OPTIONS):
+            raise ValueError(f"{', '.join(pointless)} without TLS: write rediss for redis in the scheme")
+        return None
+
     def path(name: str) -> Path | None:
         return Path(options[name]) if options.get(name) else None
 
+    if options.get("ssl_keyfile") and not options.get("ssl_certfile"):
+        raise ValueError("ssl_keyfile without ssl_certfile: name the certificate of that key too")
     unchecked = str(options.get("ssl_check_hostname", "true")).lower() in ("false", "0", "no")
     return RedisTls(
         TlsOptions(

@@ -138,12 +138,17 @@ def pack_info(info: NodeInfo) -> bytes:
 
 
 def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
-    """The inverse of pack_info. Fields that a newer version wrote are left out."""
+    """The inverse of pack_info. Fields that a newer version wrote are left out.
+
+    A kind that only a newer version has a name for stays the number that it is: the node lives, its locations must not
+    be swept, and clients that know the kind are told of it.
+    """
     fields: Mapping[str, object] = json.loads(data)
     known: dict[str, object] = {name: fields[name] for name in _INFO_FIELDS if name in fields}
     node_id = bytes.fromhex(str(fields["node_id"]))
-    kind = NodeKind(int(str(fields["kind"])))
-    return replace(NodeInfo(node_id=node_id, kind=kind, incarnation=incarnation), **known)  # type: ignore[arg-type]
+    kind = int(str(fields["kind"]))
+    known["kind"] = NodeKind(kind) if kind <= max(NodeKind) else kind
+    return NodeInfo(node_id=node_id, incarnation=incarnation, **known)  # type: ignore[arg-type]
 
 
 _INFO_FIELDS: Final = (

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 REDIRECTIONS: Final = ("moved", "ask", "try_again")
-PROBLEMS: Final = ("eviction", "no_persistence", "old_version", "topology", "missing_replicas")
+PROBLEMS: Final = ("eviction", "full", "no_persistence", "old_version", "topology", "missing_replicas")
 MIN_VERSION: Final = (6, 2)
+FULL_SHARE: Final = 0.9  # of its memory limit: told while there is still time to raise it
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class RedisFacts:
     """What a server says about itself."""
 
     version: str
+    used_bytes: int
     maxmemory_bytes: int  # 0: no limit
     maxmemory_policy: str
     is_append_only: bool
@@ -43,6 +45,11 @@ def problems_of(facts: RedisFacts, *, saves: bool | None, topology: str, wait_re
     if facts.maxmemory_bytes and facts.maxmemory_policy != "noeviction":
         found["eviction"] = (
             f"maxmemory-policy is {facts.maxmemory_policy}: it will evict leases and locations alike; set noeviction"
+        )
+    elif facts.maxmemory_bytes and facts.used_bytes > facts.maxmemory_bytes * FULL_SHARE:
+        found["full"] = (
+            f"{facts.used_bytes >> 20} of {facts.maxmemory_bytes >> 20} MiB are used: once full it refuses leases too, "
+            "and no node is found; raise maxmemory"
         )
     if not facts.is_append_only and saves is False:
         found["no_persistence"] = "neither snapshots nor an append-only file: a restart loses all it knows"

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded
+from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, Stopped
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import common_pb2
 from kvpool.v1 import pagestore_pb2 as pb
@@ -50,6 +50,7 @@ class SessionStream:
         self._peer = peer
         self._outbox: asyncio.Queue[pb.SessionResponse | KvPoolError | None] = asyncio.Queue(_OUTBOX_MESSAGES)
         self._commits: set[asyncio.Task[None]] = set()
+        self._acquires: set[AcquireSpan] = set()
         self._in_flight = 0  # commits and acquires
 
     async def answers(
@@ -72,6 +73,8 @@ class SessionStream:
             for task in self._commits:
                 task.cancel()
             await asyncio.wait([reader, *self._commits])
+            for told in self._acquires:
+                told.failed(Stopped("the session ended first"))
 
     # Inside
 
@@ -175,18 +178,22 @@ class SessionStream:
         def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
             self._in_flight -= final
             told.settled(acquired, final)
+            if final:
+                self._acquires.discard(told)
             part = messages.acquired_to_proto(acquired, final)
             try:
                 self._outbox.put_nowait(pb.SessionResponse(request_id=number, acquire=part))
             except asyncio.QueueFull:
                 self._engine.sessions.end(self._peer, "its peer does not read")
 
+        self._acquires.add(told)
         try:
             with told.span.current():
                 self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
         except KvPoolError as error:  # nothing was begun
             self._in_flight -= 1
-            told.refused(error)
+            self._acquires.discard(told)
+            told.failed(error)
             raise
 
     def _take_turn(self) -> None:

@@ -84,7 +84,8 @@ class AcquireSpan:
         with self.span.current():
             _log.debug("acquire ended", extra=fields(pages=sum(self._pages.values()), served_pages=hit_count))
 
-    def refused(self, error: KvPoolError) -> None:
-        """Nothing was begun."""
-        self.span.fail(error)
-        self.span.end()
+    def failed(self, error: KvPoolError) -> None:
+        """Nothing was begun, or nobody is left to hear of the rest."""
+        if self.span.recording:
+            self.span.fail(error)
+            self._end()

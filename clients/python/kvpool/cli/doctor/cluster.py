@@ -9,13 +9,14 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvpool import __version__
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
-from kvpool.cli.top_metrics import Samples, fetch_all
+from kvpool.cli.top_metrics import Samples, fetch_all, in_threads
 
 _CONNECT_TIMEOUT_S = 2.0
 _AT_ONCE = 32
@@ -92,11 +93,11 @@ async def examine_nodes(nodes: Sequence[Mapping[str, Any]], *, is_embedded: bool
     return findings
 
 
-def versions(metrics: Mapping[str, Samples | str]) -> list[Finding]:
+def versions(metrics: Mapping[str, Samples | None]) -> list[Finding]:
     """Of the nodes whose /metrics can be reached: one minor version apart is fine while an upgrade goes on."""
     found: Counter[str] = Counter()
     for samples in metrics.values():
-        found.update(label for name, label in (samples if not isinstance(samples, str) else ()) if name == _INFO)
+        found.update(label for name, label in samples or () if name == _INFO)
     if not found:
         return []
     told = ", ".join(f"{count} of {name}" for name, count in sorted(found.items()))
@@ -107,7 +108,7 @@ def versions(metrics: Mapping[str, Samples | str]) -> list[Finding]:
 
 
 async def _clocks(urls: Sequence[str]) -> list[Finding]:
-    skews = await asyncio.gather(*(asyncio.to_thread(clock_skew_s, url) for url in urls))
+    skews = await in_threads(clock_skew_s, urls)
     known = {url: skew_s for url, skew_s in zip(urls, skews, strict=True) if skew_s is not None}
     off = [
         bad(
@@ -125,16 +126,16 @@ async def _clocks(urls: Sequence[str]) -> list[Finding]:
 
 def clock_skew_s(url: str) -> float | None:
     """How far the clock of an HTTP server is ahead of ours; None where it does not tell. Blocking."""
-    if urlsplit(url).scheme != "http":
-        return None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        if urlsplit(url).scheme != "http":
+            return None
         began_s = time.time()
         with opener.open(url, timeout=_CONNECT_TIMEOUT_S) as answer:
             told_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
         # The answer was dated at some time between; half a second is what a date without fractions lacks.
         return float(told_s + 0.5 - (began_s + time.time()) / 2)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, HTTPException):
         return None
 
 

@@ -19,7 +19,8 @@ from kvpool.cli.doctor.storage import examine_directory
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size_from_text
 from kvpool.cli.state import read_state
 from kvpool.cli.status import read_status
-from kvpool.cli.targets import Target, add_target, find_target, run
+from kvpool.cli.targets import Target, add_target, find_target, run, said
+from kvpool.core.errors import KvPoolError
 
 _SIGNS = {Level.OK: "ok  ", Level.SKIPPED: "-   ", Level.WARNING: "WARN", Level.BAD: "BAD "}
 
@@ -62,6 +63,8 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
             document = run(read_status(target))
         except CommandFailed as error:
             findings.append(bad("index", str(error), "start it, or name another by --index HOST:PORT"))
+        except KvPoolError as error:  # it answered, or was not even asked
+            findings.append(bad("index", said(error), "mend that, or name another index by --index HOST:PORT"))
     else:
         findings.append(skipped("cluster", "no cluster runs here and none is named", "--index HOST:PORT"))
     here = _pagestores_here(document, target)

@@ -51,20 +51,20 @@ def examine_machine(machine: Machine) -> Iterator[Finding]:
 def shared_memory(machine: Machine) -> Finding:
     """Whether the arenas fit their file system: memory that is not there ends a process with SIGBUS."""
     directory, wanted = machine.shm_dir, machine.arena_bytes
-    mounts = (line.split() for line in machine.text("proc/self/mounts").splitlines())
-    kinds = {mount[1]: mount[2] for mount in mounts if len(mount) > 2}
+    kind = _file_system(machine, directory)
     try:
         found = os.statvfs(directory)
     except OSError as error:
         return bad("shm", f"{directory} cannot be used: {error.strerror}", "name a tmpfs by --shm-dir")
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    larger = f"{-(-(wanted + wanted // 8) >> 30)}G"
-    grow = (
-        f"mount -o remount,size={larger} {directory}; with Docker --shm-size {larger.lower()}; in Kubernetes an "
-        "emptyDir of medium Memory with that sizeLimit"
+    larger = f"{-(-(wanted + wanted // 8) >> 30)}G" if wanted else "SIZE"
+    elsewhere = (
+        f"with Docker --shm-size {larger.lower()}; in Kubernetes an emptyDir of medium Memory with that sizeLimit"
     )
-    if kinds.get(str(directory)) not in ("tmpfs", "hugetlbfs", None):
-        return bad("shm", f"{directory} is {kinds[str(directory)]}, no memory", "name a tmpfs by --shm-dir")
+    grow = f"mount -o remount,size={larger} {directory}; {elsewhere}"
+    mount = f"mount -t tmpfs -o size={larger} tmpfs {directory}; {elsewhere}"
+    if kind not in ("tmpfs", "hugetlbfs", ""):
+        return bad("shm", f"{directory} lies on {kind}, which is no memory", f"name a tmpfs by --shm-dir, or {mount}")
     if not wanted:
         return skipped(
             "shm", f"{directory} has {size(total)}, {size(free)} free", "--arena-bytes says what it should hold"
@@ -78,6 +78,19 @@ def shared_memory(machine: Machine) -> Finding:
             f"remove what else lies there, or: {grow}",
         )
     return well("shm", f"{directory} has {size(total)}, {size(free)} free; arenas take up to {size(wanted)}")
+
+
+def _file_system(machine: Machine, directory: Path) -> str:
+    """The kind of the one that a directory lies on, which is seldom its own mount point; empty: not known."""
+    found, longest = "", -1
+    real = Path(os.path.realpath(directory))
+    for line in machine.text("proc/self/mounts").splitlines():
+        words = line.split()
+        if len(words) > 2:
+            point = Path(words[1].replace("\\040", " "))
+            if real.is_relative_to(point) and len(point.parts) >= longest:  # of two at one place the later one counts
+                found, longest = words[2], len(point.parts)
+    return found
 
 
 def memory(machine: Machine) -> Iterator[Finding]:

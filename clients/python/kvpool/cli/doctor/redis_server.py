@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
 from kvpool.cli.output import size
@@ -57,8 +57,16 @@ def _servers(redis: Any, url: str) -> Iterator[tuple[str, Any]]:
         return
     sentinels = [(host.rpartition(":")[0] or host, int(host.rpartition(":")[2] or 26379)) for host in hosts.split(",")]
     service = parts.path.strip("/").partition("/")[0]
-    master, port = redis.Sentinel(sentinels, **options).discover_master(service)
-    plain = urlunsplit((scheme, f"{login}{master}:{port}", "", "", ""))
+    query = dict(parse_qsl(parts.query))
+    asking = options | {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    if scheme == "rediss":
+        asking |= {"ssl": True} | {name: value for name, value in query.items() if name.startswith("ssl_")}
+        asking["ssl_check_hostname"] = query.get("ssl_check_hostname", "true").lower() not in ("false", "0", "no")
+    try:
+        master, port = redis.Sentinel(sentinels, sentinel_kwargs=asking).discover_master(service)
+    except redis.sentinel.MasterNotFoundError as error:  # which describes clients at length
+        raise ValueError(f"no Sentinel that answers names a master called {service!r}") from error
+    plain = urlunsplit((scheme, f"{login}{master}:{port}", "", urlencode(query), ""))
     yield f"{master}:{port}, the master of {service}", redis.Redis.from_url(plain, **options)
 
 
@@ -144,5 +152,8 @@ def _persistence(name: str, client: Any, info: Mapping[str, Any]) -> Iterator[Fi
 
 def _without_password(url: str) -> str:
     """For messages."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "what --redis names"
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))

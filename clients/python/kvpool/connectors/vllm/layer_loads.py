@@ -45,7 +45,7 @@ class LayerLoads:
         async def begin() -> LoadTicket:
             return load()
 
-        ticket = self._link.start(begin)
+        ticket = self._link.start(begin, order.trace)
         self._running.append(_Running(order, self._now_s(), ticket, self._link.start(partial(self._end_s, ticket))))
 
     def wait_layers(self, layers: int) -> None:

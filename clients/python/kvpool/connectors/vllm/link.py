@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from kvpool.client.config import ClientConfig
@@ -16,6 +17,7 @@ from kvpool.client.pool import KvPool
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, StoreUnavailable, WireVersionRefused
+from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 ResultT = TypeVar("ResultT")
@@ -46,9 +48,9 @@ class PoolLink:
         """Wait until the agent was reached, or could not be at first; an engine that starts has time for that."""
         return self._tried.wait(timeout_s)
 
-    def start(self, work: Callable[[], Awaitable[ResultT]]) -> Future[ResultT]:
-        """Begin work on the pool's loop. raises: ServiceUnavailable after `close`."""
-        return self._loop.start(work)
+    def start(self, work: Callable[[], Awaitable[ResultT]], trace: TraceParent | None = None) -> Future[ResultT]:
+        """Begin work on the pool's loop. trace: of the request it is for. raises: ServiceUnavailable once closed."""
+        return self._loop.start(work if trace is None else partial(self._traced, work, trace))
 
     def close(self) -> bool:
         """Let go of the pool. False: an agent may still touch the engine's memory. Idempotent."""
@@ -62,6 +64,10 @@ class PoolLink:
             return False
         finally:
             self._loop.stop()
+
+    async def _traced(self, work: Callable[[], Awaitable[ResultT]], trace: TraceParent) -> ResultT:
+        with self._config.tracer.within(trace):
+            return await work()
 
     async def _open(self) -> None:
         try:

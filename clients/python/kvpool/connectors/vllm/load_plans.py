@@ -13,6 +13,7 @@ from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun
+from kvpool.core.tracing import TraceParent
 
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 # After a load that was late nothing is loaded for a while, the longer the more have been late since one was not.
@@ -29,6 +30,7 @@ class LoadPlan:
     token_count: int
     estimated_ms: float  # 0: not known
     queued_bytes: int
+    trace: TraceParent | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +89,8 @@ class LoadPlans:
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
-        return LoadPlan(chain, held_tokens, end_chunk, token_count, _estimate_ms(runs, chunks), self._queued_bytes)
+        estimated_ms = _estimate_ms(runs, chunks)
+        return LoadPlan(chain, held_tokens, end_chunk, token_count, estimated_ms, self._queued_bytes, lookup.trace)
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
         """The engine has blocks for a plan: of the whole request, from token 0 on."""
@@ -107,6 +110,7 @@ class LoadPlans:
                 token_count, self._settings.load_timeout_min_s, self._settings.load_timeout_s
             ),
             compute_us_per_token=self.cost.compute_ms_per_token * 1e3,
+            trace=plan.trace,
         )
         size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
         self._running[request_id] = _Running(order, plan, size_bytes, self._now_s())

@@ -17,6 +17,7 @@ from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _GOOD_FOR_S = 1.0  # a request that gets no blocks at once need not be matched in every step
@@ -27,8 +28,9 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 
 @dataclass(slots=True)
 class Lookup:
-    """Of one request."""
+    """Of one request. trace: that it came with."""
 
+    trace: TraceParent | None = None
     running: Future[PrefixMatch] | None = None
     begun_at_s: float = 0.0
     found: PrefixMatch | None = None
@@ -81,7 +83,7 @@ class Lookups:
         if lookup.running is None:
             if self._begun >= _BEGUN_MAX:
                 return None
-            lookup.running = self._begin(pool, chain, held_chunks)
+            lookup.running = self._begin(pool, chain, held_chunks, lookup.trace)
             lookup.begun_at_s, lookup.held_chunks = now_s, held_chunks
         found = self._result(lookup.running, lookup.begun_at_s)
         if found is None:
@@ -93,12 +95,12 @@ class Lookups:
             self._backoff.reset()
         return found if lookup.held_chunks <= held_chunks else None  # None: the engine lost some while it was asked
 
-    def _begin(self, pool: KvPool, chain: Chain, held_chunks: int) -> Future[PrefixMatch]:
+    def _begin(self, pool: KvPool, chain: Chain, held_chunks: int, trace: TraceParent | None) -> Future[PrefixMatch]:
         self._begun += 1
         self._tally.lookups += 1
         timeout_s = self._settings.match_timeout_s
         try:
-            return self._link.start(lambda: pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
+            return self._link.start(lambda: pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s), trace)
         except KvPoolError as error:
             refused: Future[PrefixMatch] = Future()
             refused.set_exception(error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.core.tracing import TraceParent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
@@ -13,6 +15,7 @@ class LoadOrder:
     block_ids:   of the request, from token 0 on, those of all of end_chunk included.
     first_token: the first one that the engine does not hold; it lies in first_chunk.
     end_token:   the engine takes all tokens up to it for loaded, until it is told otherwise.
+    trace:       that the request came with.
     """
 
     request_id: str
@@ -25,6 +28,7 @@ class LoadOrder:
     end_token: int
     timeout_s: float
     compute_us_per_token: float = 0.0  # were the engine to compute them; 0 if not known
+    trace: TraceParent | None = None
 
     def failed_blocks(self, end_chunk: int, chunk_tokens: int, block_tokens: int) -> set[int]:
         """Blocks to be computed, when only chunks before end_chunk have come in."""
@@ -46,6 +50,7 @@ class StoreOrder:
     block_ids: tuple[int, ...]
     first_chunk: int
     end_chunk: int
+    trace: TraceParent | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""The chunk hashes of one vLLM request: its tokens and everything else that its KV depends on."""
+"""What is read of one vLLM request: the chunk hashes of its tokens and all that its KV depends on, and its trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.client.hashing import Chain
 from kvpool.core.chunks import EXTRA_LORA, EXTRA_SALT, ROOT_HASH, Extra, chunk_hashes, multimodal_extra
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.tracing import TraceParent
 
 
 class Request(Protocol):
@@ -41,6 +42,15 @@ class Request(Protocol):
     def resumable(self) -> bool: ...
     @property
     def skip_reading_prefix_cache(self) -> bool: ...
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None: ...
+
+
+def trace_of(request: Request) -> TraceParent | None:
+    """The trace that a request came with, which vLLM keeps where it traces itself (--otlp-traces-endpoint)."""
+    headers = request.trace_headers
+    parent = headers.get("traceparent") if headers else None
+    return TraceParent(parent, headers.get("tracestate", "")) if headers and parent else None
 
 
 def request_chain(

@@ -17,7 +17,7 @@ from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
-from kvpool.connectors.vllm.request_chain import Request, request_chain
+from kvpool.connectors.vllm.request_chain import Request, request_chain, trace_of
 from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFILL, VllmSettings
 from kvpool.connectors.vllm.step_clock import StepClock
@@ -90,7 +90,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """A request has come."""
         # A session's tokens change under its hashes.
-        state = _State(request, shareable=request.prompt_embeds is None and not request.resumable)
+        shareable = request.prompt_embeds is None and not request.resumable
+        state = _State(request, shareable, lookup=Lookup(trace_of(request)))
         self._states[request.request_id] = state
         self._is_shareable(state)  # begins to read its adapter's files
 
@@ -209,7 +210,7 @@ class SchedulerSide:
         self._epoch = secrets.token_bytes(16)
         for state in self._states.values():
             state.lookup.cancel()
-            state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(), None, None, 0
+            state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(state.lookup.trace), None, None, 0
             state.shareable &= not (state.loading or state.request.num_computed_tokens)
         _log.warning("kvpool: the cache was reset: this engine shares with no other until it is started again")
 

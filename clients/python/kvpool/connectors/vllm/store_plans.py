@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvpool.client.hashing import Chain
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder
-from kvpool.connectors.vllm.request_chain import Request
+from kvpool.connectors.vllm.request_chain import Request, trace_of
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class StorePlans:
             block_ids=tuple(block_ids[: end_chunk * self._chunk_tokens // self._block_tokens]),
             first_chunk=first,
             end_chunk=end_chunk,
+            trace=trace_of(request),
         )
         tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         changed = ChunksChanged(

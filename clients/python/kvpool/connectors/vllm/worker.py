@@ -85,7 +85,7 @@ class WorkerSide:
                 if self._settings.layerwise:
                     self._layer_loads.begin(order, partial(self._begin_layers, pool, order, self._record()))
                     continue
-                future = self._link.start(partial(self._load, pool, order, self._record()))
+                future = self._link.start(partial(self._load, pool, order, self._record()), order.trace)
                 future.add_done_callback(partial(self._loaded_soon, order, started_s))
             except Exception as error:
                 self._end_load(order, self._now_s() - started_s, None, str(error) or repr(error))

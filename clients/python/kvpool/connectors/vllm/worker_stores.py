@@ -109,7 +109,7 @@ class WorkerStores:
             raise Overloaded("too many bytes are being stored")
         if not spoiled_blocks.isdisjoint(store.order.block_ids):
             raise ServiceUnavailable("they were computed from blocks whose load has failed")
-        return self._link.start(partial(self._store, pool, store, self._record()))
+        return self._link.start(partial(self._store, pool, store, self._record()), store.order.trace)
 
     async def _store(self, pool: KvPool, store: _Store, after: EngineEvent | None) -> StoreReport:
         """On the pool's loop."""

@@ -1,0 +1,72 @@
+"""Answering messages of a match stream: one question each, or several about chains of one keyspace."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.core.cluster import ChainMatch, ChainQuery
+from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.v1 import index_pb2 as pb
+from kvpool.wire.convert import check_count, item_error_to_proto
+from kvpool.wire.convert_cluster import chain_query_from_proto
+from kvpool_index.core.groups import check_query
+from kvpool_index.engine import IndexEngine
+from kvpool_index.servicer_hot import MatchMessages
+from kvpool_index.servicer_tracing import traced_match
+from kvpool_server.logs import note_request
+
+_HASH_BYTES: Final = 16
+
+
+class MatchAnswers:
+    """What is malformed ends its own question, and never the stream it came on."""
+
+    def __init__(self, engine: IndexEngine) -> None:
+        self._engine = engine
+        self._tracer = engine.tracer
+        self._max_chunks = engine.config.max_match_chunks
+        self._max_questions = engine.config.max_match_questions
+        self._messages = MatchMessages()
+
+    async def answer(self, tenant: str, request: pb.MatchStreamRequest) -> bytes:
+        """The bytes of a MatchStreamResponse."""
+        note_request(request.request_id)
+        try:
+            if request.more:
+                return self._messages.pack_several(request.request_id, await self._several(tenant, request))
+            query = chain_query_from_proto(request.match, chunks_max=self._max_chunks)
+            (found,) = await self._ask(tenant, request, [query])
+            return self._messages.pack(request.request_id, found)
+        except KvPoolError as error:
+            told = item_error_to_proto(error)
+            return pb.MatchStreamResponse(request_id=request.request_id, error=told).SerializeToString()
+
+    async def _several(self, tenant: str, request: pb.MatchStreamRequest) -> list[ChainMatch | KvPoolError]:
+        """Per question. Raises what is about all of them."""
+        questions = self._questions(request)
+        asked = [each for each in questions if isinstance(each, ChainQuery)]
+        found = iter(await self._ask(tenant, request, asked) if asked else ())
+        return [next(found) if isinstance(each, ChainQuery) else each for each in questions]
+
+    def _questions(self, request: pb.MatchStreamRequest) -> list[ChainQuery | InvalidRequest]:
+        """Raises InvalidRequest for too many, or too many chunks in all."""
+        check_count(1 + len(request.more), "number of questions", most=self._max_questions)
+        hashes_bytes = len(request.match.chunk_hashes) + sum(len(chain.chunk_hashes) for chain in request.more)
+        check_count(hashes_bytes // _HASH_BYTES, "number of chunk_hashes of all questions", most=self._max_chunks)
+        chains = (None, *request.more)  # the first one is in the question itself
+        return [self._question(request.match, chain) for chain in chains]
+
+    def _question(self, asked: pb.MatchRequest, chain: pb.MatchChain | None) -> ChainQuery | InvalidRequest:
+        try:
+            query = chain_query_from_proto(asked, chain, chunks_max=self._max_chunks)
+            check_query(query)
+        except InvalidRequest as error:
+            return error
+        return query
+
+    async def _ask(
+        self, tenant: str, request: pb.MatchStreamRequest, queries: Sequence[ChainQuery]
+    ) -> list[ChainMatch]:
+        asking = self._engine.match_several(tenant, queries)
+        if self._tracer.recording:
+            return await traced_match(self._tracer, request, queries, asking)
+        return await asking

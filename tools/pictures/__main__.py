@@ -1,0 +1,78 @@
+"""Write docs/images and the plots of README.md from bench/results, or with --check say whether they are current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools.pictures.canvas import THEMES
+from tools.pictures.cluster import cluster
+from tools.pictures.figures import Figure, claims, figures
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMAGES = REPOSITORY / "docs" / "images"
+README = REPOSITORY / "README.md"
+BEGIN = "<!-- Plots: written by python -m tools.pictures from bench/results. -->"
+END = "<!-- End of the plots. -->"
+
+
+def images() -> dict[str, str]:
+    """File name and content of each picture."""
+    made = {f"cluster-{theme.name}.svg": cluster(theme) for theme in THEMES}
+    for figure in figures():
+        made |= {f"{figure.name}-{theme.name}.svg": figure.chart.draw(theme) for theme in THEMES}
+    return made
+
+
+def plots() -> str:
+    """The README's plots, two in a row, each with its machine below it."""
+    shown = figures()
+    rows = [shown[at : at + 2] for at in range(0, len(shown), 2)]
+    lines = "\n".join(f"<tr>\n{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table>\n{lines}\n</table>\n"
+
+
+def _cell(figure: Figure) -> str:
+    place = f"docs/images/{figure.name}"
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{place}-dark.svg">'
+    picture = f'<picture>{dark}<img src="{place}-light.svg" alt="{figure.chart.title}"></picture>'
+    return f'<td width="50%" valign="top">{picture}<br><sub>{figure.caption}</sub></td>\n'
+
+
+def readme_text(current: str) -> str:
+    """README.md with its plots anew. raises: SystemExit when it has no place for them."""
+    before, begin, rest = current.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md has no place for the plots; put two lines there: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{plots()}\n{claims()}\n{END}{after}"
+
+
+def stale() -> list[str]:
+    """What is not current, sorted."""
+    wanted = images()
+    present = {path.name: path.read_text() for path in IMAGES.glob("*.svg")}
+    names = [name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name)]
+    current = README.read_text()
+    return sorted(names) + (["README.md"] if current != readme_text(current) else [])
+
+
+def main() -> int:
+    """Exit code 1 with --check if something is not current."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
+        names = stale()
+        if names:
+            print(f"not current: {', '.join(names)}; run python -m tools.pictures", file=sys.stderr)
+        return int(bool(names))
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name, text in images().items():
+        (IMAGES / name).write_text(text)
+    README.write_text(readme_text(README.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
