@@ -138,9 +138,9 @@ class Kube:
         return self.run("-n", namespace, "exec", where, "-c", container, "--", *command)
 
     def pods(self, namespace: str, label: str) -> dict[str, dict[str, Any]]:
-        """By name."""
+        """By name, without those that are on their way out."""
         found = self.get(namespace, "pods", "-l", label)["items"]
-        return {pod["metadata"]["name"]: pod for pod in found}
+        return {pod["metadata"]["name"]: pod for pod in found if "deletionTimestamp" not in pod["metadata"]}
 
     def exit_code(self, namespace: str, label: str, container: str) -> int | None:
         """Of a container that ended, in the only pod with the label; None while it runs."""
