@@ -61,8 +61,8 @@ check: setup
 	$(RUN) -m tools.generate_api_docs --check
 	$(RUN) -m tools.pictures --check
 	$(RUN) tools/generate_proto.py --check
-	$(RUN) tools/generate_cli_docs.py --check
-	$(RUN) tools/generate_configuration_docs.py --check
+	$(RUN) -m tools.generate_cli_docs --check
+	$(RUN) -m tools.generate_configuration_docs --check
 
 test: setup
 	$(RUN) -m pytest $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool.cli.main import COMMANDS, build_parser
+from tools import generated_page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 MARKER = "<!-- Below: written by tools/generate_cli_docs.py from the parser. -->"
@@ -74,25 +75,12 @@ def _flat(text: str) -> str:
 
 def page_text(current: str) -> str:
     """The page with its generated part anew."""
-    own, marker, _ = current.partition(MARKER)
-    if not marker:
-        raise SystemExit(f"{PAGE} has no marker line; put this where the commands shall begin: {MARKER}")
-    return f"{own}{MARKER}\n\n{commands_text().strip()}\n"
+    return generated_page.page_text(current, MARKER, commands_text())
 
 
 def main() -> int:
     """Write the page; with --check only compare, exit code 1 if it is not current."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check: bool = parser.parse_args().check
-    current = PAGE.read_text()
-    wanted = page_text(current)
-    if check:
-        if current != wanted:
-            print(f"{PAGE.name} is not current; run python tools/generate_cli_docs.py", file=sys.stderr)
-        return int(current != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return generated_page.write_or_check(PAGE, page_text, description=__doc__, module="tools.generate_cli_docs")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The page's own words stand above the marker and are left alone. Run it with the environment of `make setup`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_index.config import IndexConfig
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_server.config import OptionText, option_texts
+from tools import generated_page
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 MARKER = "<!-- Below: written by tools/generate_configuration_docs.py from the configuration classes. -->"
@@ -47,25 +47,14 @@ def _cell(text: str) -> str:
 
 def page_text(current: str) -> str:
     """The page with its generated part anew."""
-    own, marker, _ = current.partition(MARKER)
-    if not marker:
-        raise SystemExit(f"{PAGE} has no marker line; put this where the tables shall begin: {MARKER}")
-    return f"{own}{MARKER}\n\n{tables_text().strip()}\n"
+    return generated_page.page_text(current, MARKER, tables_text())
 
 
 def main() -> int:
     """Write the page; with --check only compare, exit code 1 if it is not current."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check: bool = parser.parse_args().check
-    current = PAGE.read_text()
-    wanted = page_text(current)
-    if check:
-        if current != wanted:
-            print(f"{PAGE.name} is not current; run python tools/generate_configuration_docs.py", file=sys.stderr)
-        return int(current != wanted)
-    PAGE.write_text(wanted)
-    return 0
+    return generated_page.write_or_check(
+        PAGE, page_text, description=__doc__, module="tools.generate_configuration_docs"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from tools import generate_cli_docs
 
 def test_the_page_is_current() -> None:
     current = generate_cli_docs.PAGE.read_text()
-    assert current == generate_cli_docs.page_text(current), "run python tools/generate_cli_docs.py"
+    assert current == generate_cli_docs.page_text(current), "run python -m tools.generate_cli_docs"
 
 
 def test_every_example_is_understood_as_far_as_its_words_go() -> None:

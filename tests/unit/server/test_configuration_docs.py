@@ -8,7 +8,7 @@ from tools import generate_configuration_docs
 def test_the_page_is_current() -> None:
     current = generate_configuration_docs.PAGE.read_text()
     wanted = generate_configuration_docs.page_text(current)
-    assert current == wanted, "run python tools/generate_configuration_docs.py"
+    assert current == wanted, "run python -m tools.generate_configuration_docs"
 
 
 def test_the_page_is_about_every_service() -> None:
