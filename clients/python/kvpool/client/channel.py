@@ -93,11 +93,6 @@ class Endpoints(Generic[StubT]):
         """Settings of every call."""
         return self._config
 
-    @property
-    def count(self) -> int:
-        """Endpoints that may be tried."""
-        return len(self._endpoints)
-
     def stub(self) -> StubT:
         """The stub of the endpoint in use. Raises ServiceUnavailable after close."""
         if self._closed:
