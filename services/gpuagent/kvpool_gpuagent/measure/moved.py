@@ -1,4 +1,7 @@
-"""Doing one thing again and again for some seconds, with so many in flight, and what came of it."""
+"""Doing one thing again and again for some seconds, with so many in flight, and what came of it.
+
+As many transfers as are in flight at once always count, however late this process is scheduled.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ async def repeat(job: Callable[[int], Awaitable[int]], in_flight: int, seconds: 
     started_s = time.perf_counter()
 
     async def keep_one_in_flight() -> None:
-        while (begun_s := time.perf_counter()) - started_s < seconds:
+        for own_number in itertools.count():
+            begun_s = time.perf_counter()
+            if own_number and begun_s - started_s >= seconds:
+                return
             size_bytes = await job(next(numbers))
             moved.size_bytes += size_bytes
             moved.transfers_s.append(time.perf_counter() - begun_s)
@@ -61,7 +67,7 @@ def repeat_on_stream(
     started_s = time.perf_counter()
     for number in itertools.count():
         begun_s = time.perf_counter()
-        if begun_s - started_s >= seconds:
+        if number >= in_flight and begun_s - started_s >= seconds:
             break
         moved.size_bytes += enqueue(number)
         pending.append((stream.mark(), begun_s))
