@@ -19,6 +19,7 @@ from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.launching_engine import LaunchingHost, launching_host
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.raw_engine import raw_engine
 
 CHUNKS = 3
@@ -140,7 +141,7 @@ async def test_a_store_that_is_cancelled_ends_with_its_launch() -> None:
         await eventually(lambda: bool(launcher.asked))
         handle.cancel()
         runtime.gate.set()
-        assert (await handle.done(10)).stored_chunks < CHUNKS
+        assert (await handle.done(PATIENCE_S)).stored_chunks < CHUNKS
         one.host.nothing_is_out()
         await stored(one, engine, session)
         assert await session.close()
@@ -178,7 +179,7 @@ async def test_when_the_stream_breaks_the_agent_lets_go_at_once_and_the_engine_a
         await eventually(lambda: not one.host.agent.engine.sessions)
         one.host.nothing_is_out()
         with pytest.raises(KvPoolError):
-            await handle.done(5)
+            await handle.done(PATIENCE_S)
         assert not handle.hold_ended
         runtime.gate.set()
         await handle.wait_hold()

@@ -16,6 +16,7 @@ from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
+from tests.fixtures.patience import PATIENCE_S
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
 CHUNKS = 4
@@ -85,7 +86,7 @@ async def test_a_cancelled_load_is_over_only_when_its_copies_are(way: Way) -> No
         assert not handle.hold_ended
         assert one.world.pools[0].reads  # the copy engine reads them
         one.release_copies()
-        outcome = await handle.done(10)
+        outcome = await handle.done(PATIENCE_S)
         one.nothing_is_out()
         after = [layer.copy() for layer in engine.memory()]
         assert outcome.loaded_chunks + len(outcome.failed) == CHUNKS
@@ -114,7 +115,7 @@ async def test_a_cancelled_store_is_over_only_when_its_gather_is_and_leaves_noth
         assert not handle.hold_ended
         assert one.world.cluster.writing
         one.release_copies()
-        outcome = await handle.done(10)
+        outcome = await handle.done(PATIENCE_S)
         assert set(outcome.failed) == set(range(CHUNKS))
         assert isinstance(outcome.failed[0], Stopped)
         assert not one.world.cluster.pages
@@ -133,7 +134,7 @@ async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> Non
             await handle.done(0.2)
         assert not handle.hold_ended
         one.release_copies()
-        outcome = await handle.done(10)
+        outcome = await handle.done(PATIENCE_S)
         assert engine.holds(chain, range(outcome.loaded_chunks))
         assert await session.close()
 
@@ -198,7 +199,7 @@ async def test_a_gpu_that_breaks_fails_every_request_cleanly_and_asks_for_a_new_
         one.runtime.is_broken, one.runtime.fail_copies = True, 1_000_000
         one.release_copies()
         for handle in loads:
-            outcome = await handle.done(10)
+            outcome = await handle.done(PATIENCE_S)
             assert outcome.loaded_chunks == 0
             assert outcome.error is not None
             assert handle.hold_ended

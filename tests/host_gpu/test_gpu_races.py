@@ -13,6 +13,7 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import World, prompt, run_load, run_store
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.raw_engine import raw_engine
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
@@ -41,7 +42,7 @@ async def test_a_store_takes_what_the_engine_wrote_last_before_its_event(way: Wa
         assert not one.moved_runs
         engine.compute(chain, range(CHUNKS))
         engine.finish(event)
-        assert (await handle.done(10)).stored_chunks == CHUNKS
+        assert (await handle.done(PATIENCE_S)).stored_chunks == CHUNKS
         assert await session.close()
         await loads_right(one)
 
@@ -61,7 +62,7 @@ async def test_a_load_writes_nothing_before_the_engine_has_read_what_was_there(w
         assert one.moved_runs == moved
         assert engine.holds(old, range(CHUNKS))  # its kernels read on
         engine.finish(event)
-        assert (await handle.done(10)).loaded_chunks == CHUNKS
+        assert (await handle.done(PATIENCE_S)).loaded_chunks == CHUNKS
         assert engine.holds(chain, range(CHUNKS))
         assert await session.close()
 
@@ -82,7 +83,7 @@ async def test_blocks_may_be_reused_the_moment_they_are_gathered_window_by_windo
             return True
 
         handle = await session.store(engine.span(chain, range(CHUNKS)), kept=reuse)
-        assert (await handle.done(10)).stored_chunks == CHUNKS
+        assert (await handle.done(PATIENCE_S)).stored_chunks == CHUNKS
         assert engine.holds(next_prompt, range(CHUNKS))
         assert await session.close()
         await loads_right(one)
@@ -106,7 +107,7 @@ async def test_nothing_is_gathered_as_long_as_copies_run(way: Way) -> None:
         await session.match(chain.hashes, held_chunks=1)
         assert handle.gathered_chunks == 0
         one.runtime.gate.set()
-        assert (await handle.done(10)).stored_chunks == 1
+        assert (await handle.done(PATIENCE_S)).stored_chunks == 1
         assert await session.close()
 
 
@@ -123,7 +124,7 @@ async def test_blocks_rewritten_before_they_were_gathered_are_never_visible() ->
         await one.copying()
         engine.clear()
         one.release_copies()
-        outcome = await handle.done(10)
+        outcome = await handle.done(PATIENCE_S)
         assert set(outcome.failed) == set(range(CHUNKS))
         assert not one.world.cluster.pages
         one.nothing_is_out()
@@ -188,7 +189,7 @@ async def test_memory_of_an_engine_that_died_stays_mapped_until_its_copies_have_
         assert hold.lent[0].is_lent()
         assert one.world.pools[0].slots_out
         one.release_copies()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await hold.ended()
         await eventually(lambda: not one.agent.engine.sessions)
         assert not one.device.mapped
@@ -238,7 +239,7 @@ async def test_a_close_comes_after_the_copies(who: str) -> None:
         assert not session.released.is_set()
         one.release_copies()
         await closing
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await session.released.wait()
         assert not one.device.mapped
         await session.close()

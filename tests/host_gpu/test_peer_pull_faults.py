@@ -29,9 +29,10 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert_ipc import engine_event_to_proto
 from kvpool_gpuagent.adapters import gpu_peer
 from tests.fixtures.agent import CLIENT
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import PeerHost, Rank, equal, expected, peer_host
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=32)
 
 

@@ -29,9 +29,10 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.pulls import SourceName, TokenPull, WantedPull
 from kvpool_gpuagent.servicer_peers import CacheLender
 from tests.fixtures.agent import CLIENT, EngineProcess, World, running_agent
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Rank, peer_host
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 2, 16),), dtype=Dtype.BF16, chunk_tokens=32)
 TP4 = replace(SPEC, groups=(KvGroup(4, 4, 64),), dtype=Dtype.FP32)
 INT8 = replace(SPEC, codec=Codec.INT8_GROUP8)

@@ -15,9 +15,10 @@ from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import KeyspaceSpec
 from tests.fixtures.agent import CLIENT
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.peer_ranks import Preset, equal, expected, peer_host
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 def make_spec(*, layers: int = 2, heads: int = 2, dim: int = 16, latent: int = 0, **changes: Any) -> KeyspaceSpec:

@@ -17,6 +17,7 @@ from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 from kvpool_gpuagent.adapters.gpu_transfer import Transfer
 from kvpool_gpuagent.ports import PageCopy
 from tests.fixtures.host_gpu import HostRuntime
+from tests.fixtures.patience import PATIENCE_S
 
 MIB = 1 << 20
 KEY, BLOCKS = PageKey(b"k" * 16, b"c" * 16, 0), np.zeros(1, dtype=np.int64)
@@ -67,7 +68,7 @@ async def test_a_lane_never_waits_for_more_scratch_than_there_is() -> None:
             copies = [page_copy(64)] * 20
             transfer = Transfer(mover, copies, lambda: False, asyncio.get_running_loop().create_future())
             lane.submit(transfer)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await transfer.settled == [None] * 20
     finally:
         await asyncio.to_thread(lane.close)
@@ -84,7 +85,7 @@ async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: 
     lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 8 * MIB), "store", lambda: False, broken.append)
     transfer = Transfer(SlowMover(), [page_copy(64)], lambda: False, asyncio.get_running_loop().create_future())
     lane.submit(transfer)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(KvPoolError, match=r"the context is gone.*restart the agent"):
             await transfer.settled
     await asyncio.to_thread(lane.close)
@@ -103,7 +104,7 @@ async def test_a_loop_that_has_ended_does_not_take_the_lane_with_it() -> None:
         for _ in range(2):
             transfer = Transfer(mover, [page_copy(64)] * 20, lambda: False, asyncio.get_running_loop().create_future())
             lane.submit(transfer)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await transfer.settled == [None] * 20
     finally:
         await asyncio.to_thread(lane.close)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, Overloaded, Stopped
+from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, Stopped
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.launches import Launch
 from kvpool.v1 import gpuagent_pb2
@@ -15,6 +15,7 @@ from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_pro
 from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
 from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
+from kvpool_gpuagent.listening import Listener
 from kvpool_gpuagent.messages import (
     compute_speed_from_proto,
     event_of,
@@ -51,6 +52,7 @@ class EngineStream:
         self._kept: dict[int, tuple[int, asyncio.Future[bool]]] = {}
         self._session: EngineSession | None = None
         self._registering: asyncio.Task[None] | None = None
+        self._listener = Listener(self._config.heartbeat_interval_ms / 1e3, self._left)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure: KvPoolError | None = None
         self._outbox: Outbox[Response]
@@ -60,6 +62,7 @@ class EngineStream:
         """Until the engine closes, leaves or is silent. Raises the error that ends the stream."""
         self._outbox = Outbox(write, lambda: self._left(Overloaded("the engine does not read its answers")))
         reader = asyncio.ensure_future(self._read_all(requests))
+        self._listener.start()
         try:
             await asyncio.wait((reader, self._over), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -67,6 +70,7 @@ class EngineStream:
             raise
         finally:
             # Whoever ends the stream (engine, cancelled call, we ourselves): the memory is let go before it is over.
+            self._listener.stop()
             self._ending = asyncio.ensure_future(self._end(reader))
             await asyncio.shield(self._ending)
         if self._failure is not None:
@@ -98,17 +102,14 @@ class EngineStream:
             await asyncio.wait(self._tasks)
 
     async def _read_all(self, requests: AsyncIterator[Request]) -> None:
-        silence_s = self._config.heartbeat_interval_ms * 4 / 1e3
         try:
             while True:
-                async with asyncio.timeout(silence_s):
-                    request = await anext(requests)
+                request = await anext(requests)
+                self._listener.heard()
                 if request.WhichOneof("kind") == "close":
                     break
                 self._dispatch(request)
             await self._close_normally(request.request_id)
-        except TimeoutError:
-            self._left(DeadlineExceeded(f"engine {self._name()} was silent for {silence_s:g} s; its session is over"))
         except StopAsyncIteration:
             # An engine that is killed looks like this too, so only an explicit close counts as normal.
             self._left(Stopped("the engine left without closing its session"))
@@ -126,6 +127,7 @@ class EngineStream:
         self.end(error)
 
     async def _close_normally(self, request_id: int) -> None:
+        self._listener.stop()
         if self._registering is not None:
             self._registering.cancel()
         await self._let_go()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvpool.core.clock import Clock
 from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
+from kvpool.core.silence import SILENT_HEARTBEATS
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
@@ -28,8 +29,6 @@ from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
-
-SILENT_HEARTBEATS = 4  # after so many intervals without a word a session is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

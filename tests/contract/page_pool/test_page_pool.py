@@ -15,8 +15,9 @@ from kvpool.testing import eventually
 from kvpool_gpuagent.ports import PagePool, ReadSlot, WriteSlot
 from tests.contract.page_pool.conftest import WINDOW_PAGES, Pools
 from tests.fixtures.pagestore import PAGE_BYTES, SPEC, fill_page
+from tests.fixtures.patience import PATIENCE_S
 
-WAIT_S = 10.0
+WAIT_S = PATIENCE_S
 
 
 async def reserve(pools: Pools, pool: PagePool, numbers: Sequence[int]) -> list[WriteSlot]:

@@ -13,6 +13,7 @@ from kvpool.cli.bench_gpu_about import driver_version, mps_state
 from kvpool.cli.bench_gpu_processes import CommandRefused, Process, ProcessFailed
 from kvpool.core.errors import NotServed, StartupFailed
 from kvpool.cuda.driver import Driver
+from tests.fixtures.patience import PATIENCE_S
 
 
 def test_without_a_gpu_it_says_what_is_missing(
@@ -94,4 +95,4 @@ def test_a_process_that_hangs_is_ended(echo: Process) -> None:
     assert echo.ask({"op": "yes"}) == {"op": "yes"}
     with pytest.raises(ProcessFailed, match=r"did not answer within 0.1 s"):
         echo.ask({"op": "hang"}, timeout_s=0.1)
-    assert echo._process.wait(10) != 0
+    assert echo._process.wait(PATIENCE_S) != 0

@@ -15,6 +15,7 @@ from kvpool.cli.cluster import ProcessPlan
 from kvpool.cli.state import start_ticks
 from kvpool.core.errors import StartupFailed
 from kvpool.testing import eventually_sync
+from tests.fixtures.patience import PATIENCE_S
 
 SERVER = """
 import json, pathlib, signal, sys
@@ -39,7 +40,7 @@ def running(tmp_path: Path, script: str = SERVER) -> Iterator[Child]:
         yield child
     finally:
         child.send(signal.SIGKILL)
-        assert child.wait(10)
+        assert child.wait(PATIENCE_S)
 
 
 def test_a_restarted_process_is_told_the_ports_it_had(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_a_restarted_process_is_told_the_ports_it_had(tmp_path: Path) -> None:
         assert child.endpoints["endpoint"] == "h:7"
         assert child.state().alive()
         child.send(signal.SIGKILL)
-        assert child.wait(10)
+        assert child.wait(PATIENCE_S)
         assert child.exit_code() == -signal.SIGKILL
         child.restart()
         child.wait_ready(lambda: False)
@@ -89,10 +90,10 @@ def test_a_leashed_program_ends_with_its_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         try:
-            eventually_sync(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep", 20)
+            eventually_sync(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep")
         finally:
             parent.kill()
-    eventually_sync(lambda: start_ticks(pid) == 0, 20)
+    eventually_sync(lambda: start_ticks(pid) == 0)
 
 
 def test_a_leash_without_its_parent_starts_nothing(tmp_path: Path) -> None:

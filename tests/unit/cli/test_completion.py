@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.cli.completion import SHELLS, bash_script, walk
 from kvpool.cli.main import COMMANDS, build_parser, main
+from tests.fixtures.patience import PATIENCE_S
 
 BASH = shutil.which("bash")
 
@@ -29,7 +30,7 @@ def completed(script: str, tmp_path: Path, *words: str) -> list[str]:
         input=asked,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_S,
         cwd=tmp_path,
         check=False,
     )
@@ -73,5 +74,7 @@ def test_every_shell_has_a_script_that_names_every_command(shell: str, capsys: p
     binary = shutil.which(shell)
     if binary is not None:
         flag = "--no-execute" if shell == "fish" else "-n"
-        done = subprocess.run([binary, flag], input=text, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [binary, flag], input=text, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert done.returncode == 0, done.stderr

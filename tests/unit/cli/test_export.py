@@ -18,6 +18,7 @@ from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, SPEC, chunk_hash
 
 NODE = NodeInfo(
@@ -35,7 +36,7 @@ class HungNode:
 
     def read_pages(self, *_: object, timeout_s: float) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        self.was_closed_in_time = self.closed.wait(5.0)
+        self.was_closed_in_time = self.closed.wait(PATIENCE_S)
         self.ended.set()
 
     def close(self) -> None:
@@ -58,6 +59,8 @@ def test_ctrl_c_ends_an_export_though_a_node_hangs(
     monkeypatch.setattr(export, "open_transfer", open_transfer)
     path = tmp_path / "file.kvpx"
     assert main(["export", str(path), "--index", "127.0.0.1:1"]) == 1
-    assert node.ended.wait(10.0) and node.was_closed_in_time, "what is read from the node must be ended, not waited for"
+    assert node.ended.wait(PATIENCE_S) and node.was_closed_in_time, (
+        "what is read from the node must be ended, not waited for"
+    )
     assert "interrupted" in capsys.readouterr().err
     assert not path.exists() and (tmp_path / "file.kvpx.partial").exists()

@@ -13,6 +13,7 @@ import pytest
 from kvpool.cli import top_metrics
 from kvpool.cli.doctor.cluster import clock_skew_s
 from kvpool.cli.top_metrics import fetch_all, in_threads
+from tests.fixtures.patience import PATIENCE_S
 
 BODY = b"kvpool_pagestore_sessions 3.0\n"
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
@@ -60,5 +61,6 @@ async def test_a_server_that_trickles_is_left_in_time(monkeypatch: pytest.Monkey
 async def test_hosts_out_of_reach_are_waited_for_together() -> None:
     everybody = threading.Barrier(64)  # broken, with an error, unless so many wait at once
     assert (
-        await in_threads(lambda item: everybody.wait(10.0) >= 0, [str(number) for number in range(64)]) == [True] * 64
+        await in_threads(lambda item: everybody.wait(PATIENCE_S) >= 0, [str(number) for number in range(64)])
+        == [True] * 64
     )

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fixtures.patience import PATIENCE_S
+
 # One view, and later a trouble; all else is what the command does.
 SCRIPT = """
 from kvpool.cli.top_screen import show
@@ -24,7 +26,7 @@ news = [many(64), "the index does not answer"]
 show(lambda timeout_s: news.pop(0) if news else None, "state")
 print("left in order")
 """
-DEADLINE_S = 30.0
+DEADLINE_S = PATIENCE_S
 
 
 class Terminal:

@@ -12,6 +12,7 @@ from kvpool.client.engine_events import EventSlots
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
 from kvpool.testing import eventually_sync
+from tests.fixtures.patience import PATIENCE_S
 
 SESSION, OTHER = object(), object()
 
@@ -85,7 +86,7 @@ def test_threads_wait_their_turn_and_leave_nothing_behind_when_they_go() -> None
     thread.start()
     eventually_sync(lambda: len(some._waiting) == 1)
     some.give_back(event)
-    thread.join(10.0)
+    thread.join(PATIENCE_S)
     assert got == [EngineEvent(slot=0, generation=2)]
     some.give_back(got[0])
     assert some.free_count == 1

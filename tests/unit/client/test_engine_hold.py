@@ -12,6 +12,7 @@ from kvpool.client.engine_hold import GpuMemoryHold
 from kvpool.client.peer_process import PeerProcess
 from kvpool.core.ipc import HOLD_ENDED
 from kvpool.testing import eventually
+from tests.fixtures.patience import PATIENCE_S
 
 # Listens, says so, and stays until it is killed.
 LISTENER = (
@@ -43,7 +44,7 @@ async def test_an_agent_that_says_so_has_let_go_at_once() -> None:
     await asyncio.sleep(0)
     assert not ending.done()  # it says so, and holds the file all the same
     os.close(descriptor)
-    await asyncio.wait_for(ending, 10.0)
+    await asyncio.wait_for(ending, PATIENCE_S)
     hold.close()
 
 
@@ -56,7 +57,7 @@ async def test_a_lock_that_is_gone_without_a_word_waits_for_the_process(tmp_path
     await asyncio.wait((ending,), timeout=0.05)
     assert not ending.done()
     end(process)
-    await asyncio.wait_for(ending, 10.0)
+    await asyncio.wait_for(ending, PATIENCE_S)
     hold.close()
 
 

@@ -23,6 +23,7 @@ from kvpool.core.ipc import HOLD_ENDED, IpcMemory
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import HASH_KEY, Response, engine
 from tests.unit.client.servers import Script
 
@@ -51,7 +52,7 @@ def holds(handle: StoreHandle | LoadHandle) -> bool:
 
 async def break_session(session: EngineSession, stream: Script) -> None:
     stream.end()
-    await asyncio.wait_for(session.broken.wait(), 5)
+    await asyncio.wait_for(session.broken.wait(), PATIENCE_S)
 
 
 async def test_registers_and_lends_its_memory() -> None:
@@ -121,7 +122,7 @@ async def test_store_blocks_are_free_once_gathered_window_by_window() -> None:
         assert await handle.wait_gathered() == 3
         await handle.wait_hold()
         stream.send(store_done(request.request_id, 3))
-        assert (await handle.done(5)).stored_chunks == 3
+        assert (await handle.done(PATIENCE_S)).stored_chunks == 3
 
 
 async def test_an_engine_that_reused_blocks_says_so() -> None:
@@ -145,7 +146,7 @@ async def test_store_names_failed_chunks() -> None:
             errors=[item_error_to_proto(PageCorrupt("sums"))],
         )
         stream.send(Response(request_id=request.request_id, store_done=done))
-        outcome = await handle.done(5)
+        outcome = await handle.done(PATIENCE_S)
         assert (outcome.stored_chunks, outcome.deduplicated_chunks) == (1, 1)
         assert isinstance(outcome.failed[2], PageCorrupt)
         assert not holds(handle)
@@ -171,7 +172,7 @@ async def test_load_reports_progress_and_sources() -> None:
             tokens=common_pb2.TierTokens(disk=16),
         )
         stream.send(Response(request_id=request.request_id, load_done=done))
-        outcome = await handle.done(5)
+        outcome = await handle.done(PATIENCE_S)
         assert (outcome.loaded_chunks, outcome.failed, outcome.tokens) == (1, (1,), TierTokens(disk=16))
         assert isinstance(outcome.error, PageCorrupt)
         assert not holds(handle)
@@ -191,8 +192,8 @@ async def test_a_deadline_ends_the_wait_and_not_the_hold() -> None:
         assert holds(handle)
         done = gpuagent_pb2.EngineLoadDone(failed_chunks=[0])
         stream.send(Response(request_id=request.request_id, load_done=done))
-        await asyncio.wait_for(handle.wait_hold(), 5)
-        assert (await handle.done(5)).failed == (0,)
+        await asyncio.wait_for(handle.wait_hold(), PATIENCE_S)
+        assert (await handle.done(PATIENCE_S)).failed == (0,)
 
 
 async def test_a_refused_request_holds_nothing() -> None:
@@ -202,7 +203,7 @@ async def test_a_refused_request_holds_nothing() -> None:
         request = await stream.next("load")
         stream.send(Response(request_id=request.request_id, error=item_error_to_proto(InvalidRequest("blocks"))))
         with pytest.raises(InvalidRequest):
-            await handle.done(5)
+            await handle.done(PATIENCE_S)
         assert not holds(handle)
 
 
@@ -222,7 +223,7 @@ async def test_a_broken_session_fails_at_once_and_holds_until_the_agent_lets_go(
         assert holds(load)
         assert not session.released.is_set()
         one.memory.let_go()
-        await asyncio.wait_for(load.wait_hold(), 5)
+        await asyncio.wait_for(load.wait_hold(), PATIENCE_S)
         assert not holds(store)
         assert session.released.is_set()
 
@@ -261,7 +262,7 @@ async def test_a_new_agent_cannot_end_holds_on_gpu_memory_that_the_old_one_may_t
         hold_file = one.memory.mappings.pop(0)
         hold_file[:1] = HOLD_ENDED
         hold_file.close()
-        await asyncio.wait_for(load.wait_hold(), 5)
+        await asyncio.wait_for(load.wait_hold(), PATIENCE_S)
         assert session.released.is_set()
 
 
@@ -276,7 +277,7 @@ async def test_close_ends_holds_when_the_agent_confirms() -> None:
         assert await closing
         assert not holds(load)
         with pytest.raises(ServiceUnavailable):
-            await load.done(5)
+            await load.done(PATIENCE_S)
 
 
 async def test_no_task_outlives_a_session_whose_agent_keeps_the_memory() -> None:
@@ -292,4 +293,4 @@ async def test_a_silent_agent_ends_the_session() -> None:
     async with engine() as one:
         session, stream = await one.open(interval_ms=20)
         assert (await stream.next("heartbeat")).request_id > 0
-        await asyncio.wait_for(session.broken.wait(), 5)
+        await asyncio.wait_for(session.broken.wait(), PATIENCE_S)

@@ -14,6 +14,7 @@ from kvpool.core.errors import InvalidRequest, KeyspaceUnknown, KvPoolError, Sto
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script
 from tests.unit.client.test_match_stream import HASH, answer, next_match, scripted
 
@@ -138,7 +139,7 @@ async def test_a_lost_answer_costs_several_questions_their_deadline_and_not_more
             "SERVICE_UNAVAILABLE",  # of the second message, when the first has given up the silent stream
         }
         stream = await index.streams.next()
-        await asyncio.wait_for(stream.ended.wait(), 5)
+        await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
 
 
 async def test_cancelled_questions_give_their_place_back_once_they_are_answered() -> None:

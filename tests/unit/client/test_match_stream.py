@@ -15,6 +15,7 @@ from kvpool.core.errors import DeadlineExceeded, KeyspaceUnknown, ServiceUnavail
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, serve, test_config
 
 HASH = bytes(range(16))
@@ -50,7 +51,7 @@ def answer(request: Any, matched: int) -> Any:
 
 
 async def next_match(stream: Script) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         return await stream.received.get()
 
 
@@ -84,7 +85,7 @@ async def test_a_broken_stream_fails_pending_matches_at_once_and_the_next_one_re
         stream = await index.streams.next()
         await next_match(stream)
         stream.end()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             results = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(result, ServiceUnavailable) for result in results)
         again = asyncio.create_task(client.match_stream.match(query(1)))
@@ -113,7 +114,7 @@ async def test_a_silent_index_costs_the_deadline_and_the_stream() -> None:
         with pytest.raises(DeadlineExceeded):
             await client.match_stream.match(query(1), timeout_s=0.05)
         stream = await index.streams.next()
-        await asyncio.wait_for(stream.ended.wait(), 5)
+        await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
 
 
 async def test_a_closed_client_refuses() -> None:
@@ -126,7 +127,7 @@ async def test_a_closed_client_refuses() -> None:
 async def test_an_index_that_is_not_there_fails_fast() -> None:
     client = IndexClient(test_config(index_endpoints=("127.0.0.1:1",), match_timeout_s=30.0))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(ServiceUnavailable):
                 await client.match_stream.match(query(1))
     finally:

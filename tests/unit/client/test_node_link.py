@@ -20,6 +20,7 @@ from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import eventually
 from kvpool.v1 import index_pb2_grpc
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import (
     KEYSPACE,
     NODE_ID,
@@ -57,7 +58,7 @@ async def test_what_the_index_does_not_know_is_told_by_ranges_at_start() -> None
         assert (request.replace_range.first_bucket, request.replace_range.last_bucket) == (0, 15)
         assert not waiting.done(), "until then the index may lack what it was told"
         acknowledge(stream, request)
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, PATIENCE_S)
         assert one.index.encodings == [b"encoding"]
 
 
@@ -70,8 +71,8 @@ async def test_wait_announced_waits_for_the_acknowledgement() -> None:
         request = await stream.next("batch")
         assert not waiting.done()
         acknowledge(stream, request)
-        await asyncio.wait_for(waiting, 5)
-        await asyncio.wait_for(one.link.wait_announced(), 5)
+        await asyncio.wait_for(waiting, PATIENCE_S)
+        await asyncio.wait_for(one.link.wait_announced(), PATIENCE_S)
 
 
 async def test_wait_announced_says_when_it_cannot_tell() -> None:
@@ -138,7 +139,7 @@ async def test_a_newer_process_ends_the_link(where: str) -> None:
         await eventually(lambda: one.superseded)
         with pytest.raises(StaleIncarnation):
             await one.link.wait_announced()
-        await asyncio.wait_for(stream.ended.wait(), 5)
+        await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
         await one.link.close()
         assert len(one.superseded) == 1
         assert one.index.ended == [], "the lease belongs to the newer process"
@@ -210,7 +211,7 @@ async def test_a_restarted_index_finds_the_node_again() -> None:
             request = await stream.next("batch")
             assert chunks(request) == [1]
             acknowledge(stream, request)
-            await asyncio.wait_for(one.link.wait_announced(), 5)
+            await asyncio.wait_for(one.link.wait_announced(), PATIENCE_S)
             await eventually(lambda: index.renewals > renewals)
         finally:
             await one.link.close()
@@ -234,6 +235,6 @@ async def test_a_node_that_an_older_index_refuses_registers_once_that_was_upgrad
         starting = asyncio.create_task(one.link.start())
         await eventually(lambda: "the index did not register this node" in caplog.text)
         one.index.register_error = None
-        assert (await asyncio.wait_for(starting, 5)).incarnation == 42
+        assert (await asyncio.wait_for(starting, PATIENCE_S)).incarnation == 42
         assert "upgrade the older side" in caplog.text
         await one.link.close()

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.testing import eventually
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import (
     acknowledge,
     change,
@@ -35,7 +36,7 @@ async def test_after_an_overflow_ranges_are_told_as_a_whole() -> None:
         assert chunks(request) == [9]
         assert not waiting.done()
         acknowledge(stream, request)
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, PATIENCE_S)
         assert one.index.dropped == []
 
 

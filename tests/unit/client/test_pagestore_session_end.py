@@ -11,7 +11,10 @@ from kvpool.core.errors import (
     LeaseLost,
     ServiceUnavailable,
 )
+from kvpool.testing import eventually
 from kvpool.v1 import pagestore_pb2
+from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stand_still
 from tests.unit.client.store_peer import (
     SESSION_ID,
     Response,
@@ -29,7 +32,7 @@ async def test_a_broken_session_fails_everything_at_once(tmp_path: Path) -> None
         await stream.next("reserve")
         stream.end()
         with pytest.raises(ServiceUnavailable):
-            await asyncio.wait_for(reserving, 5)
+            await asyncio.wait_for(reserving, PATIENCE_S)
         assert session.broken.is_set()
         with pytest.raises(ServiceUnavailable):
             await session.commit([1])
@@ -44,17 +47,29 @@ async def test_heartbeats_go_out_and_silence_ends_the_session(tmp_path: Path) ->
         session, stream = await one.open(interval_ms=20)
         beat = await stream.next("heartbeat")
         assert beat.request_id == 0
-        await asyncio.wait_for(session.broken.wait(), 5)
+        await asyncio.wait_for(session.broken.wait(), PATIENCE_S)
         assert session.failure is not None
         assert "nothing was heard" in session.failure.message
 
 
 async def test_heartbeat_answers_keep_the_session(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
-        session, stream = await one.open(interval_ms=20)
+        session, stream = await one.open(interval_ms=10_000)
         for _ in range(20):
+            heard_s = session._stream._stream.last_received_s
+            stand_still(5.0)
             await stream.next("heartbeat")
             stream.send(Response(heartbeat=pagestore_pb2.SessionHeartbeat()))
+            await eventually(lambda heard_s=heard_s: session._stream._stream.last_received_s > heard_s)  # type: ignore[misc]
+        assert session.failure is None
+
+
+async def test_a_client_that_stood_still_does_not_give_up_a_pagestore_that_is_well(tmp_path: Path) -> None:
+    async with peer(tmp_path) as one:
+        session, stream = await one.open()
+        stand_still(3600.0)
+        await eventually(lambda: session.failure is not None or not stream.received.empty())
+        assert (await stream.next("heartbeat")).request_id == 0
         assert session.failure is None
 
 
@@ -79,7 +94,7 @@ async def test_close_with_living_views_ends_abnormally_and_keeps_the_lock(tmp_pa
         assert result.slot is not None
         view = session.slot_view(result.slot)
         assert not await session.close()
-        await asyncio.wait_for(stream.ended.wait(), 5)
+        await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
         assert one.memory.peer_alive()
         view[:1] = b"x"  # still mapped: a running copy does no harm
         del view

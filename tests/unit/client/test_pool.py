@@ -19,6 +19,7 @@ from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, Se
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, engine
 from tests.unit.client.servers import Script
 
@@ -134,7 +135,7 @@ async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
         assert not report.hold.ended
         await stream.next("cancel")
         stream.send(load_done(request, 0, [0, 1, 2, 3]))
-        await asyncio.wait_for(report.hold.wait(), 5)
+        await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
 
 
 async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None:
@@ -143,13 +144,13 @@ async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None
         loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
         await stream.next("load")
         stream.end()
-        report = await asyncio.wait_for(loading, 5)
+        report = await asyncio.wait_for(loading, PATIENCE_S)
         assert report.failed_chunks == (0, 1, 2, 3)
         assert isinstance(report.error, ServiceUnavailable)
         assert isinstance((await cache.match(chain)).error, ServiceUnavailable)
         fresh, request = await one.greet()
         assert request.register.previous_session_id == b"s" * 16
-        await asyncio.wait_for(report.hold.wait(), 5)
+        await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
         await eventually(lambda: cache.connected)
         asked = asyncio.create_task(cache.match(chain))
         request = await fresh.next("match")
@@ -169,7 +170,7 @@ async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
         for request, count in ((first, 2), (second, 1)):
             answer = gpuagent_pb2.EngineGathered(chunk_count=count)
             stream.send(Response(request_id=request.request_id, gathered=answer))
-        await asyncio.wait_for(ticket.wait_reusable(), 5)
+        await asyncio.wait_for(ticket.wait_reusable(), PATIENCE_S)
         done = gpuagent_pb2.EngineStoreDone(
             stored_chunks=1, failed_chunks=[1], errors=[item_error_to_proto(PageCorrupt("sums"))]
         )
@@ -185,7 +186,7 @@ async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
 async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() -> None:
     async with pool() as (cache, stream, _):
         stream.end()
-        await asyncio.wait_for(cache.session.broken.wait(), 5)
+        await asyncio.wait_for(cache.session.broken.wait(), PATIENCE_S)
         ticket = await cache.store(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
         assert ticket.hold.ended
         report = await ticket.report(5)

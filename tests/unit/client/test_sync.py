@@ -17,6 +17,7 @@ from kvpool.client.sync import BackgroundLoop, SyncKvPool
 from kvpool.core.errors import DeadlineExceeded, PageCorrupt, ServiceUnavailable
 from kvpool.testing import eventually_sync
 from kvpool.v1 import gpuagent_pb2
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import Engine, Response, engine
 
 
@@ -61,7 +62,7 @@ def test_a_deadline_cancels_the_work() -> None:
     try:
         with pytest.raises(DeadlineExceeded):
             loop.run(wait, timeout_s=0.02)
-        assert cancelled.wait(5)
+        assert cancelled.wait(PATIENCE_S)
     finally:
         loop.stop()
 

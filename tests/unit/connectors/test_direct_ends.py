@@ -20,13 +20,14 @@ from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
 from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.connectors.test_direct_pool import Index
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
 SPACE = OpenSpace(
     space=SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).all_shards), keyspace=KEYSPACE, hash_key=bytes(32)
 )
-WAIT_S = 10.0
+WAIT_S = PATIENCE_S
 
 
 class Copies:

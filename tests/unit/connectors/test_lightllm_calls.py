@@ -105,7 +105,7 @@ def test_pages_come_back_with_the_end_of_their_process_and_not_before() -> None:
         assert not given_back
         process.kill()
         process.wait()
-        eventually_sync(lambda: sorted(given_back) == [3, 4], 10.0)
+        eventually_sync(lambda: sorted(given_back) == [3, 4])
         assert not peers.hold(peer, [6]) and peers.connected(process.pid) is None
     finally:
         process.kill()

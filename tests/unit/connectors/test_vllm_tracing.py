@@ -14,6 +14,7 @@ from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.core.tracing import TraceParent, Tracer
 from kvpool.tracing.provider import tracer_with
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.connectors.test_vllm_layer_loads import ORDER, Ticket
 from tests.unit.connectors.test_vllm_link import NOWHERE, a_plan
 from tests.unit.connectors.test_vllm_worker import Pool
@@ -84,7 +85,7 @@ class Traced:
                 pass
 
         self.exporter.clear()
-        self.link.start(work, trace).result(10)
+        self.link.start(work, trace).result(PATIENCE_S)
         (span,) = self.exporter.get_finished_spans()
         return span
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.patience import PATIENCE_S
+
 WRAPPER = Path(__file__).resolve().parents[3] / "k8s" / "examples" / "vllm-one-container" / "with-agent.sh"
 AGENT = """
 import os, pathlib, signal, socket, sys
@@ -53,14 +55,14 @@ def start(environment: dict[str, str], *engine: str) -> subprocess.Popen[str]:
 
 def test_the_engine_starts_after_its_agent_and_its_end_ends_both(environment: dict[str, str]) -> None:
     with start(environment, "bash", "-c", 'test -S "$KVPOOL_GPUAGENT_SOCKET" && echo engine ended; exit 7') as wrapper:
-        said, _ = wrapper.communicate(timeout=30)
+        said, _ = wrapper.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["engine ended", "agent ended"]
     assert wrapper.returncode == 7
 
 
 def test_an_engine_that_cannot_be_started_is_told(environment: dict[str, str]) -> None:
     with start(environment, "/nonexistent") as wrapper:
-        wrapper.communicate(timeout=30)
+        wrapper.communicate(timeout=PATIENCE_S)
     assert wrapper.returncode == 127
 
 
@@ -70,7 +72,7 @@ def test_an_agent_that_ends_is_started_again_and_the_engine_goes_on(
     (tmp_path / "broken").touch()
     engine = f"until [[ $(cat {tmp_path}/starts) == xx ]]; do read -rt 0.05 <> <(:); done; exit 5"
     with start(environment, "bash", "-c", engine) as wrapper:
-        said, complaint = wrapper.communicate(timeout=30)
+        said, complaint = wrapper.communicate(timeout=PATIENCE_S)
     assert "started again" in complaint
     assert said.splitlines() == ["agent ended"]
     assert wrapper.returncode == 5
@@ -81,6 +83,6 @@ def test_a_stop_ends_the_engine_first(environment: dict[str, str]) -> None:
         assert wrapper.stdout is not None
         assert wrapper.stdout.readline() == "engine\n"
         wrapper.send_signal(signal.SIGTERM)
-        said, _ = wrapper.communicate(timeout=30)
+        said, _ = wrapper.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["engine ended", "agent ended"]
     assert wrapper.returncode == 0

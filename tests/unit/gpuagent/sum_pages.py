@@ -17,11 +17,12 @@ from kvpool.core.page import SUM_BLOCK_BYTES, PageKey, seal, slot_bytes
 from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.page_sums import SummedPage, ThreadSums
 from kvpool_gpuagent.adapters.sum_workers import SumWorkers
+from tests.fixtures.patience import PATIENCE_S
 
 BLOCK = SUM_BLOCK_BYTES
 SIZES = (1, 63, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17, 9 * BLOCK, 2 * BLOCK)
 CODEC = 1
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent import servicer_peers
 from kvpool_gpuagent.ports import EngineCache
 from kvpool_gpuagent.session import CacheUse
+from tests.fixtures.patience import PATIENCE_S
 
 
 async def checks() -> AsyncIterator[gpuagent_pb2.LendCacheRequest]:
@@ -38,7 +39,7 @@ async def test_a_borrower_that_reads_nothing_is_not_waited_for(monkeypatch: pyte
     await is_stuck.wait()
     use.stop.set()
     with pytest.raises(Stopped):
-        await asyncio.wait_for(answering, 5)
+        await asyncio.wait_for(answering, PATIENCE_S)
 
 
 async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +55,4 @@ async def test_the_end_is_said_to_who_does_not_read_for_so_long_and_no_longer(mo
     use = CacheUse(cast(EngineCache, None), asyncio.Event())
     use.stop.set()
     with pytest.raises(Stopped, match="kept its cache"):
-        await asyncio.wait_for(servicer_peers._answer(silent(), write, use), 5)
+        await asyncio.wait_for(servicer_peers._answer(silent(), write, use), PATIENCE_S)

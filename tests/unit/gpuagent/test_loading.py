@@ -11,6 +11,7 @@ from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, LeaseLost, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.bandwidth import LoadSource
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.gpuagent.runs import RANK, Bench, key, true_page
 
 
@@ -141,7 +142,7 @@ async def test_a_stop_does_not_wait_for_a_page_that_does_not_come() -> None:
     loading = asyncio.ensure_future(bench.load(range(2)))
     await eventually(lambda: "page 1 0" in bench.faults.steps)
     bench.stop.set()
-    outcome = await asyncio.wait_for(loading, 5)
+    outcome = await asyncio.wait_for(loading, PATIENCE_S)
     assert isinstance(outcome.error, Stopped)
     bench.nothing_is_out()
 
@@ -156,7 +157,7 @@ async def test_a_stop_waits_for_a_scatter_that_has_begun() -> None:
     await asyncio.sleep(0)
     assert not loading.done()
     bench.faults.gates["scatter"].set()
-    await asyncio.wait_for(loading, 5)
+    await asyncio.wait_for(loading, PATIENCE_S)
     bench.nothing_is_out()
 
 
@@ -164,7 +165,7 @@ async def test_the_deadline_ends_the_wait_for_pages() -> None:
     bench = Bench()
     bench.offer(range(2))
     bench.faults.gates["page 1 2"] = asyncio.Event()
-    outcome = await asyncio.wait_for(bench.load(range(2), wait_s=0.05), 5)
+    outcome = await asyncio.wait_for(bench.load(range(2), wait_s=0.05), PATIENCE_S)
     assert isinstance(outcome.error, DeadlineExceeded)
     assert outcome.loaded_chunks == 1
     bench.nothing_is_out()

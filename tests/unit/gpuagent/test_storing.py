@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.core.errors import ArenaFull, LeaseLost, ServiceUnavailable, Stopped
 from kvpool.testing import eventually
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.gpuagent.runs import RANK, SHARDS, Bench, chunk_hash, content, key, true_page
 
 
@@ -155,7 +156,7 @@ async def test_a_stop_does_not_wait_for_an_engine_that_never_answers_kept() -> N
     storing = asyncio.ensure_future(bench.store(range(1)))
     await eventually(lambda: bench.gathered == [1])
     bench.stop.set()
-    outcome = await asyncio.wait_for(storing, 5)
+    outcome = await asyncio.wait_for(storing, PATIENCE_S)
     assert isinstance(outcome.failed[0], Stopped)
     bench.nothing_is_out()
 
@@ -166,7 +167,7 @@ async def test_a_stop_does_not_wait_for_slots() -> None:
     storing = asyncio.ensure_future(bench.store(range(1)))
     await eventually(lambda: "reserve" in bench.faults.steps)
     bench.stop.set()
-    outcome = await asyncio.wait_for(storing, 5)
+    outcome = await asyncio.wait_for(storing, PATIENCE_S)
     assert set(outcome.failed) == {0}
     bench.nothing_is_out()
 

@@ -24,9 +24,10 @@ from kvpool_gpuagent.adapters.bounce import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.ports import PageWish, ReadSlot, WriteSlot
 from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, SPEC
+from tests.fixtures.patience import PATIENCE_S
 
 Read = Callable[[PageKey], "bool | KvPoolError"]
-WAIT_S = 10.0
+WAIT_S = PATIENCE_S
 
 
 class ScriptedPeer:
@@ -45,7 +46,7 @@ class ScriptedPeer:
         for number, item in enumerate(items):
             self.asked.append(item.key)
             if self.gate is not None:
-                assert self.gate.wait(10)
+                assert self.gate.wait(PATIENCE_S)
             answer = self.read(item.key)
             item.destination[:4] = b"read"
             if isinstance(answer, KvPoolError):

@@ -17,6 +17,7 @@ from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_bulk import EngineBulkSession
+from tests.fixtures.patience import PATIENCE_S
 
 METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
 
@@ -81,8 +82,8 @@ class World:
         held.wait()
         puts = [self.session.put(key(number), memoryview(bytes([number]) * 8), METADATA) for number in numbers]
         go.set()
-        holding.result(5)
-        return [put.result(5) for put in puts]
+        holding.result(PATIENCE_S)
+        return [put.result(PATIENCE_S) for put in puts]
 
 
 @pytest.fixture
@@ -124,4 +125,4 @@ def test_nobody_waits_for_a_session_that_has_ended(world: World) -> None:
     puts = [world.session.put(key(number), memoryview(b"x"), METADATA) for number in range(3)]
     for put in puts:
         with pytest.raises(SessionUnknown):
-            put.result(5)
+            put.result(PATIENCE_S)

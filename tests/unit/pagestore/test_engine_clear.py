@@ -16,6 +16,7 @@ from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
+from tests.fixtures.patience import PATIENCE_S
 
 
 class Stopped:
@@ -29,7 +30,7 @@ class Stopped:
         if self._after:
             self._method(keyspace)
         self.reached.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(PATIENCE_S)
         if not self._after:
             self._method(keyspace)
 

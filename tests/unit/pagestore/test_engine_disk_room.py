@@ -27,6 +27,7 @@ from tests.fixtures.pagestore import (
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 FOUR_PAGES = {"disk_bytes": 4 * PAGE_BYTES, "max_pinned_share": 1.0}
 
@@ -49,7 +50,7 @@ async def test_a_page_that_is_written_again_outlives_the_deletion_that_made_room
         def slow(keys: Sequence[PageKey]) -> None:
             calls.append(keys)
             if len(calls) == 1:
-                assert go.wait(5)
+                assert go.wait(PATIENCE_S)
             delete_batch(keys)
 
         monkeypatch.setattr(world.memory, "delete_batch", slow)

@@ -16,6 +16,7 @@ from kvpool_pagestore.ports import PushItem
 from tests.fixtures.movement import Cluster, cluster_of, join
 from tests.fixtures.pagestore import KEYSPACE, SLOT_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 PAGES = range(40)
 
@@ -188,7 +189,7 @@ async def test_pages_that_are_evicted_between_the_question_and_the_copy_are_nobo
         def evict(item: PushItem) -> None:
             """With the first page that arrives, others go: from disk and staging, some of them in the same window."""
             keys = [page_key(number) for number in evicted if page_key(number) != item.key]
-            asyncio.run_coroutine_threadsafe(forget(keys), loop).result(5)
+            asyncio.run_coroutine_threadsafe(forget(keys), loop).result(PATIENCE_S)
             cluster.members[1].refuse = lambda item: None
 
         async def forget(keys: list[PageKey]) -> None:
@@ -238,7 +239,7 @@ async def test_a_node_that_stops_in_the_middle_says_so_to_whoever_watches() -> N
 
         drain._flush = slow
         watching = asyncio.ensure_future(drained(cluster))
-        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.wait_for(reached.wait(), PATIENCE_S)
         await drain.stop()
         with pytest.raises(Draining, match="shutting down"):
-            await asyncio.wait_for(watching, 5)
+            await asyncio.wait_for(watching, PATIENCE_S)

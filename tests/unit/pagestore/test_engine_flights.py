@@ -20,6 +20,7 @@ from tests.fixtures.pagestore import (
     sealed_page,
 )
 from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, reserve_item, store, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 
 def source(number: int) -> RemoteSource:
@@ -111,7 +112,7 @@ async def test_a_waiter_tries_its_own_source_when_the_leaders_fails() -> None:
         def answer(peer: RemoteSource, item: PullItem) -> bool:
             if peer == source(1):
                 begun.set()
-                assert go.wait(5)
+                assert go.wait(PATIENCE_S)
                 return False
             return give(item)
 
@@ -135,7 +136,7 @@ async def test_a_waiter_outlives_the_leaders_deadline() -> None:
 
         def answer(_: RemoteSource, item: PullItem) -> bool:
             begun.set()
-            assert go.wait(5)
+            assert go.wait(PATIENCE_S)
             return give(item)
 
         scripted(world).answer = answer
@@ -158,7 +159,7 @@ async def test_the_end_of_a_session_ends_its_waiting_and_leaves_no_lease() -> No
 
         def answer(_: RemoteSource, item: PullItem) -> bool:
             begun.set()
-            assert go.wait(5)
+            assert go.wait(PATIENCE_S)
             return give(item)
 
         scripted(world).answer = answer
@@ -182,7 +183,7 @@ async def test_a_page_committed_while_it_was_pulled_is_kept_once() -> None:
 
         def answer(_: RemoteSource, item: PullItem) -> bool:
             begun.set()
-            assert go.wait(5)
+            assert go.wait(PATIENCE_S)
             return give(item)
 
         scripted(world).answer = answer

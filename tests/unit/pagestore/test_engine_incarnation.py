@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import new_world, running_engine
+from tests.fixtures.patience import PATIENCE_S
 
 
 async def test_what_the_index_grants_late_is_served_however_slow_the_disk_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +19,7 @@ async def test_what_the_index_grants_late_is_served_however_slow_the_disk_is(mon
         def slow(name: str, value: bytes) -> None:
             saved.append(value)
             if len(saved) == 1:
-                assert go.wait(5)
+                assert go.wait(PATIENCE_S)
             save_value(name, value)
 
         async with running_engine(world) as running:

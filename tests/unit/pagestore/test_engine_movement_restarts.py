@@ -17,6 +17,7 @@ from kvpool_pagestore.engine_drain import Drain, DrainState
 from tests.fixtures.movement import Cluster, Member, cluster_of, join, start
 from tests.fixtures.pagestore import TENANT
 from tests.fixtures.pagestore_calls import open_session, reserve_item, store
+from tests.fixtures.patience import PATIENCE_S
 
 PAGES = range(192)  # twelve chain groups, of which four are moved at once
 
@@ -38,7 +39,7 @@ class Restarting:
     def block(self) -> None:
         """Hold up whoever sends a page here, on its thread."""
         self.blocked.set()
-        self.unblocked.wait(5)
+        self.unblocked.wait(PATIENCE_S)
 
     def is_in(self, state: DrainState) -> bool:
         return self.drain.state is state
@@ -176,7 +177,7 @@ async def test_a_watcher_that_hangs_up_at_the_very_end_leaves_a_drained_node(mon
         def slow(name: str, value: bytes) -> None:
             if name == "draining" and not value:
                 ending.set()
-                hung_up.wait(5)
+                hung_up.wait(PATIENCE_S)
             true(name, value)
 
         monkeypatch.setattr(memory, "save_value", slow)
@@ -205,7 +206,7 @@ async def test_a_cancel_that_the_index_does_not_hear_ends_the_watching_too() -> 
         with pytest.raises(StoreUnavailable):
             await cancelling
         with pytest.raises(KvPoolError):
-            await asyncio.wait_for(watching, 5)
+            await asyncio.wait_for(watching, PATIENCE_S)
         assert one.is_in(DrainState.DRAINING), "to be cancelled again"
 
 

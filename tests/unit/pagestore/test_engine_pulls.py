@@ -24,6 +24,7 @@ from tests.fixtures.pagestore import (
     sealed_page,
 )
 from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 QUICK = {"hedge_ms": 20, "pull_stall_ms": 5000}
 
@@ -61,7 +62,7 @@ class StuckPeers(ScriptedPeers):
                 woken.wait(0.005)
             if woken.is_set():
                 self.stopped.append(source)
-                assert self.leave.wait(5)
+                assert self.leave.wait(PATIENCE_S)
                 for index, item in enumerate(items):
                     item.destination[:] = b"\xff" * len(item.destination)  # its slot is still its own
                     on_page(index, Stopped("not wanted"), False)

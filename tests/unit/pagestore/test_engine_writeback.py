@@ -13,6 +13,7 @@ from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_pages import WantedPage
 from tests.fixtures.pagestore import TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
+from tests.fixtures.patience import PATIENCE_S
 
 PATIENT_MS = 60_000  # nothing is written before somebody asks
 
@@ -22,7 +23,7 @@ async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor
         async with running_engine(world, linger_ms=PATIENT_MS) as running:
             engine, peer = running.engine, await open_session(running)
             await store(running, peer, [1, 2])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 # Both take their first step now: the clear drops the pages that the flush has just picked.
                 cleared, flushed = await asyncio.gather(engine.clear(TENANT, b""), engine.flush(TENANT, b""))
                 assert cleared == 2
@@ -43,9 +44,9 @@ async def test_a_write_that_fails_in_an_unforeseen_way_is_tried_again(monkeypatc
                     raise OSError("nobody thought of this")
 
                 patch.setattr(world.memory, "put_batch", broken)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     assert await engine.flush(TENANT, b"") == (0, 1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await engine.flush(TENANT, b"") == (1, 0)
             assert [found.key for found in world.memory.scan()] == [page_key(1)]
 
@@ -64,11 +65,11 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             await store(running, peer, [1])
             await asyncio.sleep(0.05)
             world.memory.gate.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
                 await eventually(lambda: engine.gauges().disk_pages == 1)
             await eventually(lambda: [found.key for found in world.memory.scan()] == [page_key(1)])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
             assert [found.key for found in world.memory.scan()] == [page_key(1)]
 
@@ -93,6 +94,6 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
                 await store(running, peer, [number])
             looked_count = len(looked)
             world.memory.gate.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await flushing == (1, 0)
             assert looked_count == 0

@@ -16,6 +16,7 @@ from kvpool_pagestore.adapters.extent_files import ExtentFiles
 from kvpool_pagestore.adapters.rocks import RocksPageStore
 from kvpool_pagestore.core import disk_budget
 from kvpool_pagestore.ports import PageWrite
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.pagestore.rocks_pages import get, key, opened, page, page_write, put, scanned
 
 
@@ -27,7 +28,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.open.wait(10)
+        assert self.open.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def running(gate: Gate, work: Callable[[], None]) -> Iterator[None]:
     """While `work` waits at the gate."""
     thread = threading.Thread(target=work)
     thread.start()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(PATIENCE_S)
     try:
         yield
     finally:

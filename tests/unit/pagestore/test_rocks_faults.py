@@ -14,6 +14,7 @@ import pytest
 from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool_pagestore.adapters.rocks import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, VOLUME_BYTES, get, key, opened, page, page_write, put, scanned
 
 
@@ -32,7 +33,7 @@ def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, mon
     """The kernel tells of lost writes once per open file: whoever shares a descriptor with another may miss it."""
     store = opened(tmp_path, "extents")
     put(store, 1)
-    both, told_of = threading.Barrier(2, timeout=10), set[int]()
+    both, told_of = threading.Barrier(2, timeout=PATIENCE_S), set[int]()
 
     def sync(descriptor: int) -> None:
         both.wait()
@@ -151,13 +152,13 @@ def test_blocks_of_a_page_that_is_being_read_are_not_used_again(
 
     def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
     reader = threading.Thread(target=lambda: found.append(get(store, 7)))
     reader.start()
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     store.delete_batch([key(number) for number in range(70)])
     put(store, *range(100, 169))
     go_on.set()

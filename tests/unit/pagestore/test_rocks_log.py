@@ -15,6 +15,7 @@ from rocksdict import WriteBatch
 from kvpool.core.errors import StoreFault
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from kvpool_pagestore.adapters.rocks_layout import RECORDS
+from tests.fixtures.patience import PATIENCE_S
 
 FORMAT = b"of a test"
 
@@ -109,7 +110,7 @@ def test_whoever_was_told_so_is_durable_though_syncs_at_the_same_time_failed(
     told, begin = set[int](), threading.Barrier(4)
 
     def work(first: int) -> None:
-        begin.wait(10)
+        begin.wait(PATIENCE_S)
         for number in range(first, first + 5):
             write(database, number)
             try:
@@ -135,14 +136,14 @@ def test_one_who_waited_while_another_synced_is_told_when_its_own_records_are(
     def slow(descriptor: int) -> None:
         sizes.append(os.fstat(descriptor).st_size)
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         fdatasync(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", slow)
     write(database, 0)
     first = threading.Thread(target=database.sync_log)
     first.start()
-    assert inside.wait(10)
+    assert inside.wait(PATIENCE_S)
     write(database, 1)
     others = [threading.Thread(target=database.sync_log) for _ in range(3)]
     for thread in others:

@@ -8,6 +8,7 @@ import pytest
 from kvpool.core.errors import Draining, Overloaded
 from kvpool.testing import eventually
 from kvpool_server.executor import BoundedExecutor
+from tests.fixtures.patience import PATIENCE_S
 
 
 async def test_runs_off_the_loop_and_hands_results_and_errors_back() -> None:
@@ -53,7 +54,7 @@ async def test_error_without_a_caller_is_logged(caplog: pytest.LogCaptureFixture
     gate = threading.Event()
 
     def fail() -> None:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         raise OSError("disk on fire")
 
     executor = BoundedExecutor("disk", threads=1, queue_limit=0)

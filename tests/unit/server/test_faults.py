@@ -11,6 +11,7 @@ import pytest
 from kvpool.core.errors import ArenaFull, StartupFailed, StoreFault
 from kvpool.core.fault_points import disarm_all, reach
 from kvpool_server.faults import arm_faults
+from tests.fixtures.patience import PATIENCE_S
 
 _POINT = "pagestore.write.synced"
 
@@ -100,6 +101,6 @@ def test_a_kill_ends_the_process_at_once() -> None:
     )
     env = {**os.environ, **_env(f"{_POINT}:kill")}
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")

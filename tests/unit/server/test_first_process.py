@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.patience import PATIENCE_S
+
 _ROOTS = [str(Path(__file__).parents[3] / root) for root in ("clients/python", "services/common")]
 
 
@@ -29,12 +31,12 @@ def test_a_stop_during_imports_ends_it_as_asked(tmp_path: Path, number: signal.S
     with start(tmp_path, "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n") as child:
         assert child.stdout is not None and child.stdout.readline() == "importing\n"
         child.send_signal(number)
-        assert child.wait(timeout=30) == 0  # by default it would be the negative number of the signal
+        assert child.wait(timeout=PATIENCE_S) == 0  # by default it would be the negative number of the signal
 
 
 def test_the_module_runs_as_if_it_had_been_started_itself(tmp_path: Path) -> None:
     source = "import sys\nprint(__name__, sys.argv[1:])\nsys.exit(5)\n"
     with start(tmp_path, source, "--listen", "here") as child:
-        output, _ = child.communicate(timeout=30)
+        output, _ = child.communicate(timeout=PATIENCE_S)
         assert output == "__main__ ['--listen', 'here']\n"
         assert child.returncode == 5

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.testing import eventually_sync
+from tests.fixtures.patience import PATIENCE_S
 
 _ROOTS = [str(Path(__file__).parents[3] / root) for root in ("clients/python", "services/common")]
 
@@ -63,7 +64,7 @@ async def main(stop):
 """)
     assert line(child) == "ready"
     child.send_signal(number)
-    out, err = child.communicate(timeout=10)
+    out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out, err) == (0, "drained\n", "")
 
 
@@ -72,7 +73,7 @@ def test_startup_failure_is_one_line_and_exit_code_2(start: Callable[..., subpro
 async def main(stop):
     raise StartupFailed("port 7000 is in use;\\n  choose another")
 """)
-    _, err = child.communicate(timeout=10)
+    _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 2
     assert err == "kvpool-test: port 7000 is in use; choose another\n"
 
@@ -82,7 +83,7 @@ def test_crash_is_exit_code_1_with_a_traceback(start: Callable[..., subprocess.P
 async def main(stop):
     raise KeyError("lost")
 """)
-    _, err = child.communicate(timeout=10)
+    _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 1
     assert "the service crashed" in err and "KeyError: 'lost'" in err
 
@@ -98,7 +99,7 @@ async def main(stop):
         await stop.wait()
         say("drained")
 """)
-    out, err = child.communicate(timeout=10)
+    out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out) == (1, "drained\n")
     assert "disk gone" in err
 
@@ -117,7 +118,7 @@ async def main(stop):
     )
     assert line(child) == "ready"
     child.terminate()
-    out, err = child.communicate(timeout=10)
+    out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out) == (1, "cut off\n")
     assert "not drained after 0.1 s" in err
 
@@ -137,7 +138,7 @@ async def main(stop):
     child.terminate()
     assert line(child) == "draining"
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=10)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 128 + signal.SIGINT
 
 
@@ -169,7 +170,7 @@ async def main(stop):
     await stop.wait()
     say("asked to stop")
 """)
-    out, _ = child.communicate(timeout=10)
+    out, _ = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out) == (0, "asked to stop\n")
 
 
@@ -180,7 +181,7 @@ async def main(stop):
     trim_memory()
     say(sys.getswitchinterval())
 """)
-    out, _ = child.communicate(timeout=10)
+    out, _ = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out) == (0, "0.0005\n")
 
 
@@ -197,5 +198,5 @@ def test_an_exit_of_its_own_passes_without_a_word(start: Callable[..., subproces
 async def main(stop):
     sys.exit(0)  # as argparse does after --help
 """)
-    output, errors = child.communicate(timeout=30)
+    output, errors = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, output, errors) == (0, "", "")

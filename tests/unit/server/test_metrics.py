@@ -9,10 +9,11 @@ from prometheus_client import CollectorRegistry, Counter
 from kvpool import __version__
 from kvpool.core.errors import StartupFailed
 from kvpool_server.metrics import new_registry, start_metrics_server
+from tests.fixtures.patience import PATIENCE_S
 
 
 def get(port: int, path: str) -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

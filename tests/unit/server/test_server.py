@@ -23,6 +23,7 @@ from kvpool_server.interceptors import (
 )
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import LIVENESS, ControlServer, GrpcLimits
+from tests.fixtures.patience import PATIENCE_S
 
 SERVICE = "test.Echo"
 LOOPBACK = TcpAddress("127.0.0.1", 0)
@@ -49,7 +50,7 @@ def control_server(limits: GrpcLimits | None = None) -> ControlServer:
 async def echo(target: str, request: bytes) -> bytes:
     channel: Any
     async with grpc.aio.insecure_channel(target) as channel:
-        return bytes(await channel.unary_unary(f"/{SERVICE}/Echo")(request, timeout=10))
+        return bytes(await channel.unary_unary(f"/{SERVICE}/Echo")(request, timeout=PATIENCE_S))
 
 
 async def test_health_follows_the_service() -> None:
@@ -60,7 +61,7 @@ async def test_health_follows_the_service() -> None:
         health: Any = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S)
             return int(answer.status)
 
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -68,7 +69,7 @@ async def test_health_follows_the_service() -> None:
         assert await status(LIVENESS) == serving  # a service that waits for its store is not restarted for it
         await server.set_serving(True)
         assert [await status(""), await status(SERVICE)] == [serving, serving]
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE_S)
         assert (await watch.read()).status == serving
         stopping = asyncio.ensure_future(server.stop(5))
         assert (await watch.read()).status == not_serving
@@ -83,7 +84,7 @@ async def test_reflection_lists_the_services() -> None:
     channel: Any  # the stubs of the stub know only grpc.Channel
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(timeout=10)
+        call = stub.ServerReflectionInfo(timeout=PATIENCE_S)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         await call.done_writing()

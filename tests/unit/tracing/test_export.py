@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from kvpool.testing import eventually_sync
 from kvpool.tracing.export import BoundedExport, ExportLimits, SpanFate
+from tests.fixtures.patience import PATIENCE_S
 
 
 class ScriptedExporter(SpanExporter):
@@ -26,7 +27,7 @@ class ScriptedExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.batches.append([span.name for span in spans])
-        assert self.open.wait(10)
+        assert self.open.wait(PATIENCE_S)
         if isinstance(self.result, Exception):
             raise self.result
         return self.result

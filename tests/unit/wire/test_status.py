@@ -9,6 +9,7 @@ import pytest
 from kvpool.core import errors
 from kvpool.core.errors import ERRORS_BY_REASON, KvPoolError
 from kvpool.wire.status import STATUS_BY_ERROR, error_from_reason, error_from_rpc, error_from_status, error_to_status
+from tests.fixtures.patience import PATIENCE_S
 
 
 def over_the_wire(error: KvPoolError) -> KvPoolError:
@@ -98,11 +99,11 @@ def test_long_message_is_cut_to_fit_the_headers() -> None:
 async def test_real_connection_refusal_of_both_libraries() -> None:
     channel: Any  # the stubs cannot tell the messages of a method without a serializer
     with grpc.insecure_channel("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as sync_failure:
-        channel.unary_unary("/t.T/M")(b"", timeout=5)
+        channel.unary_unary("/t.T/M")(b"", timeout=PATIENCE_S)
     assert isinstance(error_from_rpc(sync_failure.value), errors.ServiceUnavailable)
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as aio_failure:
-            await channel.unary_unary("/t.T/M")(b"", timeout=5)
+            await channel.unary_unary("/t.T/M")(b"", timeout=PATIENCE_S)
     assert isinstance(error_from_rpc(aio_failure.value), errors.ServiceUnavailable)
 
 

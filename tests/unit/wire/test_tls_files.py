@@ -21,6 +21,7 @@ from kvpool.wire.certificates import Validity, read_certificates
 from kvpool.wire.tls import TlsCredentials
 from kvpool.wire.tls_files import TlsFiles, read_files
 from tests.fixtures.certificates import Authority, PrivateKey, not_after_s, put
+from tests.fixtures.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ async def test_keys_that_grpc_cannot_use_are_refused(authority: Authority, tmp_p
     port = server.add_secure_port("127.0.0.1:0", credentials.server_credentials(require_client_cert=True))
     await server.start()
     channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials.channel_credentials()[1])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await channel.channel_ready()
     await channel.close()
     await server.stop(0)

@@ -11,13 +11,12 @@ import grpc
 from kvpool.client.config import ClientConfig
 from kvpool.client.stream import Reply, RequestStream
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.silence import Silence
 from kvpool.v1 import common_pb2
 from kvpool.wire.convert import item_error_from_proto
 
 if TYPE_CHECKING:
     from grpc.aio import StreamStreamCall
-
-_SILENT_INTERVALS = 4  # as the services count: a peer silent for so many heartbeat intervals is gone
 
 
 class _Numbered(Protocol):
@@ -142,11 +141,15 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._heart = asyncio.create_task(self._beat(message, interval_s), name=f"{self._name} heartbeats")
 
     async def _beat(self, message: RequestT, interval_s: float) -> None:
-        loop = asyncio.get_running_loop()
+        loop, heard_s = asyncio.get_running_loop(), self._stream.last_received_s
+        silence = Silence(interval_s)
         while self._stream.failure is None:
-            await asyncio.sleep(interval_s / 2)
-            silent_s = loop.time() - self._stream.last_received_s
-            if silent_s > _SILENT_INTERVALS * interval_s:
+            await asyncio.sleep(silence.look_s)
+            if self._stream.last_received_s != heard_s:
+                heard_s = self._stream.last_received_s
+                silence.heard()
+            if silence.look(loop.time()):
+                silent_s = loop.time() - heard_s
                 self._stream.fail(ServiceUnavailable(f"{self._name}: nothing was heard for {silent_s:.1f} s"))
             else:
                 self._send_numbered(message)

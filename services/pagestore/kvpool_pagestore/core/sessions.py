@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,6 +50,7 @@ class SessionTable:
 
     def __init__(self, *, silence_limit_s: float, grace_s: float) -> None:
         self._silence_limit_s = silence_limit_s
+        self._looked_s = math.inf  # when it was looked for silent peers; inf: not yet
         self._grace_s = grace_s
         self._live: dict[bytes, Session] = {}
         self._ended: dict[bytes, Session] = {}
@@ -94,7 +96,16 @@ class SessionTable:
         return session if session is not None and session.tenant in (tenant, "") else None
 
     def silent(self, now_s: float) -> list[Session]:
-        """Live sessions whose peers have said nothing for the limit."""
+        """Live sessions whose peers have said nothing for the limit. To be asked again and again.
+
+        Time beyond half the limit between two looks does not count: this process stood still then, and has not read yet
+        what its peers said meanwhile.
+        """
+        deaf_s = now_s - self._looked_s - self._silence_limit_s / 2
+        self._looked_s = now_s
+        if deaf_s > 0:
+            for one in self._live.values():
+                one.heard_s = min(now_s, one.heard_s + deaf_s)
         return [one for one in self._live.values() if now_s - one.heard_s >= self._silence_limit_s]
 
     def note_gone(self, session_ids: list[bytes], now_s: float) -> None:
