@@ -280,7 +280,7 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),
         mock.patch.object(kvpool.client.retry, "time", SimpleNamespace(monotonic=world.loop.time)),
-        mock.patch.object(kvpool.client.reconciler, "time", SimpleNamespace(perf_counter=world.loop.time)),
+        mock.patch.object(kvpool.client.reconciler, "time", SimpleNamespace(thread_time=world.loop.time)),
         mock.patch.object(
             kvpool_pagestore.engine_sweep, "random", SimpleNamespace(Random=lambda: Random(rng.random()))
         ),

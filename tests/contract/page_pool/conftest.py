@@ -13,6 +13,7 @@ from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import SessionPlan
 from kvpool.core.cluster import ChainMatch, ChainQuery, NodeInfo, RemoteSource, StaleLocation
 from kvpool.core.outcome import Tier
+from kvpool_gpuagent.adapters import arena_pool, stream_pool
 from kvpool_gpuagent.adapters.arena_pool import ArenaPool
 from kvpool_gpuagent.adapters.bounce import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
@@ -28,7 +29,8 @@ from tests.fixtures.pagestore import (
     new_world,
     page_key,
 )
-from tests.fixtures.pagestore_server import CLIENT, Served, served
+from tests.fixtures.pagestore_server import Served, served
+from tests.fixtures.patience import PATIENCE_S, patient
 
 WINDOW_PAGES = 8
 
@@ -83,7 +85,7 @@ async def arena_pools() -> AsyncIterator[Pools]:
         async with served(world, max_leases=WINDOW_PAGES) as store:
             plan = SessionPlan(endpoint=store.endpoint, peer_name="agent", keyspaces=KEYSPACES)
             yield Pools(
-                make=lambda: ArenaPool(plan, CLIENT),
+                make=lambda: ArenaPool(plan, patient()),
                 slots_out=lambda pool: cast(ArenaPool, pool).slots_out,
                 wish=_wish,
             )
@@ -118,6 +120,12 @@ def _wish(number: int, *sources: RemoteSource) -> PageWish:
 
 
 @pytest.fixture(params=[memory_pools, arena_pools, stream_pools], ids=["memory", "arena", "stream"])
-async def pools(request: Any) -> AsyncIterator[Pools]:
+async def pools(request: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
+    for module, name in (
+        (arena_pool, "CONNECT_WAIT_S"),
+        (arena_pool, "RESERVE_WAIT_S"),
+        (stream_pool, "RESERVE_WAIT_S"),
+    ):
+        monkeypatch.setattr(module, name, PATIENCE_S)
     async with request.param() as made:
         yield made

@@ -99,7 +99,7 @@ class Engine:
 async def engine(**settings: Any) -> AsyncGenerator[Engine]:
     agent = ScriptedAgent()  # type: ignore[abstract]
     async with serve(gpuagent_pb2_grpc.add_GpuAgentServiceServicer_to_server, agent) as (_, endpoint):
-        one = Engine(agent, endpoint, test_config(**{"call_timeout_s": 5.0, "match_timeout_s": 5.0, **settings}))
+        one = Engine(agent, endpoint, test_config(**settings))
         try:
             yield one
         finally:

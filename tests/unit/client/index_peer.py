@@ -18,10 +18,12 @@ from kvpool.core.errors import (
 from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
 
 NODE_ID = bytes(range(16))
 KEYSPACE = b"k" * 16
+LEASE_TTL_MS = 1000 * int(PATIENCE_S)
 
 
 def change(chunk: int, added: int = 1, removed: int = 0) -> LocationChange:
@@ -62,7 +64,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         await self.answers_registrations.wait()
         return index_pb2.RegisterNodeResponse(
             incarnation=request.node.incarnation or 41 + len(self.registered),
-            lease_ttl_ms=3000,
+            lease_ttl_ms=LEASE_TTL_MS,
             renew_interval_ms=10,
             announce_epoch=len(self.registered),
         )
@@ -74,7 +76,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
             if isinstance(error, LeaseLost):
                 self.renew_error = None
             await refuse(context, error)
-        return index_pb2.RenewLeaseResponse(lease_ttl_ms=3000)
+        return index_pb2.RenewLeaseResponse(lease_ttl_ms=LEASE_TTL_MS)
 
     async def EndLease(self, request: Any, context: Any) -> Any:
         self.ended.append(request)
@@ -126,7 +128,10 @@ class Node:
             load=NodeLoad,
             truth=self,
             on_superseded=self.superseded.append,
-            config=NodeLinkConfig(**{"linger_s": 0.001, "stale_linger_s": 0.001, **bounds}),
+            config=NodeLinkConfig(
+                **{"linger_s": 0.001, "stale_linger_s": 0.001, "ack_timeout_s": PATIENCE_S, "end_timeout_s": PATIENCE_S}
+                | bounds
+            ),
         )
 
     def chunks(self) -> list[ChunkPlace]:

@@ -15,14 +15,14 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.geometry import KvGroup
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.wire.status import error_to_status
+from tests.fixtures.patience import PATIENCE_S, patient
 
 SPEC = KeyspaceSpec(model_id="tiny", model_revision="1", groups=(KvGroup(2, 2, 8),), dtype=Dtype.FP32, chunk_tokens=16)
 
 
 def test_config(**changes: Any) -> ClientConfig:
-    """Short pauses, so that tests of reconnects are quick."""
-    settings: dict[str, Any] = {"backoff_initial_s": 0.005, "backoff_max_s": 0.02, **changes}
-    return ClientConfig(**settings)
+    """Short pauses, so that tests of reconnects are quick, and deadlines that only keep a test from hanging."""
+    return patient(**({"backoff_initial_s": 0.005, "backoff_max_s": 0.02} | changes))
 
 
 test_config.__test__ = False  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class Script:
         """End the stream, well or with a status."""
         self._outgoing.put_nowait(error or StopAsyncIteration())
 
-    async def next(self, kind: str = "", timeout_s: float = 5.0) -> Any:
+    async def next(self, kind: str = "", timeout_s: float = PATIENCE_S) -> Any:
         """The next message (of that kind; others are skipped)."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -110,7 +110,7 @@ class Streams:
         async for message in script.run(requests):
             yield message
 
-    async def next(self, timeout_s: float = 20.0) -> Script:
+    async def next(self, timeout_s: float = PATIENCE_S) -> Script:
         """The next stream that a client opens."""
         async with asyncio.timeout(timeout_s):
             return await self._opened.get()

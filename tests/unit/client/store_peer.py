@@ -103,7 +103,7 @@ class Peer:
 async def peer(directory: Path, **settings: Any) -> AsyncGenerator[Peer]:
     store = ScriptedStore()  # type: ignore[abstract]
     async with serve(pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server, store) as (_, endpoint):
-        one = Peer(store, Memory(directory), endpoint, {"call_timeout_s": 5.0, **settings})
+        one = Peer(store, Memory(directory), endpoint, settings)
         try:
             yield one
         finally:

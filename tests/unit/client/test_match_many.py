@@ -133,12 +133,15 @@ async def test_what_an_index_does_not_take_at_once_is_asked_one_by_one() -> None
 
 async def test_a_lost_answer_costs_several_questions_their_deadline_and_not_more() -> None:
     async with scripted() as (index, client):
+        asked = asyncio.create_task(client.match_stream.match_many([alone(0), alone(1)]))
+        stream = await index.streams.next()
+        stream.send(several(await next_match(stream), 1, 1))
+        assert told(await asked) == [1, 1]
         queries = list(map(alone, range(QUESTIONS_MAX + 1)))
         assert set(told(await client.match_stream.match_many(queries, timeout_s=0.05))) <= {
             "DEADLINE_EXCEEDED",
             "SERVICE_UNAVAILABLE",  # of the second message, when the first has given up the silent stream
         }
-        stream = await index.streams.next()
         await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
 
 

@@ -151,7 +151,7 @@ async def test_start_waits_for_the_index_and_gives_up_in_time() -> None:
         with pytest.raises(DeadlineExceeded):
             await one.link.start(timeout_s=0.05)
         one.index.register_error = None
-        lease = await one.link.start(timeout_s=5)
+        lease = await one.link.start(timeout_s=PATIENCE_S)
         # How often the impatient start asked is its own business; the last answer is what counts.
         assert lease.incarnation == one.link.incarnation == 41 + len(one.index.registered)
 
@@ -207,7 +207,7 @@ async def test_a_restarted_index_finds_the_node_again() -> None:
     async with serve(add, index, address=endpoint):
         try:
             renewals = index.renewals
-            stream = await one.index.streams.next(timeout_s=20)
+            stream = await one.index.streams.next()
             request = await stream.next("batch")
             assert chunks(request) == [1]
             acknowledge(stream, request)

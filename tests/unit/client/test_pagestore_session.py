@@ -22,6 +22,7 @@ from kvpool.core.outcome import Admission
 from kvpool.testing import eventually
 from kvpool.v1 import pagestore_pb2
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.store_peer import (
     KEYSPACE,
     SESSION_ID,
@@ -115,7 +116,8 @@ async def test_a_refused_request_leaves_the_session_open(tmp_path: Path) -> None
 async def test_an_answer_nobody_waits_for_gives_its_leases_back(tmp_path: Path, how: str) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
-        reserving = asyncio.create_task(session.reserve(reserve_items(2), timeout_s=0.02 if how == "too late" else 5.0))
+        limit_s = 0.02 if how == "too late" else PATIENCE_S
+        reserving = asyncio.create_task(session.reserve(reserve_items(2), timeout_s=limit_s))
         request = await stream.next("reserve")
         if how == "cancelled":
             reserving.cancel()
@@ -152,9 +154,9 @@ async def test_slots_that_cannot_be_mapped_are_given_back(tmp_path: Path) -> Non
 async def test_acquired_pages_come_as_they_settle(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
-        async with session.acquire(acquire_items(3), wait_s=2.5) as results:
+        async with session.acquire(acquire_items(3), wait_s=25.0) as results:
             request = await stream.next("acquire")
-            assert request.acquire.wait_ms == 2500
+            assert request.acquire.wait_ms == 25_000
             stream.send(hits(request, 1, 11))
             first = await anext(results)
             assert (first.item_index, first.source) == (1, PageSource.DISK)
@@ -177,7 +179,7 @@ async def test_acquired_pages_come_as_they_settle(tmp_path: Path) -> None:
 async def test_leaving_an_acquisition_releases_what_was_not_taken_also_later(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
-        async with session.acquire(acquire_items(4), wait_s=5) as results:
+        async with session.acquire(acquire_items(4), wait_s=PATIENCE_S) as results:
             request = await stream.next("acquire")
             stream.send(hits(request, 0, 1, 2))
             first = await anext(results)
@@ -192,7 +194,7 @@ async def test_a_cancelled_iteration_loses_no_lease(tmp_path: Path) -> None:
         session, stream = await one.open()
 
         async def take() -> None:
-            async with session.acquire(acquire_items(1), wait_s=5) as results:
+            async with session.acquire(acquire_items(1), wait_s=PATIENCE_S) as results:
                 async for _ in results:
                     pass
 

@@ -20,6 +20,7 @@ from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stand_still
 from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, engine
 from tests.unit.client.servers import Script
 
@@ -74,7 +75,7 @@ async def test_trouble_is_a_value() -> None:
         found = await cache.match(chain, held_chunks=1)
         assert (found.matched_chunks, found.usable_tokens) == (1, 16)
         assert isinstance(found.error, DeadlineExceeded)
-        asked = asyncio.create_task(cache.match(chain, timeout_s=5))
+        asked = asyncio.create_task(cache.match(chain, timeout_s=PATIENCE_S))
         await stream.next("match")
         request = await stream.next("match")
         stream.send(Response(request_id=request.request_id, error=item_error_to_proto(StoreUnavailable("redis"))))
@@ -124,11 +125,10 @@ async def test_windows_follow_one_another() -> None:
 
 
 async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
-    async with pool(load_grace_s=0.02) as (cache, stream, _):
-        loading = asyncio.create_task(
-            cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=0.02)
-        )
+    async with pool() as (cache, stream, _):
+        loading = asyncio.create_task(cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
         request = await stream.next("load")
+        stand_still(3 * PATIENCE_S)
         report = await loading
         assert report.failed_chunks == (0, 1, 2, 3)
         assert isinstance(report.error, DeadlineExceeded)
@@ -139,7 +139,7 @@ async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
 
 
 async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None:
-    async with pool(call_timeout_s=0.5) as (cache, stream, one):
+    async with pool() as (cache, stream, one):
         chain = cache.chain(TOKENS)
         loading = asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4))
         await stream.next("load")
@@ -178,7 +178,7 @@ async def test_store_reports_chunks_by_their_place_in_the_chain() -> None:
         stream.send(
             Response(request_id=second.request_id, store_done=gpuagent_pb2.EngineStoreDone(deduplicated_chunks=1))
         )
-        report = await ticket.report(5)
+        report = await ticket.report(PATIENCE_S)
         assert (report.stored_chunks, report.deduplicated_chunks) == (1, 1)
         assert {index: type(error) for index, error in report.failed_chunks.items()} == {2: PageCorrupt}
 
@@ -189,7 +189,7 @@ async def test_a_store_without_an_agent_fails_every_chunk_and_holds_nothing() ->
         await asyncio.wait_for(cache.session.broken.wait(), PATIENCE_S)
         ticket = await cache.store(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4)
         assert ticket.hold.ended
-        report = await ticket.report(5)
+        report = await ticket.report(PATIENCE_S)
         assert sorted(report.failed_chunks) == [0, 1, 2, 3]
 
 

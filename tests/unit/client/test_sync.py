@@ -124,7 +124,7 @@ loop.start(asyncio.Event().wait)
 
 async def test_a_pool_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's threads are blocked in SyncKvPool while this test's loop plays the agent."""
-    async with engine(call_timeout_s=2.0) as one:
+    async with engine() as one:
         opened = KvPool.open
         monkeypatch.setattr(KvPool, "open", lambda plan, config: opened(plan, config, offer=one.memory.offer))
         using = asyncio.create_task(asyncio.to_thread(_use, one))
@@ -149,10 +149,10 @@ def _use(one: Engine) -> tuple[int, int, int]:
         chain = cache.extend(cache.chain(list(range(20))), list(range(40)))
         found = cache.match(chain)
         report = cache.load(chain, np.arange(4), first_chunk=0, end_chunk=1)
-        assert cache.wait_hold(report.hold, 5)
+        assert cache.wait_hold(report.hold, PATIENCE_S)
         ticket = cache.store(chain, np.arange(4), first_chunk=1, end_chunk=2)
-        ticket.wait_reusable(5)
-        stored = ticket.report(5)
+        ticket.wait_reusable(PATIENCE_S)
+        stored = ticket.report(PATIENCE_S)
         cache.count(chain, own_tokens=0, load=report)
     with pytest.raises(ServiceUnavailable):
         cache.match(chain)

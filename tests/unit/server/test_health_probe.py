@@ -7,13 +7,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvpool_server import health_probe
 from kvpool_server.health_probe import ProbeFailed, main, probe
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer
+from tests.fixtures.patience import PATIENCE_S
 
 
 def control_server() -> ControlServer:
@@ -48,16 +51,19 @@ async def test_it_tells_whether_a_server_serves_on_tcp_and_on_a_unix_socket(tmp_
     server.listen_unix(tmp_path / "s")
     await server.start()
     for address in (f"127.0.0.1:{port}", f"0.0.0.0:{port}", f"unix:{tmp_path / 's'}"):
-        assert await asyncio.to_thread(probe, address) == "NOT_SERVING"
+        assert await asyncio.to_thread(probe, address, PATIENCE_S) == "NOT_SERVING"
     await server.set_serving(True)
     for address in (f"127.0.0.1:{port}", f"0.0.0.0:{port}", f"unix:{tmp_path / 's'}"):
-        assert await asyncio.to_thread(probe, address) == "SERVING"
+        assert await asyncio.to_thread(probe, address, PATIENCE_S) == "SERVING"
     await server.stop(0)
     with pytest.raises(ProbeFailed, match="cannot reach"):
-        await asyncio.to_thread(probe, f"127.0.0.1:{port}")
+        await asyncio.to_thread(probe, f"127.0.0.1:{port}", PATIENCE_S)
 
 
-async def test_the_exit_code_and_one_line_say_it(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_exit_code_and_one_line_say_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_probe, "probe", partial(probe, timeout_s=PATIENCE_S))
     server = control_server()
     address = f"127.0.0.1:{server.listen_tcp(TcpAddress('127.0.0.1', 0))}"
     await server.start()
@@ -84,7 +90,7 @@ async def test_the_exit_code_and_one_line_say_it(capsys: pytest.CaptureFixture[s
 )
 def test_a_peer_that_is_no_health_service_is_told(answer: bytes, message: str) -> None:
     with peer_that_says(answer) as address, pytest.raises(ProbeFailed, match=message):
-        raise ProbeFailed(probe(address))
+        raise ProbeFailed(probe(address, PATIENCE_S))
 
 
 def test_a_peer_that_says_nothing_is_given_up() -> None:
