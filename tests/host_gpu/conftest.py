@@ -6,10 +6,20 @@ same cases on real devices.
 
 import os
 
+import pytest
 import torch
+
+from tests.fixtures.patience import PATIENCE_S
 
 if torch.cuda.is_available():
     collect_ignore_glob = ["*"]
 else:
     # Read when a kernel is defined, so before any module with kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What agents wait for each other is not what these tests are about, and the machine may stand still."""
+    for name in ("borrowing.BORROW_TIMEOUT_S", "pulling.CHECK_TIMEOUT_S", "servicer_peers.LENT_BACK_S"):
+        monkeypatch.setattr(f"kvpool_gpuagent.{name}", PATIENCE_S)

@@ -17,6 +17,7 @@ from tests.fixtures.agent import prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stand_still
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
 CHUNKS = 4
@@ -79,7 +80,7 @@ async def test_a_cancelled_load_is_over_only_when_its_copies_are(way: Way) -> No
     async with host_agent(way=way) as one:
         engine, session, chain = await stored(one)
         one.hold_copies()
-        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=30)
+        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
         await one.copying()
         handle.cancel()
         await session.match(chain.hashes, held_chunks=CHUNKS)  # answered after the cancel has been read
@@ -128,8 +129,9 @@ async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> Non
     async with host_agent(way=Way.RUNS) as one:
         engine, session, chain = await stored(one)
         one.hold_copies()
-        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=0.05)
+        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
         await one.copying()
+        stand_still(2 * PATIENCE_S)
         with pytest.raises(KvPoolError, match="not done within"):
             await handle.done(0.2)
         assert not handle.hold_ended
@@ -194,7 +196,7 @@ async def test_a_gpu_that_breaks_fails_every_request_cleanly_and_asks_for_a_new_
         engine, session, chain = await stored(one, 3)
         other = prompt(session, 3, seed=9)
         one.hold_copies()
-        loads = [await session.load(engine.span(chain, [number], at=number), wait_s=30) for number in range(3)]
+        loads = [await session.load(engine.span(chain, [number], at=number), wait_s=PATIENCE_S) for number in range(3)]
         await one.copying()
         one.runtime.is_broken, one.runtime.fail_copies = True, 1_000_000
         one.release_copies()

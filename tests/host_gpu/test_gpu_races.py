@@ -15,6 +15,7 @@ from tests.fixtures.agent import World, prompt, run_load, run_store
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.raw_engine import raw_engine
+from tests.fixtures.standstill import stand_still
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
 CHUNKS = 3
@@ -57,7 +58,7 @@ async def test_a_load_writes_nothing_before_the_engine_has_read_what_was_there(w
         await run_store(session, engine.span(chain, range(CHUNKS)))
         engine.compute(old, range(CHUNKS))
         event, moved = engine.record(), one.moved_runs
-        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=30, after=event)
+        handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S, after=event)
         await session.match(chain.hashes, held_chunks=CHUNKS)
         assert one.moved_runs == moved
         assert engine.holds(old, range(CHUNKS))  # its kernels read on
@@ -135,7 +136,7 @@ async def test_blocks_rewritten_before_they_were_gathered_are_never_visible() ->
 
 
 async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
-    async with host_agent(way=Way.RUNS, kept_timeout_ms=20) as one:
+    async with host_agent(way=Way.RUNS, kept_timeout_ms=int(1000 * PATIENCE_S)) as one:
         engine = one.engine()
         async with raw_engine(one.agent.endpoint) as raw:
             registered = await raw.ready_without_hold(engine)
@@ -144,12 +145,16 @@ async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
             kept = gpuagent_pb2.EngineKept(kept=True, chunk_count=1)
             await raw.send(2, store=store_to_proto(span, None))
             await raw.next("gathered")
+            stand_still(2 * PATIENCE_S)
             assert list((await raw.next("store_done")).failed_chunks) == [0]
             await raw.send(2, kept=kept)
             engine.compute(chain, [0])
             await raw.send(3, store=store_to_proto(span, None))
             await raw.next("gathered")
             await raw.send(2, kept=kept)  # of the earlier one: it says nothing of this
+            await raw.send(0, heartbeat=gpuagent_pb2.EngineHeartbeat())
+            await raw.next("heartbeat")
+            stand_still(2 * PATIENCE_S)
             assert list((await raw.next("store_done")).failed_chunks) == [0]
             assert not one.world.cluster.pages
             await raw.send(4, store=store_to_proto(span, None))
@@ -230,7 +235,7 @@ async def test_a_close_comes_after_the_copies(who: str) -> None:
         await run_store(session, engine.span(chain, range(CHUNKS)))
         engine.clear()
         one.hold_copies()
-        await session.load(engine.span(chain, range(CHUNKS)), wait_s=30)
+        await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
         await one.copying()
         closing = asyncio.ensure_future(session.close() if who == "engine" else one.agent.engine.close())
         running = one.agent.engine.sessions[0]

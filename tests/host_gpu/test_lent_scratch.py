@@ -13,6 +13,7 @@ from kvpool.core.page import HEADER_BYTES, PageKey
 from kvpool_gpuagent.adapters.gpu_lent_scratch import LentCopy, LentScratch
 from kvpool_gpuagent.launches import SessionLaunches
 from kvpool_gpuagent.ports import MappedHandle, PageCopy
+from tests.fixtures.patience import PATIENCE_S
 
 PAGE_BYTES = 8192
 ADDRESS = 1 << 20
@@ -25,7 +26,7 @@ def page(number: int, blocks: tuple[int, ...] = (0, 1)) -> PageCopy:
 
 def scratch_of(pages: int) -> tuple[LentScratch, SessionLaunches, list[Launch]]:
     sent: list[Launch] = []
-    launches = SessionLaunches(MappedHandle(size_bytes=pages * PAGE_BYTES), sent.append, 5.0)
+    launches = SessionLaunches(MappedHandle(size_bytes=pages * PAGE_BYTES), sent.append, PATIENCE_S)
     return LentScratch(launches, ADDRESS), launches, sent
 
 

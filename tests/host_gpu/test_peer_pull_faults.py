@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvpool.client.cache_loan import CacheLoan
-from kvpool.client.peer_pulls import PeerPulls, PullHandle, TokenPull
+from kvpool.client.peer_pulls import PullHandle, TokenPull
 from kvpool.core import layout_presets as presets
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import (
@@ -159,7 +158,7 @@ async def test_a_pull_may_come_before_the_word_of_its_event() -> None:
             )
 
 
-async def test_a_deadline_ends_the_wait_and_a_lost_answer_not_the_hold() -> None:
+async def test_a_deadline_ends_the_wait_and_a_lost_answer_not_the_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     async with peer_host() as host:
         source, rank = await two_ranks(host)
         event = rank.record()
@@ -168,11 +167,18 @@ async def test_a_deadline_ends_the_wait_and_a_lost_answer_not_the_hold() -> None
         rank.finish(event)
         rank.slots.give_back(event)
         host.hold()
-        rank.pulls = PeerPulls(rank.session, rank.control, replace(CLIENT, call_timeout_s=0.5))
         pull = rank.tokens(source, [1], [3], 8)
         wanted = expected(rank, [(source, pull)])
-        handle = rank.pull(pull, wait_s=0.1)
-        await eventually(lambda: equal(rank, wanted))
+        peer_pull = rank.control.peer_pull
+
+        async def lose_the_answer(request: gpuagent_pb2.PeerPullRequest, *, timeout_s: float) -> None:
+            calling = asyncio.ensure_future(peer_pull(request, timeout_s=timeout_s))
+            await eventually(lambda: equal(rank, wanted))
+            calling.cancel()
+            raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
+
+        monkeypatch.setattr(rank.control, "peer_pull", lose_the_answer)
+        handle = rank.pull(pull)
         with pytest.raises(DeadlineExceeded):
             await handle.done(TIMEOUT_S)
         assert not handle.hold_ended
@@ -268,17 +274,17 @@ async def test_a_lender_waits_for_what_it_has_lent_and_says_whether_it_is_alive(
         source = await host.rank(SPEC, presets.vllm_nhd_layout)
         endpoint, session_id, keyspace = source.agent.endpoint, source.session.session_id, source.session.keyspace
         with pytest.raises(KeyspaceMismatch):
-            await CacheLoan.open(endpoint, session_id, b"k" * 16, CLIENT, timeout_s=5.0)
+            await CacheLoan.open(endpoint, session_id, b"k" * 16, CLIENT, timeout_s=TIMEOUT_S)
         with pytest.raises(SessionUnknown):
-            await CacheLoan.open(endpoint, b"s" * 16, keyspace, CLIENT, timeout_s=5.0)
-        loan = await CacheLoan.open(endpoint, session_id, keyspace, CLIENT, timeout_s=5.0)
+            await CacheLoan.open(endpoint, b"s" * 16, keyspace, CLIENT, timeout_s=TIMEOUT_S)
+        loan = await CacheLoan.open(endpoint, session_id, keyspace, CLIENT, timeout_s=TIMEOUT_S)
         assert loan.layout == source.layout
-        await asyncio.gather(*(loan.check(5.0) for _ in range(3)))
+        await asyncio.gather(*(loan.check(TIMEOUT_S) for _ in range(3)))
         session = host.agents[0].engine.sessions[0]
         closing = asyncio.ensure_future(source.session.close())
         await asyncio.wait_for(loan.ended.wait(), TIMEOUT_S)
         with pytest.raises(Stopped):
-            await loan.check(5.0)
+            await loan.check(TIMEOUT_S)
         assert not session.unmapped.is_set()
         await loan.close()
         assert await closing

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from kvpool.core.page import SUM_BLOCK_BYTES, PageKey, seal, slot_bytes
 from kvpool.core.segment import MappedSegment
+from kvpool_gpuagent.adapters import sum_process
 from kvpool_gpuagent.adapters.page_sums import SummedPage, ThreadSums
 from kvpool_gpuagent.adapters.sum_workers import SumWorkers
 from tests.fixtures.patience import PATIENCE_S
@@ -73,8 +75,10 @@ def summed(page: memoryview, payload_bytes: int, number: int, seed: int = 1) -> 
 
 @contextmanager
 def workers(count: int = 2, *, restart_s: float = 0.01) -> Iterator[SumWorkers]:
-    sums = SumWorkers(count, ThreadSums(1), restart_s=restart_s)
-    with closing(sums):
+    with (
+        patch.object(sum_process, "ANSWER_TIMEOUT_S", PATIENCE_S),
+        closing(SumWorkers(count, ThreadSums(1), restart_s=restart_s)) as sums,
+    ):
         until(lambda: len(sums.pids) == count)
         yield sums
 
