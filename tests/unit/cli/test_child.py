@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvpool.cli.child
 from kvpool.cli.child import Child
 from kvpool.cli.cluster import ProcessPlan
 from kvpool.cli.state import start_ticks
@@ -56,7 +57,8 @@ def test_a_restarted_process_is_told_the_ports_it_had(tmp_path: Path) -> None:
         assert "'--listen', 'h:7', '--metrics-listen', 'h:8'" in child.last_log_line()
 
 
-def test_one_that_ends_at_once_is_named_with_what_it_said(tmp_path: Path) -> None:
+def test_one_that_ends_at_once_is_named_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvpool.cli.child, "_BACKOFF_FIRST_S", PATIENCE_S)
     with running(tmp_path, "import sys; sys.exit('kvpool-index: port 7 is in use')") as child:
         with pytest.raises(StartupFailed) as refused:
             child.wait_ready(lambda: False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvpool.core.errors import SessionUnknown
 from kvpool.testing import eventually
 from kvpool_server.fds import FdGrant, FdServer, PeerCredentials
+from tests.fixtures.patience import PATIENCE_S
 
 TOKEN = bytes(range(32))
 
@@ -52,7 +53,7 @@ class Owner:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, connection_limit: int = 64, timeout_s: float = 30.0
+    tmp_path: Path, connection_limit: int = 64, timeout_s: float = PATIENCE_S
 ) -> AsyncIterator[tuple[Owner, FdServer, Path]]:
     """A server on a fresh socket; asserts that no descriptor is left over in the end."""
     before = open_fds()

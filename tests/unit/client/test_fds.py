@@ -19,13 +19,14 @@ from kvpool.core.errors import (
 )
 from kvpool.testing import eventually
 from kvpool_server.fds import FdServer, PeerCredentials
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.fd_owner import TOKEN, open_fds, serving
 
 
 async def test_fetch(tmp_path: Path) -> None:
     async with serving(tmp_path) as (owner, _, path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 7)
+        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 7, timeout_s=PATIENCE_S)
         try:
             assert os.pread(fetched.fd, 100, 0) == b"arena bytes"
             assert (fetched.size_bytes, fetched.generation) == (11, 7)
@@ -38,7 +39,7 @@ async def test_fetch(tmp_path: Path) -> None:
 async def test_server_can_let_go_of_what_it_hands_out(tmp_path: Path) -> None:
     async with serving(tmp_path) as (owner, server, path):
         owner.close_after = True
-        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1)
+        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)
         await eventually(lambda: server.connection_count == 0)
         # The client's may have got the number of the server's, which was free by then.
         assert sum("memfd:segment" in line for line in open_fds()) == 1
@@ -50,7 +51,7 @@ async def test_offer(tmp_path: Path) -> None:
     async with serving(tmp_path) as (owner, _, path):
         mine = os.memfd_create("cache")
         os.write(mine, b"kv")
-        await asyncio.to_thread(offer_fd, path, TOKEN, 3, 2, mine)
+        await asyncio.to_thread(offer_fd, path, TOKEN, 3, 2, mine, timeout_s=PATIENCE_S)
         os.close(mine)
         [(number, size_bytes, fd)] = owner.offers
         assert (number, size_bytes, os.pread(fd, 9, 0)) == (3, 2, b"kv")
@@ -60,11 +61,11 @@ async def test_offer(tmp_path: Path) -> None:
 async def test_refusals_reach_the_client(tmp_path: Path) -> None:
     async with serving(tmp_path) as (owner, _, path):
         with pytest.raises(SessionUnknown, match="no session has this token"):
-            await asyncio.to_thread(fetch_fd, path, bytes(32), 1)
+            await asyncio.to_thread(fetch_fd, path, bytes(32), 1, timeout_s=PATIENCE_S)
         with pytest.raises(SessionUnknown):
-            await asyncio.to_thread(offer_fd, path, bytes(32), 1, 0, owner.fd)
+            await asyncio.to_thread(offer_fd, path, bytes(32), 1, 0, owner.fd, timeout_s=PATIENCE_S)
         with pytest.raises(KvPoolError) as bug:
-            await asyncio.to_thread(fetch_fd, path, TOKEN, 666)
+            await asyncio.to_thread(fetch_fd, path, TOKEN, 666, timeout_s=PATIENCE_S)
         assert type(bug.value) is KvPoolError and "secret" not in bug.value.message
         assert owner.offers == []
 
@@ -73,9 +74,9 @@ async def test_server_without_handlers_refuses(tmp_path: Path) -> None:
     server = FdServer(tmp_path / "s")
     server.start()
     with pytest.raises(InvalidRequest, match="hands out no descriptors"):
-        await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1)
+        await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1, timeout_s=PATIENCE_S)
     with pytest.raises(InvalidRequest, match="takes no descriptors"):
-        await asyncio.to_thread(offer_fd, tmp_path / "s", TOKEN, 1, 1, 0)
+        await asyncio.to_thread(offer_fd, tmp_path / "s", TOKEN, 1, 1, 0, timeout_s=PATIENCE_S)
     server.close()
 
 

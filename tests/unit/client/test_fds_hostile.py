@@ -16,6 +16,8 @@ from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from kvpool.testing import eventually
 from kvpool.wire.fd_frames import FdKind, FdRequest, pack_reply, pack_request
 from kvpool_server.fds import FdServer, PeerCredentials
+from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stand_still
 from tests.unit.client.fd_owner import TOKEN, Owner, open_fds, serving
 
 
@@ -74,7 +76,7 @@ async def test_hostile_peer_gets_nothing_and_leaks_nothing(
             assert bool(answer) == answered
             assert answer[:6] != pack_reply(0, 0)[:6]
         assert owner.offers == []
-        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1)  # and others are still served
+        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)  # and others are still served
         os.close(fetched.fd)
 
 
@@ -97,11 +99,12 @@ async def test_frame_in_many_pieces_is_understood(tmp_path: Path) -> None:
 
 
 async def test_silent_peer_is_dropped(tmp_path: Path) -> None:
-    async with serving(tmp_path, timeout_s=0.05) as (_, server, path):
+    async with serving(tmp_path) as (_, server, path):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(path))
             raw.send(FETCH[:10])
             await eventually(lambda: server.connection_count == 1)
+            stand_still(2 * PATIENCE_S)
             await eventually(lambda: server.connection_count == 0)
 
 
@@ -112,11 +115,11 @@ async def test_connections_are_counted(tmp_path: Path) -> None:
             raw.connect(str(path))
         await eventually(lambda: server.connection_count == 2)
         with pytest.raises(ServiceUnavailable):
-            await asyncio.to_thread(fetch_fd, path, TOKEN, 1)
+            await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)
         for raw in idle:
             raw.close()
         await eventually(lambda: server.connection_count == 0)
-        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1)
+        fetched = await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)
         os.close(fetched.fd)
 
 
@@ -125,7 +128,7 @@ async def test_peer_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyte
     async with serving(tmp_path) as (owner, _, path):
         monkeypatch.setattr("kvpool_server.fds._credentials", lambda _: stranger)
         with pytest.raises(ServiceUnavailable):
-            await asyncio.to_thread(fetch_fd, path, TOKEN, 1)
+            await asyncio.to_thread(fetch_fd, path, TOKEN, 1, timeout_s=PATIENCE_S)
         assert owner.peers == []
 
 
@@ -136,7 +139,7 @@ async def test_allowed_user_is_served(tmp_path: Path, monkeypatch: pytest.Monkey
     server.start()
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o666
     monkeypatch.setattr("kvpool_server.fds._credentials", lambda _: friend)
-    fetched = await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1)
+    fetched = await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1, timeout_s=PATIENCE_S)
     assert owner.peers == [friend]
     server.close()
     os.close(fetched.fd)
@@ -152,7 +155,7 @@ async def test_member_of_the_group_is_served_where_the_group_is_let_in(
     server.start()
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
     monkeypatch.setattr("kvpool_server.fds._credentials", lambda _: friend)
-    fetched = await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1)
+    fetched = await asyncio.to_thread(fetch_fd, tmp_path / "s", TOKEN, 1, timeout_s=PATIENCE_S)
     assert owner.peers == [friend]
     server.close()
     os.close(fetched.fd)
@@ -179,7 +182,7 @@ def test_hostile_server_cannot_leak_descriptors_into_a_client(
         before = open_fds()
         thread.start()
         with pytest.raises(expected):
-            fetch_fd(tmp_path / "s", TOKEN, 1)
+            fetch_fd(tmp_path / "s", TOKEN, 1, timeout_s=PATIENCE_S)
         thread.join()
         assert open_fds() == before
 

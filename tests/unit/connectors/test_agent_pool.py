@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvpool.core.layout_presets import contiguous_layout
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2, gpuagent_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
+from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, ScriptedAgent, engine
 from tests.unit.client.servers import SPEC, Script, serve
 
@@ -43,8 +45,8 @@ def pool_of(one: Engine, memory: SharedBlockMemory | None = None) -> AgentPool:
 
 
 @asynccontextmanager
-async def opened() -> AsyncGenerator[tuple[AgentPool, Script, Engine]]:
-    async with engine() as one:
+async def opened(**settings: Any) -> AsyncGenerator[tuple[AgentPool, Script, Engine]]:
+    async with engine(**settings) as one:
         pool = pool_of(one)
         opening = asyncio.create_task(asyncio.to_thread(pool.open))
         stream, _ = await one.greet()
@@ -93,7 +95,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
     async with opened() as (pool, stream, _):
         watch = Watch()
         span = ChunkSpan(CHAIN[:18], (5, 2))
-        loading = asyncio.create_task(asyncio.to_thread(load, pool, span, 5.0, watch))
+        loading = asyncio.create_task(asyncio.to_thread(load, pool, span, PATIENCE_S, watch))
         request = await stream.next("load")
         assert [chunk.chunk_hash for chunk in request.load.chunks] == [CHAIN[16], CHAIN[17]]
         assert [np.frombuffer(chunk.block_ids, "<i8").tolist() for chunk in request.load.chunks] == [[5], [2]]
@@ -108,7 +110,7 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
 
 
 async def test_blocks_of_a_late_load_are_released_when_the_agent_has_stopped() -> None:
-    async with opened() as (pool, stream, _):
+    async with opened(load_grace_s=0.05) as (pool, stream, _):
         watch = Watch()
         loading = asyncio.create_task(asyncio.to_thread(load, pool, ChunkSpan(CHAIN[:1], (0,)), 0.2, watch))
         request = await stream.next("load")

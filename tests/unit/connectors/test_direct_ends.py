@@ -21,6 +21,7 @@ from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
 from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.standstill import stand_still
 from tests.unit.connectors.test_direct_pool import Index
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
@@ -47,7 +48,9 @@ class Copies:
 
 
 def config(store: Served, **changes: Any) -> DirectPoolConfig:
-    return DirectPoolConfig.of({"index_endpoints": ["unused:1"], "pagestore": store.endpoint, **changes})
+    limits = ("match_timeout_s", "load_timeout_s", "store_timeout_s", "room_wait_s", "connect_timeout_s")
+    given = {"index_endpoints": ["unused:1"], "pagestore": store.endpoint}
+    return DirectPoolConfig.of(given | dict.fromkeys(limits, PATIENCE_S) | changes)
 
 
 @asynccontextmanager
@@ -106,12 +109,15 @@ async def test_a_copy_that_fails_costs_its_caller_and_leaks_no_slot() -> None:
 
 async def test_a_call_behind_others_waits_no_longer_than_its_own_limit() -> None:
     with new_world() as world:
-        async with served(world) as store, pool_of(store, calls_in_flight=1, load_timeout_s=0.05) as pool:
+        async with served(world) as store, pool_of(store, calls_in_flight=1) as pool:
             await stored(pool)
             copies = Copies()
             first = asyncio.create_task(pool.get(SPACE, CHAIN, copies))
             await copies.begun()
-            assert await asyncio.wait_for(pool.get(SPACE, CHAIN, copies), WAIT_S) == [False] * 3
+            second = asyncio.create_task(pool.get(SPACE, CHAIN, copies))
+            await asyncio.sleep(0)
+            stand_still(2 * PATIENCE_S)
+            assert await second == [False] * 3
             assert "its time" in pool.counts.last_failure
             copies.go_on.set()
             await first

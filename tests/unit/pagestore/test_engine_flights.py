@@ -144,7 +144,7 @@ async def test_a_waiter_outlives_the_leaders_deadline() -> None:
             leader, waiter = await open_session(running), await open_session(running)
             leading = asyncio.ensure_future(acquire_one(running, leader, wanted(1, source(1)), wait_s=0.05))
             await eventually(begun.is_set)
-            waiting = asyncio.ensure_future(acquire_one(running, waiter, wanted(1, source(1)), wait_s=5))
+            waiting = asyncio.ensure_future(acquire_one(running, waiter, wanted(1, source(1)), wait_s=PATIENCE_S))
             late = await leading
             assert late.grant is None and isinstance(late.error, DeadlineExceeded)
             go.set()
@@ -167,7 +167,7 @@ async def test_the_end_of_a_session_ends_its_waiting_and_leaves_no_lease() -> No
             peer, other = await open_session(running), await open_session(running)
             answers: list[object] = []
             running.engine.pages.acquire(
-                peer, [wanted(1, source(1))], wait_s=5, on_acquired=lambda some, _: answers.extend(some)
+                peer, [wanted(1, source(1))], wait_s=PATIENCE_S, on_acquired=lambda some, _: answers.extend(some)
             )
             await eventually(begun.is_set)
             running.engine.sessions.close(peer)

@@ -26,7 +26,7 @@ from tests.fixtures.pagestore import (
 from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, wanted
 from tests.fixtures.patience import PATIENCE_S
 
-QUICK = {"hedge_ms": 20, "pull_stall_ms": 5000}
+QUICK = {"hedge_ms": 20, "pull_stall_ms": int(1000 * PATIENCE_S)}
 
 
 def source(number: int) -> RemoteSource:
@@ -155,7 +155,7 @@ async def test_hedging_can_be_turned_off() -> None:
 
 async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
     with stuck_world() as (world, _):
-        async with running_engine(world, hedge_ms=20, pull_stall_ms=300, pull_streams_per_peer=1) as running:
+        async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
             # 64 slots: 32 for the silent source and 32 for the other one, so that 28 pages find no room at first.
             pages = [wanted(number, source(1), source(11)) for number in range(60)]
@@ -171,7 +171,7 @@ async def test_a_page_whose_hedge_failed_still_gets_its_turn_with_the_first_sour
             peer = await open_session(running)
             first = asyncio.ensure_future(acquire_one(running, peer, wanted(1, source(1))))
             await eventually(lambda: peers.calls == [source(1)])
-            second = asyncio.ensure_future(acquire_one(running, peer, wanted(2, source(1), source(11)), 1.0))
+            second = asyncio.ensure_future(acquire_one(running, peer, wanted(2, source(1), source(11))))
             await eventually(lambda: world.index.stale == [(page_key(2), source(11))])
             peers.go.set()  # the stream that the second page waits for comes to its end
             check(running, await first, 1)

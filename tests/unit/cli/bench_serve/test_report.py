@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -228,3 +230,10 @@ def test_serve_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["bench", "serve-report", *files, "--names", "one"]) == 1
     assert "--names wants 2" in capsys.readouterr().err
     assert main(["bench", "serve-report", *files, "--html", str(tmp_path / "absent" / "x.html")]) == 1
+
+
+def test_a_machine_that_stands_still_while_it_draws_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib says that legends are slow to place when a second has passed, unless the place was asked for."""
+    seconds = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("matplotlib.legend.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert plots_of([result(recorded(requests=2)), result(recorded(requests=2))])

@@ -172,7 +172,7 @@ def _by_turn(results: Sequence[Result]) -> Plot | None:
         axes.yaxis.set_major_formatter(FuncFormatter(_tick))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("turn of the conversation")
-        axes.legend()
+        axes.legend(loc="best")
 
     note = "Median, and the 90th percentile dashed. Prompts grow with each turn; with a cache the time should not."
     return Plot("Time to first token by turn", note, _draw("turns", _HALF, draw))
@@ -200,7 +200,7 @@ def _scatter(axes: Axes, *, results: Sequence[Result], column: int, label: str) 
     _seconds_axis(axes, max(row[1] for result in results for row in result.document["sample"]), vertical=True)
     axes.set_xlim(left=0)
     axes.set_xlabel(label)
-    axes.legend(markerscale=2.5)
+    axes.legend(loc="best", markerscale=2.5)
 
 
 def _of_sample(
@@ -226,7 +226,7 @@ def _tokens_over_time(results: Sequence[Result]) -> Plot | None:
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         axes.set_xlabel("s")
-        axes.legend()
+        axes.legend(loc="best")
 
     note = "A cross at the bottom marks a time in which requests failed."
     return Plot("Output tokens a second", note, _draw("tokens", _WIDE, draw), wide=True)
