@@ -11,11 +11,12 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.cli.doctor import cluster
+from kvpool.cli.doctor import cluster, redis_server
 from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_status
 from kvpool.cli.doctor.command import render, to_document
 from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
@@ -24,6 +25,7 @@ from kvpool.cli.doctor.machine import Machine, descriptors, kernel, memory, shar
 from kvpool.cli.doctor.redis_server import examine_redis, examine_server
 from kvpool.cli.doctor.storage import examine_directory
 from kvpool.cli.main import main
+from tests.fixtures.patience import PATIENCE_S
 
 GIB = 1 << 30
 
@@ -203,6 +205,18 @@ def test_a_redis_that_would_lose_what_it_is_told_is_told_of(redis: ScriptedRedis
     assert levels(list(examine_server("redis", redis)))[subject] is level
 
 
+def test_an_answer_that_took_long_is_no_clock_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(ScriptedRedis):
+        def time(self) -> tuple[int, int]:
+            return 1_003, 0
+
+    cases = {(1_000.0, 1_009.0): Level.OK, (1_000.0, 1_000.5): Level.BAD, (1_006.0, 1_007.0): Level.BAD}
+    for ours_s, level in cases.items():
+        clocks = SimpleNamespace(time=iter(ours_s).__next__, perf_counter=time.perf_counter)
+        monkeypatch.setattr(redis_server, "time", clocks)
+        assert levels(list(examine_server("redis", Late())))["clock"] is level
+
+
 def test_a_redis_that_does_not_answer_is_bad_and_no_password_is_shown() -> None:
     (found,) = examine_redis("redis://:secret@127.0.0.1:1/0")
     assert found.level is Level.BAD and "secret" not in found.message
@@ -227,7 +241,8 @@ def listening() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_addresses_are_tried_and_must_mean_the_same_elsewhere(listening: str) -> None:
+def test_addresses_are_tried_and_must_mean_the_same_elsewhere(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_CONNECT_TIMEOUT_S", PATIENCE_S)
     alone = asyncio.run(examine_nodes([node(endpoint=listening)], is_embedded=False))
     assert levels(alone) == {"reachable": Level.OK, "clock": Level.SKIPPED}
     both = [node(endpoint=listening), node(endpoint=listening, bulk_endpoint="127.0.0.1:1", host_id="host-1")]

@@ -37,7 +37,8 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     "answer", [b"", b"\x00\x00\x12\x04 not HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort"]
 )
-async def test_what_is_no_metrics_server_is_none(answer: bytes) -> None:
+async def test_what_is_no_metrics_server_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_metrics, "FETCH_TIMEOUT_S", PATIENCE_S)
     async with answering(answer) as strange, answering(GOOD) as good:
         found = await fetch_all([strange, good, good])
         assert not found[strange] and found[good] == {("kvpool_pagestore_sessions", ""): 3.0}

@@ -16,6 +16,7 @@ from kvpool_index.adapters.redis_slots import SLOT_COUNT, SlotMap
 from kvpool_index.adapters.redis_url import Login, Server
 from kvpool_index.adapters.redis_wire import Reply, pack
 from kvpool_index.core.redis_stats import RedisStats
+from tests.fixtures.patience import PATIENCE_S
 
 MASTERS = (Server("a", 1), Server("b", 2))
 KEYS = [b"{%d}" % number for number in range(20)]
@@ -50,7 +51,7 @@ class Slots(SlotMap):
 
 
 def lane_of(*replies: Reply) -> ClusterLane:
-    options = LinkOptions(login=Login(), timeout_s=1.0, max_in_flight=10, stats=RedisStats())
+    options = LinkOptions(login=Login(), timeout_s=PATIENCE_S, max_in_flight=10, stats=RedisStats())
     lane = ClusterLane(Slots(options), options, None)
     lane._links = {at: cast("RedisLink", Link(reply)) for at, reply in zip(MASTERS, replies, strict=True)}
     return lane

@@ -6,12 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from kvpool.testing import eventually_sync
+from kvpool.tracing import export
 from kvpool.tracing.export import BoundedExport, ExportLimits, SpanFate
 from tests.fixtures.patience import PATIENCE_S
 
@@ -45,14 +47,18 @@ class Fates:
             self.counts[fate] += span_count
 
 
+FLUSH_MS = int(1000 * PATIENCE_S)
+
+
 @contextmanager
 def provider(exporter: ScriptedExporter, fates: Fates, **limits: float) -> Iterator[TracerProvider]:
     values = {"queue_spans": 4, "batch_spans": 2, "delay_s": 60.0} | limits
     made = TracerProvider(shutdown_on_exit=False)
     made.add_span_processor(BoundedExport(exporter, ExportLimits(**values), fates))  # type: ignore[arg-type]
-    yield made
-    exporter.open.set()
-    made.shutdown()
+    with patch.object(export, "_CLOSE_S", PATIENCE_S):
+        yield made
+        exporter.open.set()
+        made.shutdown()
 
 
 def end_spans(made: TracerProvider, *names: str) -> None:
@@ -67,7 +73,7 @@ def test_full_batches_go_at_once_and_the_rest_when_asked() -> None:
         end_spans(made, "a", "b")
         eventually_sync(lambda: exporter.batches == [["a", "b"]])
         end_spans(made, "c")
-        assert made.force_flush(5000)
+        assert made.force_flush(FLUSH_MS)
         assert exporter.batches == [["a", "b"], ["c"]]
     assert fates.counts == {SpanFate.EXPORTED: 3}
 
@@ -82,7 +88,7 @@ def test_a_collector_that_hangs_fills_the_queue_and_the_rest_is_dropped_and_coun
         assert fates.counts == {SpanFate.QUEUE_FULL: 2}
         assert not made.force_flush(10)
         exporter.open.set()
-        assert made.force_flush(5000)
+        assert made.force_flush(FLUSH_MS)
     assert exporter.batches == [["a", "b"], ["c", "d"], ["e", "f"]]
     assert fates.counts == {SpanFate.EXPORTED: 6, SpanFate.QUEUE_FULL: 2}
 
@@ -96,7 +102,7 @@ def test_failed_exports_are_counted_and_said_once(
     with provider(exporter, fates) as made:
         for _ in range(3):
             end_spans(made, "a", "b")
-            assert made.force_flush(5000)
+            assert made.force_flush(FLUSH_MS)
     assert fates.counts == {SpanFate.EXPORT_FAILED: 6}
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "2 spans were dropped: the trace collector cannot be reached or is too slow"

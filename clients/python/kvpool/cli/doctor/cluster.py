@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvpool import __version__
+from kvpool.cli.doctor.clocks import lead_s
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
 from kvpool.cli.top_metrics import Samples, fetch_all, in_threads
 
@@ -133,8 +134,8 @@ def clock_skew_s(url: str) -> float | None:
         began_s = time.time()
         with opener.open(url, timeout=_CONNECT_TIMEOUT_S) as answer:
             told_s = parsedate_to_datetime(answer.headers["Date"]).timestamp()
-        # The answer was dated at some time between; half a second is what a date without fractions lacks.
-        return float(told_s + 0.5 - (began_s + time.time()) / 2)
+        # A date has no fractions.
+        return lead_s(told_s, told_s + 1.0, began_s=began_s, ended_s=time.time())
     except (OSError, ValueError, TypeError, HTTPException):
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from kvpool.cli.doctor.clocks import lead_s
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
 from kvpool.cli.output import size
 
@@ -93,16 +94,18 @@ def examine_server(name: str, client: Any) -> Iterator[Finding]:
         )
     else:
         yield well("redis_latency", f"{name} answers in {middle_s * 1e3:.2f} ms")
+    began_s = time.time()
     seconds, micros = client.time()
-    skew_s = seconds + micros / 1e6 - time.time()
-    if abs(skew_s) > _SKEW_S:
+    told_s = seconds + micros / 1e6
+    ahead_s = lead_s(told_s, told_s, began_s=began_s, ended_s=time.time())
+    if abs(ahead_s) > _SKEW_S:
         yield bad(
             "clock",
-            f"the clock of {name} is {skew_s:+.1f} s beside ours",
+            f"the clock of {name} is {ahead_s:+.1f} s beside ours",
             "run NTP or chrony on both: pins and times to live are wall times",
         )
     else:
-        yield well("clock", f"the clock of {name} is {skew_s * 1e3:+.0f} ms beside ours")
+        yield well("clock", f"the clock of {name} is {ahead_s * 1e3:+.0f} ms beside ours")
 
 
 def _policy(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
