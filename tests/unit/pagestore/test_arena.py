@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import kvpool_pagestore.adapters.arena as arena_module
 from kvpool.core.errors import ArenaFull, StartupFailed
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_server import flock
@@ -54,14 +55,21 @@ def test_a_directory_belongs_to_one_pagestore(directory: Path) -> None:
     opened(directory).close(remove=True)
 
 
-def test_a_neighbour_that_sweeps_does_not_keep_an_owner_from_starting(directory: Path) -> None:
+def test_a_neighbour_that_sweeps_does_not_keep_an_owner_from_starting(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened(directory).close(remove=False)
     sweeping = os.open(directory / "lock", os.O_RDWR)
     fcntl.flock(sweeping, fcntl.LOCK_EX)
-    letting_go = threading.Timer(0.1, os.close, args=(sweeping,))
-    letting_go.start()
+    pauses_s = list[float]()
+
+    def let_go(pause_s: float) -> None:
+        pauses_s.append(pause_s)
+        os.close(sweeping)
+
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=let_go))
     opened(directory).close(remove=True)
-    letting_go.join()
+    assert len(pauses_s) == 1
 
 
 def test_an_arena_that_can_never_fit_is_refused_at_start(directory: Path) -> None:

@@ -93,7 +93,7 @@ async def test_what_pins_leave_is_filled_and_never_exceeded(batch_pages: int) ->
 
 async def test_a_tier_full_of_pins_refuses_and_serves_on() -> None:
     with new_world() as world:
-        async with running_engine(world, **FOUR_PAGES, write_policy="write-through") as running:
+        async with running_engine(world, **FOUR_PAGES, write_policy="write-through", drain_ms=100) as running:
             peer = await open_session(running)
             await store(running, peer, [1, 2, 3, 4])
             await pin(running, [1, 2, 3, 4])

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from kvpool.core.clock import Clock
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.testing import eventually
+from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.ports import PullItem, RemoteSource, Stop
@@ -75,8 +76,8 @@ class StuckPeers(ScriptedPeers):
 
 
 @contextmanager
-def stuck_world() -> Iterator[tuple[World, StuckPeers]]:
-    with new_world() as world:
+def stuck_world(clock: Clock | None = None) -> Iterator[tuple[World, StuckPeers]]:
+    with new_world(clock=clock) as world:
         peers = StuckPeers()
         world.peers = peers
         try:
@@ -154,12 +155,20 @@ async def test_hedging_can_be_turned_off() -> None:
 
 
 async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
-    with stuck_world() as (world, _):
-        async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
+    clock = ManualClock()
+    with stuck_world(clock) as (world, _):
+        async with running_engine(world, hedge_ms=20, pull_stall_ms=300, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
             # 64 slots: 32 for the silent source and 32 for the other one, so that 28 pages find no room at first.
             pages = [wanted(number, source(1), source(11)) for number in range(60)]
-            for number, answer in enumerate(await acquire(running, peer, pages)):
+            asking = asyncio.ensure_future(acquire(running, peer, pages))
+
+            def a_little_later() -> bool:
+                clock.advance(0.01)
+                return asking.done()
+
+            await eventually(a_little_later)
+            for number, answer in enumerate(await asking):
                 check(running, answer, number)
             await eventually(lambda: running.engine.gauges().arena_used_bytes == 60 * SLOT_BYTES)
 

@@ -18,6 +18,18 @@ from tests.fixtures.patience import PATIENCE_S
 PATIENT_MS = 60_000  # nothing is written before somebody asks
 
 
+class Gate(threading.Event):
+    """Tells when somebody waits at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
 async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor_flush() -> None:
     with new_world() as world:
         async with running_engine(world, linger_ms=PATIENT_MS) as running:
@@ -55,12 +67,11 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
     with new_world() as world:
         async with running_engine(world, linger_ms=1) as running:
             engine, peer = running.engine, await open_session(running)
-            world.memory.gate = threading.Event()
+            world.memory.gate = gate = Gate()
             await store(running, peer, [1])
-            await eventually(lambda: engine.dirty_page_count == 1)
+            await eventually(gate.reached.is_set)
             (read,) = await acquire(running, peer, [WantedPage(key=page_key(1))])
             assert read.grant is not None
-            await asyncio.sleep(0.05)  # the first write has begun and waits at the gate
             engine.pages.release(peer, [], corrupt_ids=[read.grant.lease_id])
             await store(running, peer, [1])
             await asyncio.sleep(0.05)

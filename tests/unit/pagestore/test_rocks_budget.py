@@ -42,7 +42,11 @@ class Watch:
 
     def _measure(self) -> None:
         while not self._stop.wait(0.001):
-            self.highest_bytes = max(self.highest_bytes, self._store.used_bytes())
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        self.highest_bytes = max(self.highest_bytes, self._store.used_bytes())
 
 
 def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp_path: Path, way: str) -> None:
