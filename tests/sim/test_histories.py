@@ -15,6 +15,7 @@ import pytest
 
 from tests.sim.mutants import MUTANTS
 
+pytestmark = pytest.mark.timeout(600)  # a minute of processor time is several on a busy machine
 _ROOT = Path(__file__).parents[2]
 _CHUNK = 250  # histories of one process: to start one costs as much as 30 of them
 _HISTORIES = 2000

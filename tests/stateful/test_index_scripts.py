@@ -15,6 +15,7 @@ from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.entries import Operation, TierMasks
 from kvpool_index.core.groups import ChunkOperation, GroupRead
 from kvpool_index.ports import IndexStore, StreamFence
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
 from tests.fixtures.redis_topologies import RedisCluster, RedisSentinels
@@ -97,7 +98,7 @@ def compare(url: str, history: History, grid: int) -> None:
 
     async def both() -> None:
         memory = Side(MemoryIndexStore(ManualClock()))
-        real = Side(RedisIndexStore(url, timeout_s=20.0, key_prefix=secrets.token_hex(8)))
+        real = Side(RedisIndexStore(url, timeout_s=PATIENCE_S, key_prefix=secrets.token_hex(8)))
         try:
             for number, chunk, added, removed, kind in history:
                 expected = await memory.step(number, chunk, added, removed, kind, grid)

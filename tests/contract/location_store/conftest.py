@@ -12,13 +12,14 @@ from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore, open_deployment
 from kvpool_index.ports import IndexStore
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import redis_server as redis_server
 from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
 from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 LEASE_MS = 60_000
 _RECORD = struct.Struct("<QIQIQBB")  # of register_node.lua; the fifth is the end of the lease
-_TIMEOUT_S = 20.0  # the tests are not about it, and the machine may be busy
+_TIMEOUT_S = PATIENCE_S  # the tests are not about it, and the machine may be busy
 
 
 @dataclass(frozen=True)

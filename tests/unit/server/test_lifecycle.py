@@ -16,10 +16,13 @@ _ROOTS = [str(Path(__file__).parents[3] / root) for root in ("clients/python", "
 
 _PRELUDE = """
 import asyncio, os, sys, threading
+from kvpool_server import lifecycle
 from kvpool.core.errors import StartupFailed
 from kvpool_server.lifecycle import run_service
 from kvpool_server.process import die_with_parent, trim_memory, tune_process
 from kvpool_server.tasks import BackgroundTasks
+
+lifecycle._CLEANUP_GRACE_S = 60.0  # a process that stands still is not stuck
 
 def say(text):
     print(text, flush=True)
@@ -30,7 +33,7 @@ def say(text):
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     children: list[subprocess.Popen[str]] = []
 
-    def run(script: str, grace_s: float = 5.0) -> subprocess.Popen[str]:
+    def run(script: str, grace_s: float = PATIENCE_S) -> subprocess.Popen[str]:
         ending = f"\nsys.exit(run_service(main, service='test', grace_s={grace_s}))"
         child = subprocess.Popen(
             [sys.executable, "-c", _PRELUDE + script + ending],
