@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from kvpool.client import sync
 from kvpool.client.pool import KvPool
 from kvpool.client.sync import BackgroundLoop, SyncKvPool
 from kvpool.core.errors import DeadlineExceeded, PageCorrupt, ServiceUnavailable
@@ -19,6 +20,12 @@ from kvpool.testing import eventually_sync
 from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.engine_peer import Engine, Response, engine
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that stands still is not stuck."""
+    monkeypatch.setattr(sync, "_STOP_TIMEOUT_S", PATIENCE_S)
 
 
 async def _value(value: int) -> int:
