@@ -45,7 +45,7 @@ class PrometheusServer:
             )
 
     def __enter__(self) -> Self:
-        eventually_sync(self._is_ready, deadline_s=30.0)
+        eventually_sync(self._is_ready)
         return self
 
     def __exit__(
@@ -58,7 +58,7 @@ class PrometheusServer:
         """The series of an instant query. Raises AssertionError with Prometheus's own words for one that it refuses."""
         arguments = urllib.parse.urlencode({"query": expression})
         try:
-            with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{arguments}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{arguments}", timeout=60) as answer:
                 series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
@@ -67,7 +67,7 @@ class PrometheusServer:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, "Prometheus ended"
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

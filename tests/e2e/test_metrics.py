@@ -9,6 +9,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import CHUNK_TOKENS, KEYSPACE_NAME, SMALL, TOKENS, Cluster
 from tests.unit.deploy.promql import metrics_of
 
@@ -78,13 +79,20 @@ def scrape(cluster: Cluster) -> dict[str, Samples]:
     found: dict[str, Samples] = {}
     for process in cluster.state.processes:
         if url := process.endpoints.get("metrics_url"):
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 families = text_string_to_metric_families(answer.read().decode())
             samples = found[process.name] = {}
             for sample in (sample for family in families for sample in family.samples):
                 for label in sample.labels.values() or ("",):
                     samples[sample.name, label] = samples.get((sample.name, label), 0.0) + sample.value
     return found
+
+
+def at_rest(cluster: Cluster) -> dict[str, Samples] | None:
+    """The samples once nobody is in a session any more."""
+    found = scrape(cluster)
+    still = all(found[process].get(one) == value for process, wanted in STEADY.items() for one, value in wanted.items())
+    return found if still else None
 
 
 def asked_by_alerts() -> set[str]:
@@ -104,7 +112,7 @@ def test_every_service_exports_its_work(tmp_path: Path) -> None:
         assert equal and report.tokens.staging == PAGES * CHUNK_TOKENS
         # The agent's replica of the index may have answered the load's match by itself.
         assert f"{PAGES}" in cluster.run("match", "-", "--keyspace", KEYSPACE_NAME, text=" ".join(map(str, TOKENS)))
-        after = scrape(cluster)
+        after = eventually_sync(lambda: at_rest(cluster))
     finally:
         cluster.run("down")
     exported = {name for samples in before.values() for name, _ in samples}
@@ -114,6 +122,7 @@ def test_every_service_exports_its_work(tmp_path: Path) -> None:
         assert not still, f"{process}: {still}"
     for process, expected in STEADY.items():
         for scraped in (before, after):
+            assert scraped is not None
             assert {one: scraped[process].get(one) for one in expected} == expected, process
     answered = [after["agent-0"]["kvpool_gpuagent_replica_matches_total", by] for by in ("replica", "index", "both")]
     assert sum(answered) >= 1

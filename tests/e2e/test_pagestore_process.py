@@ -65,7 +65,7 @@ async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_ol
     assert (await control.flush()).failed_count == 0
     await control.close()
     store.kill()
-    await asyncio.wait_for(session.broken.wait(), 20)
+    await asyncio.wait_for(session.broken.wait(), 60)
     again = start()
     control = PageStoreControl(again.endpoint, CLIENT)
     status = await control.status()
@@ -113,7 +113,7 @@ def test_what_cannot_start_says_why_in_one_line(start: Start, tmp_path: Path, sh
 
 def test_an_idle_store_is_small_and_quiet(start: Start) -> None:
     store = start()
-    with urllib.request.urlopen(store.ready["metrics_url"], timeout=10) as answer:
+    with urllib.request.urlopen(store.ready["metrics_url"], timeout=60) as answer:
         text = answer.read().decode()
     assert "kvpool_pagestore_arena_capacity_bytes 3.3554432e+07" in text
     fields = Path(f"/proc/{store.child.pid}/status").read_text()

@@ -76,7 +76,7 @@ def test_blocks_that_were_not_kept_are_not_stored(host: GpuHost, rank: str, requ
     storing = engine.ask("store", rank=rank, seed=seed, chunks=CHUNKS, at=0, kept="no")
     assert set(engine.ask("done", request=storing)["failed"]) == {"0", "1", "2", "3"}
     assert engine.ask("match", rank=rank, seed=seed, chunk_count=4) == 0
-    eventually_sync(lambda: not host.cluster.leases(), 10)
+    eventually_sync(lambda: not host.cluster.leases())
 
 
 def test_a_cancelled_store_that_waits_for_a_late_event_ends_at_once(
@@ -90,4 +90,4 @@ def test_a_cancelled_store_that_waits_for_a_late_event_ends_at_once(
     # Its blocks are the engine's own again, and its slots are back.
     engine.ask("write", rank=rank, seed=seed, chunks=CHUNKS, at=4)
     assert engine.ask("done", request=engine.ask("store", rank=rank, seed=seed, chunks=CHUNKS, at=4))["stored"] == 4
-    eventually_sync(lambda: not host.cluster.leases(), 10)
+    eventually_sync(lambda: not host.cluster.leases())

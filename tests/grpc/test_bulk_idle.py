@@ -14,7 +14,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
 from kvpool_pagestore.bulk_servicer import BulkLimits
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
-from tests.grpc.test_bulk_reads import drained, fill, read, read_request
+from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
 from tests.grpc.test_bulk_writes import frames_of, requests
 
 FAR_S = 9 * 365 * 86400.0  # a deadline that nobody lives to see
@@ -39,7 +39,7 @@ def test_a_writer_that_says_nothing_more_is_let_go(sent: int, deadline_s: float 
 
     def unfinished() -> Iterator[pb.WritePagesRequest]:
         yield from list(requests(frames_of(0, bytes(sealed_page(0, 200_000)))))[:sent]
-        hold.wait(10)
+        hold.wait(60)
 
     with one_thread(gateway, IDLE) as (endpoint, stub):
         call = stub.WritePages(unfinished(), timeout=deadline_s)
@@ -56,7 +56,7 @@ def test_a_reader_that_takes_nothing_more_is_let_go(deadline_s: float | None) ->
     fill(gateway)
     with one_thread(gateway, IDLE) as (endpoint, stub):
         call = stub.ReadPages(read_request(40), timeout=deadline_s)
-        next(call)
+        begun(gateway, call)
         serves_others(gateway, endpoint)
         with pytest.raises(grpc.RpcError):
             list(call)
@@ -68,7 +68,7 @@ def test_a_deadline_beyond_the_cap_does_not_lift_it() -> None:
     fill(gateway)
     with one_thread(gateway, BulkLimits(stream_cap_s=0.2)) as (endpoint, stub):
         call = stub.ReadPages(read_request(40), timeout=FAR_S)
-        next(call)
+        begun(gateway, call)
         serves_others(gateway, endpoint)
         call.cancel()
 
@@ -83,6 +83,6 @@ def test_who_keeps_moving_is_not_let_go() -> None:
             yield request
 
     with one_thread(gateway, BulkLimits(idle_timeout_s=0.4)) as (_, stub):
-        (answer,) = stub.WritePages(slow(), timeout=10)
+        (answer,) = stub.WritePages(slow(), timeout=60)
         assert answer.admission == pb.ADMISSION_RESERVED
         eventually_sync(lambda: drained(gateway))

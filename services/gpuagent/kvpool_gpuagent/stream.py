@@ -15,6 +15,7 @@ from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_pro
 from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
 from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
+from kvpool_gpuagent.hearing import hear
 from kvpool_gpuagent.messages import (
     compute_speed_from_proto,
     event_of,
@@ -98,11 +99,11 @@ class EngineStream:
             await asyncio.wait(self._tasks)
 
     async def _read_all(self, requests: AsyncIterator[Request]) -> None:
-        silence_s = self._config.heartbeat_interval_ms * 4 / 1e3
+        interval_s = self._config.heartbeat_interval_ms / 1e3
+        silence_s = 4 * interval_s
         try:
             while True:
-                async with asyncio.timeout(silence_s):
-                    request = await anext(requests)
+                request = await hear(requests, silence_s=silence_s, interval_s=interval_s)
                 if request.WhichOneof("kind") == "close":
                     break
                 self._dispatch(request)

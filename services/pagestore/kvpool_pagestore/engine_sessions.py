@@ -221,9 +221,13 @@ class PeerSessions:
             peer.session_fd = -1
 
     async def _watch_silence(self) -> None:
+        looked_s = self._clock.monotonic_s()
         try:
             while self._peers:
                 await asyncio.sleep(self._times.heartbeat_s)
+                before_s, looked_s = looked_s, self._clock.monotonic_s()
+                if looked_s - before_s > 2 * self._times.heartbeat_s:
+                    continue  # it was we who stood still: what peers have said meanwhile is read first
                 for session in self._ledger.sessions.silent(self._clock.monotonic_s()):
                     self.end(self._peers[session.session_id], "no heartbeat")
         finally:

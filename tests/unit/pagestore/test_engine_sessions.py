@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 
@@ -135,6 +136,30 @@ async def test_a_silent_peer_is_ended_after_four_intervals() -> None:
             await eventually(lambda: ends)
             assert running.engine.gauges().sessions == 1
             assert running.metric("ended_sessions_total", manner="abnormal") == 1
+
+
+async def test_a_store_that_stood_still_hears_its_peers_before_it_judges_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sleep = ManualClock(), asyncio.sleep
+    with new_world(clock=clock) as world:
+        async with running_engine(world, heartbeat_interval_ms=10) as running:
+            peer = await open_session(running)
+            # Its rounds: in the second one it reads what the peer had said before.
+            rounds = iter([lambda: clock.advance(3600), lambda: running.engine.sessions.heard(peer), lambda: None])
+            ended_in, done = list[bool](), asyncio.Event()
+
+            async def scripted(delay_s: float) -> None:
+                if delay_s != 0.01:
+                    return await sleep(delay_s)
+                ended_in.append(not peer.live)
+                if (happens := next(rounds, None)) is None:
+                    done.set()
+                    return await sleep(3600)
+                return happens()
+
+            monkeypatch.setattr(asyncio, "sleep", scripted)
+            await done.wait()
+            monkeypatch.undo()
+            assert not any(ended_in)
 
 
 async def test_a_peer_that_never_mapped_anything_holds_nothing_back() -> None:

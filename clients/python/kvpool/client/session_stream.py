@@ -144,9 +144,11 @@ class SessionStream(Generic[RequestT, ResponseT]):
     async def _beat(self, message: RequestT, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
         while self._stream.failure is None:
+            asleep_s = loop.time()
             await asyncio.sleep(interval_s / 2)
-            silent_s = loop.time() - self._stream.last_received_s
-            if silent_s > _SILENT_INTERVALS * interval_s:
+            silent_s, slept_s = loop.time() - self._stream.last_received_s, loop.time() - asleep_s
+            # If it was we who stood still, what the peer has said meanwhile is read before it is judged.
+            if silent_s > _SILENT_INTERVALS * interval_s and slept_s < interval_s:
                 self._stream.fail(ServiceUnavailable(f"{self._name}: nothing was heard for {silent_s:.1f} s"))
             else:
                 self._send_numbered(message)

@@ -10,17 +10,20 @@ from typing import TypeVar, cast, overload
 
 ResultT = TypeVar("ResultT")
 
+DEADLINE_S = 60.0  # a guard against waiting for ever: machines that run tests stand still for seconds at a time
 _POLL_INTERVAL_S = 0.005
 
 
 @overload
 async def eventually(
-    predicate: Callable[[], Awaitable[ResultT]], deadline_s: float = 5.0, message: str = ""
+    predicate: Callable[[], Awaitable[ResultT]], deadline_s: float = DEADLINE_S, message: str = ""
 ) -> ResultT: ...
 @overload
-async def eventually(predicate: Callable[[], ResultT], deadline_s: float = 5.0, message: str = "") -> ResultT: ...
 async def eventually(
-    predicate: Callable[[], ResultT | Awaitable[ResultT]], deadline_s: float = 5.0, message: str = ""
+    predicate: Callable[[], ResultT], deadline_s: float = DEADLINE_S, message: str = ""
+) -> ResultT: ...
+async def eventually(
+    predicate: Callable[[], ResultT | Awaitable[ResultT]], deadline_s: float = DEADLINE_S, message: str = ""
 ) -> ResultT:
     """The predicate's first true value. Raises AssertionError, naming its last value, when `deadline_s` have passed.
 
@@ -41,7 +44,7 @@ async def eventually(
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def eventually_sync(predicate: Callable[[], ResultT], deadline_s: float = 5.0, message: str = "") -> ResultT:
+def eventually_sync(predicate: Callable[[], ResultT], deadline_s: float = DEADLINE_S, message: str = "") -> ResultT:
     """The same for a caller without an event loop."""
     ends_at_s = time.monotonic() + deadline_s
     while True:
