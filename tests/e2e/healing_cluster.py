@@ -66,6 +66,7 @@ class HealingCluster:
             *("--socket", str(shm / "store.sock"), "--shm-dir", str(shm), "--arena-bytes", str(32 << 20)),
             *("--segment-bytes", str(4 << 20), "--disk-bytes", str(256 << 20), "--linger-ms", "1"),
             *("--reconcile-interval-ms", str(int(INTERVAL_S * 1e3)), "--index-timeout-ms", "1000"),
+            *("--heartbeat-interval-ms", "5000"),
         )
 
     def start_index(self, name: str) -> Process:

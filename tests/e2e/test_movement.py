@@ -48,8 +48,8 @@ class Fleet:
     def start(self, *flags: str) -> Process:
         name = f"store-{len(self.stores)}"
         given = ("--index-endpoints", self.endpoint, "--host-id", name, "--sweep-interval-ms", "500")
-        given = (*given, "--heartbeat-interval-ms", "5000", "--index-timeout-ms", SERVICES_MS, *flags)
-        store = start_process(self.directory / name, self.shm, *given)
+        patient = ("--index-timeout-ms", SERVICES_MS)
+        store = start_process(self.directory / name, self.shm, *given, *patient, *flags)
         self.stack.callback(store.kill)
         self.stores.append(store)
         return store

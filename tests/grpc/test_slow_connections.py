@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import grpc.aio
 
@@ -16,8 +17,8 @@ async def test_a_handshake_that_takes_longer_than_a_moment_is_waited_for() -> No
 
     async def ends_by_its_deadline() -> bool:
         async with open_channel(f"127.0.0.1:{silent.getsockname()[1]}", ClientConfig()) as channel:
-            call = channel.unary_unary("/kvpool.v1.IndexService/GetIndexInfo")(b"", timeout=0.5)
-            return await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            call: Any = channel.unary_unary("/kvpool.v1.IndexService/GetIndexInfo")
+            return await call(b"", timeout=0.5).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel connects; nobody answers
         await eventually(ends_by_its_deadline, 10.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -144,7 +145,9 @@ async def test_a_store_that_stood_still_hears_its_peers_before_it_judges_them(mo
         async with running_engine(world, heartbeat_interval_ms=10) as running:
             peer = await open_session(running)
             # Its rounds: in the second one it reads what the peer had said before.
-            rounds = iter([lambda: clock.advance(3600), lambda: running.engine.sessions.heard(peer), lambda: None])
+            rounds: Iterator[Callable[[], object]] = iter(
+                [partial(clock.advance, 3600), partial(running.engine.sessions.heard, peer), bool]
+            )
             ended_in, done = list[bool](), asyncio.Event()
 
             async def scripted(delay_s: float) -> None:
@@ -154,7 +157,8 @@ async def test_a_store_that_stood_still_hears_its_peers_before_it_judges_them(mo
                 if (happens := next(rounds, None)) is None:
                     done.set()
                     return await sleep(3600)
-                return happens()
+                happens()
+                return None
 
             monkeypatch.setattr(asyncio, "sleep", scripted)
             await done.wait()
