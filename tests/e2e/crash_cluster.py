@@ -18,7 +18,7 @@ from kvpool.testing import eventually
 from tests.e2e.service_processes import Process
 from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, TENANT, fill_page, metadata, page_key, sealed_page
 from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
-from tests.fixtures.redis_server import running_redis
+from tests.fixtures.redis_server import free_port, running_redis
 
 CLIENT = patient()
 DIES_WITHIN_S = PATIENCE_S
@@ -61,14 +61,12 @@ class CrashCluster:
         self.index = FaultyProcess(
             "kvpool_index",
             directory / "index",
-            *("--listen", "127.0.0.1:0", "--tenant", TENANT),
+            *("--listen", f"127.0.0.1:{free_port()}", "--tenant", TENANT),
             *("--lease-ttl-ms", str(LEASE_TTL_MS), "--redis-timeout-ms", SERVICES_MS),
             environment={"KVPOOL_INDEX_REDIS_URL": redis_url},
         )
         processes.append(self.index)
-        self.index_endpoint: str = self.index.wait_ready()["endpoint"]
-        # From now on at the same port: its peers must find it again.
-        self.index._command[self.index._command.index("--listen") + 1] = self.index_endpoint
+        self.index_endpoint: str = self.index.wait_ready()["endpoint"]  # whenever it is started
         self.stores = {name: self._pagestore(name) for name in "ab"}
         for store in self.stores.values():
             store.wait_ready()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 from kvpool.cli.state import ClusterState
 from kvpool.testing import eventually_sync
+from tests.fixtures.redis_server import free_port
 
 _JOBS = {"index": "kvpool-index", "pagestore": "kvpool-pagestore", "agent": "kvpool-gpuagent"}
 
@@ -31,9 +31,7 @@ class PrometheusServer:
         }
         path = directory / "prometheus.json"  # JSON is YAML
         path.write_text(json.dumps(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         with (directory / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [

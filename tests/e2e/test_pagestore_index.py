@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +18,9 @@ from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, environment, start_process, write
 from tests.fixtures.patience import LEASE_TTL_MS, patient
+from tests.fixtures.redis_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_index(endpoint: str) -> subprocess.Popen[bytes]:

@@ -15,7 +15,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
@@ -173,7 +172,7 @@ async def test_servers_alone_may_have_certificates(tmp_path: Path) -> None:
                 answer = await check(health_pb2.HealthCheckRequest(), timeout=60)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
         client = IndexClient(
-            ClientConfig(
+            patient(
                 index_endpoints=(cluster.services.index.ready["endpoint"],),
                 tls=TlsCredentials(TlsFiles(ca_file=cluster.client_files.ca_file)),
             )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Lock
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from kvpool.testing import eventually_sync
+from kvpool.testing import ManualClock, eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
+from kvpool_pagestore import bulk_watch
 from kvpool_pagestore.bulk_servicer import BulkLimits
+from kvpool_pagestore.bulk_watch import StreamWatch
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
 from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
 from tests.grpc.test_bulk_writes import frames_of, requests
@@ -73,16 +76,44 @@ def test_a_deadline_beyond_the_cap_does_not_lift_it() -> None:
         call.cancel()
 
 
-def test_who_keeps_moving_is_not_let_go() -> None:
-    gateway, pause = MemoryGateway(), Event()
+class NoTimer:
+    """In the place of threading.Timer: nothing happens by itself."""
+
+    daemon = False
+
+    def __init__(self, delay_s: float, happens: Callable[[], None]) -> None: ...
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class Looking(StreamWatch):
+    """A watch that looks when its stream has moved, after most of the time that it may idle."""
+
+    clock = ManualClock()
+    moved_count = 0
+
+    def moved(self) -> None:
+        super().moved()
+        Looking.moved_count += 1
+        self.clock.advance(0.9 * IDLE.idle_timeout_s)
+        self._look()
+
+
+def test_who_keeps_moving_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = MemoryGateway()
     page = bytes(sealed_page(0, 400_000))
+    monkeypatch.setattr(bulk_watch, "StreamWatch", Looking)
+    monkeypatch.setattr(bulk_watch, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
+    monkeypatch.setattr(bulk_watch, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
+    monkeypatch.setattr(Looking, "moved_count", 0)
 
     def slow() -> Iterator[pb.WritePagesRequest]:
-        for request in requests(frames_of(0, page)):
-            pause.wait(0.1)  # seven pieces: longer in all than a stream may idle
-            yield request
+        yield from requests(frames_of(0, page))  # eight messages: longer in all than a stream may idle
 
-    with one_thread(gateway, BulkLimits(idle_timeout_s=0.4)) as (_, stub):
+    with one_thread(gateway, IDLE) as (_, stub):
         (answer,) = stub.WritePages(slow(), timeout=60)
         assert answer.admission == pb.ADMISSION_RESERVED
         eventually_sync(lambda: drained(gateway))
+    assert Looking.moved_count == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from kvpool_pagestore.ports import PullItem, RemoteSource
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress
+from tests.fixtures.redis_server import free_port
 from tests.grpc.bulk_gateway import INCARNATION, KEYSPACES, METADATA, SPEC, MemoryGateway, bulk_server, key, sealed_page
 
 Report = tuple[int, KvPoolError | None, bool]
@@ -125,12 +125,6 @@ def test_a_broken_write_goes_on_with_the_pages_not_answered() -> None:
     assert {admission for _, admission in reports} <= {Admission.RESERVED, Admission.EXISTS}
     assert [gateway.pages[key(number)][0] for number in range(4)] == pages
     assert len(set(servicer.connections)) == 2
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_server_that_is_not_there_fails_fast() -> None:
