@@ -30,7 +30,8 @@ from kvpool.core.errors import InvalidRequest, KvPoolError
 
 CHUNK_TOKENS = 64  # fine enough that little of a 2,000-token prompt is left to compute
 WARM_UP_TOKENS = 192
-AWAIT_TIMEOUT_S = 20.0
+AWAIT_TIMEOUT_S = 60.0
+MATCH_TIMEOUT_S = 10.0  # one machine runs everything, and models on its CPU
 AWAIT_POLL_S = 0.05
 EXIT_REFUSED = 2
 
@@ -137,6 +138,7 @@ def connected(model: DemoModel, arguments: argparse.Namespace) -> AbstractContex
         chunk_tokens=CHUNK_TOKENS,
         cache_bytes=arguments.cache_bytes,
         engine_name=arguments.name,
+        match_timeout_s=MATCH_TIMEOUT_S,
     )
 
 

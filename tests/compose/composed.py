@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LiveNode
+from tests.fixtures.patience import patient
 
 SMOKE_VARIABLE = "KVPOOL_COMPOSE_SMOKE"
 """Set to run these tests. What else is set as for docker-compose.yml (BASE_IMAGE, PIP_INDEX_URL, ...) goes to it."""
@@ -121,7 +121,7 @@ class ComposedCluster:
     async def nodes(self, index: int = 0, tls: TlsCredentials | None = None) -> list[LiveNode]:
         """Live nodes, as an index tells whoever asks on the published port."""
         endpoint = f"127.0.0.1:{self.ports[PORT_VARIABLES[index]]}"
-        client = IndexClient(ClientConfig(index_endpoints=(endpoint,), tls=tls))
+        client = IndexClient(patient(index_endpoints=(endpoint,), tls=tls))
         try:
             return await client.list_nodes()
         finally:

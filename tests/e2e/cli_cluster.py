@@ -13,14 +13,23 @@ from typing import Any
 import numpy as np
 
 from kvpool.cli.state import ClusterState, read_state
-from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.pool_values import LoadReport
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import SyncKvPool
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
+from kvpool.testing import eventually_sync
+from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
 
+PATIENT_COMMAND = Path(__file__).with_name("patient_command.py")
+PATIENT_SERVICES = {
+    "KVPOOL_INDEX_REDIS_TIMEOUT_MS": SERVICES_MS,
+    "KVPOOL_PAGESTORE_INDEX_TIMEOUT_MS": SERVICES_MS,
+    "KVPOOL_PAGESTORE_HEARTBEAT_INTERVAL_MS": "5000",
+    "KVPOOL_GPUAGENT_INDEX_TIMEOUT_MS": SERVICES_MS,
+    "KVPOOL_GPUAGENT_HEARTBEAT_INTERVAL_MS": "5000",
+}
 SMALL = ("--arena-bytes", "64MiB", "--disk-bytes", "256MiB")
 KEYSPACE_NAME = "tiny"
 CHUNK_TOKENS = 16
@@ -33,23 +42,39 @@ TOKENS = list(range(100, 100 + 4 * CHUNK_TOKENS + 3))  # four full chunks and a 
 class Cluster:
     """One state directory."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
+    def __init__(self, state_dir: Path, *, patient_services: bool = True) -> None:
+        """patient_services: they give nobody up who stands still for some seconds, as a machine under test does."""
+        self.state_dir, self._patient = state_dir, patient_services
 
     def command(self, *arguments: str) -> list[str]:
+        if self._patient and arguments[0] == "up":
+            arguments = (*arguments, "--lease-ttl-ms", str(LEASE_TTL_MS))
         return [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.state_dir), *arguments]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return os.environ | (PATIENT_SERVICES if self._patient else {})
 
     def run(self, *arguments: str, code: int = 0, text: str | None = None) -> str:
         """Output of a command that must end with `code`: its stdout, or for a failure the stderr."""
+        argv = self.command(*arguments)
+        if code == 0:  # what is refused is refused at once; all else is waited for
+            argv[1:3] = [str(PATIENT_COMMAND)]
         done = subprocess.run(
-            self.command(*arguments), input=text, capture_output=True, text=True, timeout=60, check=False
+            argv, input=text, capture_output=True, text=True, timeout=110, check=False, env=self._environment
         )
         assert done.returncode == code, f"{arguments}: code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout if code == 0 else done.stderr
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Begin a command that goes on."""
-        return subprocess.Popen(self.command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            self.command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
 
     def json(self, *arguments: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(self.run(*arguments, "--json"))
@@ -99,7 +124,7 @@ class _Engine:
             layout=layout,
             regions=(self._region,),
         )
-        self._pool = SyncKvPool(plan, ClientConfig())
+        self._pool = SyncKvPool(plan, patient())
 
     def __enter__(self) -> _Engine:
         return self
@@ -112,8 +137,10 @@ class _Engine:
         np.frombuffer(self._region.buffer, dtype=np.uint8)[:] = self._content()
         chain = self._pool.chain(tokens)
         ticket = self._pool.store(chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count)
-        report = ticket.report(30)
+        report = ticket.report(PATIENCE_S)
         assert report.stored_chunks == chain.chunk_count, report
+        # It is announced a little later.
+        eventually_sync(lambda: self._pool.match(chain).matched_chunks == chain.chunk_count)
 
     def match(self, tokens: list[int]) -> None:
         self._pool.match(self._pool.chain(tokens))
@@ -121,7 +148,7 @@ class _Engine:
     def load(self, tokens: list[int]) -> tuple[LoadReport, bool]:
         chain = self._pool.chain(tokens)
         report = self._pool.load(
-            chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count, timeout_s=30
+            chain, np.arange(chain.chunk_count), first_chunk=0, end_chunk=chain.chunk_count, timeout_s=PATIENCE_S
         )
         shape = (4, self._block_count, -1)
         ours = np.frombuffer(self._region.buffer, dtype=np.uint8).reshape(shape)[:, : chain.chunk_count]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl, PageStoreStatus
@@ -18,10 +17,11 @@ from kvpool.core.errors import KvPoolError
 from kvpool.testing import eventually
 from tests.e2e.service_processes import Process
 from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, TENANT, fill_page, metadata, page_key, sealed_page
-from tests.fixtures.redis_server import running_redis
+from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS, patient
+from tests.fixtures.redis_server import free_port, running_redis
 
-CLIENT = ClientConfig(connect_timeout_s=5.0, call_timeout_s=5.0, match_timeout_s=5.0)
-DIES_WITHIN_S = 15.0
+CLIENT = patient()
+DIES_WITHIN_S = PATIENCE_S
 _WINDOW = 64  # pages of one reserve
 
 
@@ -61,13 +61,12 @@ class CrashCluster:
         self.index = FaultyProcess(
             "kvpool_index",
             directory / "index",
-            *("--listen", "127.0.0.1:0", "--lease-ttl-ms", "1000", "--tenant", TENANT),
+            *("--listen", f"127.0.0.1:{free_port()}", "--tenant", TENANT),
+            *("--lease-ttl-ms", str(LEASE_TTL_MS), "--redis-timeout-ms", SERVICES_MS),
             environment={"KVPOOL_INDEX_REDIS_URL": redis_url},
         )
         processes.append(self.index)
-        self.index_endpoint: str = self.index.wait_ready()["endpoint"]
-        # From now on at the same port: its peers must find it again.
-        self.index._command[self.index._command.index("--listen") + 1] = self.index_endpoint
+        self.index_endpoint: str = self.index.wait_ready()["endpoint"]  # whenever it is started
         self.stores = {name: self._pagestore(name) for name in "ab"}
         for store in self.stores.values():
             store.wait_ready()
@@ -81,7 +80,8 @@ class CrashCluster:
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
             *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
             *("--arena-bytes", str(32 << 20), "--segment-bytes", str(4 << 20), "--disk-bytes", str(64 << 20)),
-            *("--heartbeat-interval-ms", "500", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+            *("--heartbeat-interval-ms", "5000", "--index-timeout-ms", SERVICES_MS),
+            *("--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
         )
         self.processes.append(process)
         return process
@@ -94,7 +94,7 @@ class CrashCluster:
             directory,
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index_endpoint, "--tenant", TENANT),
             *("--socket", str(self.socket("agent")), "--host-id", "a"),
-            *("--pagestore-socket", str(self.socket("a.store"))),
+            *("--pagestore-socket", str(self.socket("a.store")), "--index-timeout-ms", SERVICES_MS),
         )
         self.processes.append(process)
         return process
@@ -122,7 +122,7 @@ class CrashCluster:
         """Everything committed so far is durable afterwards."""
         control = PageStoreControl(self.endpoint(name), CLIENT)
         try:
-            outcome = await control.flush(timeout_s=20.0)
+            outcome = await control.flush(timeout_s=60)
             assert outcome.failed_count == 0
         finally:
             await control.close()
@@ -137,7 +137,7 @@ class CrashCluster:
             return held == (0, 0, 0, 0)
 
         try:
-            await eventually(nothing_is_held, 10.0)
+            await eventually(nothing_is_held)
             return await control.status()
         finally:
             await control.close()
@@ -164,7 +164,7 @@ async def hits(session: PageStoreSession, numbers: Sequence[int], *sources: Remo
     for start in range(0, len(numbers), _WINDOW):
         window = numbers[start : start + _WINDOW]
         items = [AcquireItem(page_key(one), sources, metadata(one)) for one in window]
-        async with session.acquire(items, wait_s=5.0) as answers:
+        async with session.acquire(items, wait_s=60) as answers:
             async for answer in answers:
                 if answer.slot is not None:
                     number = window[answer.item_index]

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import ReserveItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
@@ -21,12 +20,12 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from tests.e2e.service_processes import Process
 from tests.fixtures.pagestore import KEYSPACE, KEYSPACES, PAGE_BYTES, SPEC, TENANT, fill_page
+from tests.fixtures.patience import SERVICES_MS, patient
 from tests.fixtures.redis_server import RedisServer, running_redis
 
-LEASE_TTL_S = 1.0
 INTERVAL_S = 0.5
 SHARDS = 0b11  # of a chunk in tests.fixtures.pagestore
-CLIENT = ClientConfig(connect_timeout_s=20.0, call_timeout_s=20.0)
+CLIENT = patient()
 
 
 class MadeChain:
@@ -54,7 +53,8 @@ class MadeChain:
 class HealingCluster:
     """What the tests of healing and fencing run on."""
 
-    def __init__(self, directory: Path, shm: Path, redis: RedisServer) -> None:
+    def __init__(self, directory: Path, shm: Path, redis: RedisServer, lease_ttl_s: float) -> None:
+        self._lease_ttl_ms = int(lease_ttl_s * 1e3)
         self._directory, self._shm, self.redis = directory, shm, redis
         self.indexes = [self.start_index(f"index{number}") for number in range(2)]
         endpoints = ",".join(index.wait_ready()["endpoint"] for index in self.indexes)
@@ -66,19 +66,21 @@ class HealingCluster:
             *("--socket", str(shm / "store.sock"), "--shm-dir", str(shm), "--arena-bytes", str(32 << 20)),
             *("--segment-bytes", str(4 << 20), "--disk-bytes", str(256 << 20), "--linger-ms", "1"),
             *("--reconcile-interval-ms", str(int(INTERVAL_S * 1e3)), "--index-timeout-ms", "1000"),
+            *("--heartbeat-interval-ms", "5000"),
         )
 
     def start_index(self, name: str) -> Process:
         return Process(
             "kvpool_index",
             self._directory / name,
-            *("--listen", "127.0.0.1:0", "--tenant", TENANT, "--lease-ttl-ms", str(int(LEASE_TTL_S * 1e3))),
+            *("--listen", "127.0.0.1:0", "--tenant", TENANT, "--lease-ttl-ms", str(self._lease_ttl_ms)),
+            *("--redis-timeout-ms", SERVICES_MS),
             variables={"KVPOOL_INDEX_REDIS_URL": self.redis.url},
         )
 
     def client(self, number: int = 0) -> IndexClient:
         """Of one replica alone."""
-        return IndexClient(ClientConfig(index_endpoints=(self.indexes[number].ready["endpoint"],)))
+        return IndexClient(patient(index_endpoints=(self.indexes[number].ready["endpoint"],)))
 
     async def session(self) -> PageStoreSession:
         plan = SessionPlan(endpoint=f"unix:{self._shm / 'store.sock'}", peer_name="test", keyspaces=KEYSPACES)
@@ -96,13 +98,16 @@ class HealingCluster:
 
 
 @asynccontextmanager
-async def healing_cluster(directory: Path) -> AsyncIterator[HealingCluster]:
-    """Everything is ended, and removed from shared memory, with the block."""
+async def healing_cluster(directory: Path, lease_ttl_s: float = 6.0) -> AsyncIterator[HealingCluster]:
+    """Everything is ended, and removed from shared memory, with the block.
+
+    lease_ttl_s: a store that is not to be lost may not stand still for so long.
+    """
     shm = Path(tempfile.mkdtemp(prefix="kvpool-test-", dir="/dev/shm"))
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, shm, ignore_errors=True)
         redis = stack.enter_context(running_redis())
-        cluster = HealingCluster(directory, shm, redis)
+        cluster = HealingCluster(directory, shm, redis, lease_ttl_s)
         stack.callback(cluster.kill_all)
         await asyncio.to_thread(cluster.store.wait_ready)
         yield cluster
@@ -125,14 +130,14 @@ async def store_chunks(session: PageStoreSession, chain: MadeChain, indexes: Seq
 async def matched(client: IndexClient, chain: MadeChain) -> int:
     """Chunks matched; -1 if the index cannot tell now."""
     try:
-        return (await client.match(chain.query(), timeout_s=2.0)).matched_chunks
+        return (await client.match(chain.query())).matched_chunks
     except KvPoolError:
         return -1
 
 
 def metric(process: Process, name: str) -> float:
     """One figure of a process."""
-    with urllib.request.urlopen(process.ready["metrics_url"], timeout=10) as answer:
+    with urllib.request.urlopen(process.ready["metrics_url"], timeout=60) as answer:
         text = answer.read().decode()
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(name + " ")))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 from kvpool.cli.state import ClusterState
 from kvpool.testing import eventually_sync
+from tests.fixtures.redis_server import free_port
 
 _JOBS = {"index": "kvpool-index", "pagestore": "kvpool-pagestore", "agent": "kvpool-gpuagent"}
 
@@ -31,9 +31,7 @@ class PrometheusServer:
         }
         path = directory / "prometheus.json"  # JSON is YAML
         path.write_text(json.dumps(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         with (directory / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -45,7 +43,7 @@ class PrometheusServer:
             )
 
     def __enter__(self) -> Self:
-        eventually_sync(self._is_ready, deadline_s=30.0)
+        eventually_sync(self._is_ready)
         return self
 
     def __exit__(
@@ -58,7 +56,7 @@ class PrometheusServer:
         """The series of an instant query. Raises AssertionError with Prometheus's own words for one that it refuses."""
         arguments = urllib.parse.urlencode({"query": expression})
         try:
-            with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{arguments}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{arguments}", timeout=60) as answer:
                 series: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
@@ -67,7 +65,7 @@ class PrometheusServer:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, "Prometheus ended"
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.testing import eventually_sync
-
-START_S = 30.0
+from tests.fixtures.patience import LEASE_TTL_MS, PATIENCE_S, SERVICES_MS
 
 
 class Process:
@@ -40,7 +39,7 @@ class Process:
 
     def wait_ready(self) -> dict[str, Any]:
         """Its endpoints."""
-        eventually_sync(lambda: self._ready.exists() or self._process.poll() is not None, START_S)
+        eventually_sync(lambda: self._ready.exists() or self._process.poll() is not None)
         assert self._process.poll() is None, self.log()
         self.ready = json.loads(self._ready.read_text())
         return self.ready
@@ -65,21 +64,25 @@ class Process:
     def stop(self) -> int:
         """SIGTERM; its exit code."""
         self._process.terminate()
-        return self._process.wait(30)
+        return self._process.wait(PATIENCE_S)
 
     def log(self) -> str:
         return self._log.read_text()
 
 
 class ServiceCluster:
-    """An index in memory, pagestores and agents; each pagestore is a host of its own."""
+    """An index in memory, pagestores and agents; each pagestore is a host of its own. They are patient with each other:
+    nobody is given up who stands still for some seconds, but for nodes whose lease is told to be short."""
 
-    def __init__(self, directory: Path, shm: Path, flags: Mapping[str, Sequence[str]], redis_url: str) -> None:
+    def __init__(
+        self, directory: Path, shm: Path, flags: Mapping[str, Sequence[str]], redis_url: str, lease_ttl_ms: int
+    ) -> None:
         self._directory, self._shm, self._flags = directory, shm, flags
         self.index = Process(
             "kvpool_index",
             directory / "index",
-            *("--listen", "127.0.0.1:0", "--lease-ttl-ms", "1000", *flags.get("index", ())),
+            *("--listen", "127.0.0.1:0", "--lease-ttl-ms", str(lease_ttl_ms), "--redis-timeout-ms", SERVICES_MS),
+            *flags.get("index", ()),
             variables={"KVPOOL_INDEX_REDIS_URL": redis_url},
         )
         self._processes = [self.index]
@@ -94,7 +97,8 @@ class ServiceCluster:
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
             *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
             *("--arena-bytes", str(64 << 20), "--segment-bytes", str(8 << 20), "--disk-bytes", str(256 << 20)),
-            *("--heartbeat-interval-ms", "200", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+            *("--heartbeat-interval-ms", "5000", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
+            *("--index-timeout-ms", SERVICES_MS),
             *self._flags.get("pagestore", ()),
             *flags,
         )
@@ -110,7 +114,8 @@ class ServiceCluster:
             "kvpool_gpuagent",
             directory,
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index.wait_ready()["endpoint"]),
-            *("--socket", str(self.socket(f"{name}.agent")), "--host-id", host or f"host of {name}", *local, *flags),
+            *("--socket", str(self.socket(f"{name}.agent")), "--host-id", host or f"host of {name}", *local),
+            *("--heartbeat-interval-ms", "5000", "--index-timeout-ms", SERVICES_MS, *flags),
             *self._flags.get("gpuagent", ()),
         )
         self._processes.append(process)
@@ -130,13 +135,17 @@ class ServiceCluster:
 
 @contextmanager
 def service_cluster(
-    tmp_path: Path, *, flags: Mapping[str, Sequence[str]] | None = None, redis_url: str = ""
+    tmp_path: Path,
+    *,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    redis_url: str = "",
+    lease_ttl_ms: int = LEASE_TTL_MS,
 ) -> Iterator[ServiceCluster]:
     """Killed with everything it has left in shared memory when the block ends. flags: more of them, by service."""
     shm = Path("/dev/shm") / f"kvpool-test-{os.getpid()}-{tmp_path.name[-20:]}"
     shm.mkdir(mode=0o700)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, shm, ignore_errors=True)
-        cluster = ServiceCluster(tmp_path, shm, flags or {}, redis_url)
+        cluster = ServiceCluster(tmp_path, shm, flags or {}, redis_url, lease_ttl_ms)
         stack.callback(cluster.kill_all)
         yield cluster

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import PageStoreControl
@@ -18,12 +17,13 @@ from kvpool.core.errors import KvPoolError
 from kvpool.testing import eventually
 from tests.e2e.service_processes import Process, ServiceCluster, service_cluster
 from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
+from tests.fixtures.patience import patient
 from tests.fixtures.raw_engine import raw_engine
 
 pytestmark = pytest.mark.e2e
 
 CHUNKS = 10
-CLIENT = ClientConfig(connect_timeout_s=10.0, call_timeout_s=10.0, match_timeout_s=10.0)
+CLIENT = patient()
 
 
 def engine_of(cluster: ServiceCluster, agent: str) -> EngineProcess:
@@ -53,7 +53,7 @@ async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
         assert stored.stored_chunks == CHUNKS
         sources = {"a": "staging", "b": "remote", "bare": "remote"}
         for name, session in sessions.items():
-            await eventually(lambda session=session: matched(session, chain.hashes), 10.0)  # type: ignore[misc]
+            await eventually(lambda session=session: matched(session, chain.hashes))  # type: ignore[misc]
             engines[name].clear()
             loaded = await run_load(session, engines[name].span(chain, range(CHUNKS), at=CHUNKS))
             assert loaded.loaded_chunks == CHUNKS, (name, loaded)
@@ -71,7 +71,7 @@ async def test_what_one_host_stores_all_others_load(tmp_path: Path) -> None:
         async def all_announced() -> bool:
             return await matched(sessions["bare"], other.hashes) == CHUNKS
 
-        await eventually(all_announced, 10.0)
+        await eventually(all_announced)
         again = await run_store(sessions["bare"], engines["bare"].span(other, range(CHUNKS)))
         assert again.deduplicated_chunks == CHUNKS
         assert (await run_load(sessions["a"], engines["a"].span(other, range(CHUNKS)))).loaded_chunks == CHUNKS
@@ -98,9 +98,9 @@ async def test_a_killed_pagestore_costs_chunks_and_comes_back(tmp_path: Path) ->
 
         # A pagestore that stands still: the load waits on it, and is told when it is killed.
         store.send(signal.SIGSTOP)
-        waiting = await session.load(engine.span(chain, range(CHUNKS)), wait_s=30)
+        waiting = await session.load(engine.span(chain, range(CHUNKS)), wait_s=60)
         store.kill()
-        outcome = await waiting.done(20)
+        outcome = await waiting.done(60)
         assert outcome.loaded_chunks < CHUNKS
         assert outcome.failed == tuple(range(outcome.loaded_chunks, CHUNKS))
         assert waiting.hold_ended
@@ -115,7 +115,7 @@ async def test_a_killed_pagestore_costs_chunks_and_comes_back(tmp_path: Path) ->
             loaded = await run_load(session, engine.span(chain, range(CHUNKS)))
             return bool(loaded.loaded_chunks == CHUNKS and loaded.tokens.disk)
 
-        await eventually(loads_again, 20.0)
+        await eventually(loads_again)
         assert engine.holds(chain, range(CHUNKS))
         assert await session.close()
         engine.close()
@@ -129,7 +129,7 @@ async def test_an_agent_killed_between_reserve_and_commit_leaves_nothing(tmp_pat
         engine = engine_of(cluster, "a")
         control, index = (
             control_of(store),
-            IndexClient(ClientConfig(index_endpoints=(cluster.index.ready["endpoint"],))),
+            IndexClient(patient(index_endpoints=(cluster.index.ready["endpoint"],))),
         )
         session = await engine.open(CLIENT)
         chain = prompt(session, CHUNKS)
@@ -143,19 +143,19 @@ async def test_an_agent_killed_between_reserve_and_commit_leaves_nothing(tmp_pat
 
         handle = await session.store(span, kept=killed)
         with pytest.raises(KvPoolError):
-            await handle.done(10)
+            await handle.done(60)
         # Its process is gone, so nothing touches the engine's blocks any more.
-        await asyncio.wait_for(handle.wait_hold(), 10)
-        await asyncio.wait_for(session.released.wait(), 10)
+        await asyncio.wait_for(handle.wait_hold(), 60)
+        await asyncio.wait_for(session.released.wait(), 60)
 
         async def slots_are_back() -> bool:
             status = await control.status()
             return not status.lease_count and not status.arena_quarantined_bytes and not status.session_count
 
-        await eventually(slots_are_back, 15.0)
+        await eventually(slots_are_back)
         assert (await control.status()).staging_page_count == 0
         query = ChainQuery(keyspace=session.keyspace, chunk_hashes=b"".join(chain.hashes))
-        assert (await index.match(query, timeout_s=5)).matched_chunks == 0
+        assert (await index.match(query, timeout_s=60)).matched_chunks == 0
 
         agent.start()
         agent.wait_ready()

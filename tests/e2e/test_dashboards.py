@@ -47,7 +47,7 @@ def test_every_panel_has_data(tmp_path: Path) -> None:
                 return not waiting
 
             try:
-                eventually_sync(all_answer, deadline_s=40.0)
+                eventually_sync(all_answer)
             except AssertionError as error:
                 raise AssertionError(f"no data: {sorted(expressions[one] for one in waiting)}") from error
     finally:

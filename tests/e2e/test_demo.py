@@ -70,7 +70,7 @@ def test_all_phases_on_a_model_from_a_directory(tmp_path: Path) -> None:
 
 def test_a_model_with_sliding_windows_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with demo(save_model(tmp_path / "model", "MistralForCausalLM", "MistralConfig"), tmp_path) as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 2
     (line,) = [line for line in said.splitlines() if line.startswith("demo: ")]
     assert "(MistralForCausalLM) has sliding-window attention (window of 4096 tokens)" in line
@@ -82,10 +82,10 @@ def test_a_model_with_sliding_windows_is_refused_before_anything_starts(tmp_path
 def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals, when: str) -> None:
     reached = {"running": running, "starting": read_state}[when]
     with demo(save_model(tmp_path / "model"), tmp_path) as process:
-        state = eventually_sync(lambda: reached(tmp_path / "state"), deadline_s=60)
+        state = eventually_sync(lambda: reached(tmp_path / "state"))
         assert state is not None
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said.splitlines()[-1] == "demo: interrupted"
     assert not any(one.alive() for one in state.processes)

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from kvpool.cli.state import ProcessState
-from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.pool_values import LoadReport
 from kvpool.client.sync import SyncKvPool
@@ -27,18 +26,19 @@ from kvpool.connectors.transformers_blocks import block_layout
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
+from tests.fixtures.patience import PATIENCE_S, patient
 from tests.unit.connectors.tiny_models import prompt, tiny_llama
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CONFIG = ClientConfig(connect_timeout_s=60.0, load_timeout_s=60.0, match_timeout_s=5.0)
+CONFIG = patient()
 SPEC = KeyspaceSpec(model_id="raw", model_revision="1", groups=(KvGroup(8, 4, 64),), dtype=Dtype.BF16, chunk_tokens=64)
 CHUNK_COUNT = 8
 TOKENS = list(range(1000, 1000 + CHUNK_COUNT * SPEC.chunk_tokens + 1))
 CHUNK = 16
 NEW_TOKENS = 8
-RECOVERY_S = 60.0
+RECOVERY_S = 100.0
 
 
 class RawEngine:
@@ -200,6 +200,7 @@ def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
         keyspace_name=f"tiny-{model.device.type}",
         chunk_tokens=CHUNK,
         cache_bytes=4 << 20,
+        match_timeout_s=PATIENCE_S,
     )
 
 
@@ -244,7 +245,7 @@ def test_an_agent_killed_under_a_model_costs_recomputing_only(cluster: Cluster, 
         def pooled() -> bool:
             """Stored with a later request, once the agent is back and the memory is its own to map again."""
             run(generator, after)
-            generator.flush_stores(10)
+            generator.flush_stores(PATIENCE_S)
             with connect(cluster, model) as other:
                 return other.available_tokens(after) >= 4 * CHUNK
 

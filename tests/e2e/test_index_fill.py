@@ -23,7 +23,7 @@ MOST_BYTES = 48.0  # a chunk
 
 async def opened(url: str, prefix: str) -> tuple[RedisIndexStore, StreamFence]:
     """A store, and an announce stream of a node."""
-    store = RedisIndexStore(url, timeout_s=10.0, key_prefix=prefix)
+    store = RedisIndexStore(url, timeout_s=60, key_prefix=prefix)
     info = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1", incarnation=0)
     granted = await store.nodes.register(info, last_incarnation=0, lease_ttl_ms=60_000)
     return store, await store.nodes.open_stream(info.node_id, granted.incarnation, granted.announce_epoch)
@@ -44,7 +44,7 @@ async def test_a_chunk_weighs_no_more_than_it_may() -> None:
 async def test_filling_is_as_announcing(redis_cluster: RedisCluster) -> None:
     prefixes = [f"t{secrets.token_hex(6)}" for _ in range(2)]
     announced, fence = await opened(redis_cluster.url, prefixes[0])
-    filled = RedisIndexStore(redis_cluster.url, timeout_s=10.0, key_prefix=prefixes[1])
+    filled = RedisIndexStore(redis_cluster.url, timeout_s=60, key_prefix=prefixes[1])
     chains = MadeChains(keyspace=b"k" * 16, chunk_count=150, chain_chunks=40)
     assert chains.chain_count == 4 and len(chains.hashes(3)) == 30 * 16
     await announce_all(announced, fence, chains, batch_chunks=50)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
@@ -21,19 +20,19 @@ from kvpool.testing import eventually, eventually_sync
 from tests.e2e.cli_cluster import SMALL, Cluster
 from tests.e2e.service_processes import service_cluster
 from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
+from tests.fixtures.patience import PATIENCE_S, patient
 from tests.unit.connectors.tiny_models import prompt as token_ids
 from tests.unit.connectors.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.e2e
 
 CHUNKS = 4
-LEASE_TTL_S = 1.0  # as tests.e2e.service_processes sets it
-SLACK_S = 2.0  # an index looks at leases once in a while, and this machine is busy
-CLIENT = ClientConfig(connect_timeout_s=10.0, call_timeout_s=10.0, match_timeout_s=10.0)
+LEASE_TTL_MS = 1000
+CLIENT = patient()
 
 
 async def test_a_killed_pagestore_leaves_matches_within_its_lease_and_engines_go_on(tmp_path: Path) -> None:
-    with service_cluster(tmp_path) as cluster:
+    with service_cluster(tmp_path, lease_ttl_ms=LEASE_TTL_MS) as cluster:
         store = cluster.pagestore("a")
         cluster.agent("a", host="a")
         cluster.wait_ready()
@@ -42,27 +41,25 @@ async def test_a_killed_pagestore_leaves_matches_within_its_lease_and_engines_go
         chain = prompt(session, CHUNKS)
         engine.compute(chain, range(CHUNKS))
         await run_store(session, engine.span(chain, range(CHUNKS)))
-        index = IndexClient(ClientConfig(index_endpoints=(cluster.index.ready["endpoint"],)))
+        index = IndexClient(patient(index_endpoints=(cluster.index.ready["endpoint"],)))
         (keyspace,) = await index.list_keyspaces()
         query = ChainQuery(keyspace=keyspace.keyspace, chunk_hashes=b"".join(chain.hashes), shards=0)
 
         async def matched_chunks() -> int:
             return (await index.match(query)).matched_chunks
 
-        await eventually(matched_chunks, 10.0)
+        await eventually(matched_chunks)
         store.kill()
-        killed_s = time.monotonic()
 
         async def gone() -> bool:
             return await matched_chunks() == 0
 
-        await eventually(gone, 10.0)
-        assert time.monotonic() - killed_s < LEASE_TTL_S + SLACK_S
+        await eventually(gone, LEASE_TTL_MS / 1e3 + PATIENCE_S)
 
         async def gone_at_the_agent() -> bool:  # which learns it from the watch
             return (await session.match(chain.hashes)).matched_chunks == 0
 
-        await eventually(gone_at_the_agent, SLACK_S)
+        await eventually(gone_at_the_agent)
         outcome = await run_load(session, engine.span(chain, range(CHUNKS)))
         assert outcome.failed == tuple(range(CHUNKS)) and outcome.error is not None
         assert await session.close()
@@ -82,10 +79,10 @@ def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
 
 
 async def fails_fast(index: IndexClient, keyspace: bytes) -> None:
-    asked_s = time.monotonic()
-    with pytest.raises(StoreUnavailable):
-        await index.match(ChainQuery(keyspace=keyspace, chunk_hashes=bytes(16), shards=0), timeout_s=5.0)
-    assert time.monotonic() - asked_s < 2.0
+    """That is, by the index, and not when the time of the call is over."""
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(StoreUnavailable):
+            await index.match(ChainQuery(keyspace=keyspace, chunk_hashes=bytes(16), shards=0), timeout_s=3600)
 
 
 async def knows_nothing_current(session: EngineSession, chain: Chain) -> None:
@@ -98,18 +95,18 @@ async def knows_nothing_current(session: EngineSession, chain: Chain) -> None:
             return True
         return False
 
-    await eventually(refused, 20.0)
+    await eventually(refused)
 
 
 async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_back(tmp_path: Path) -> None:
-    cluster, model, input_ids = Cluster(tmp_path), tiny_llama(), token_ids(4 * 16 + 3, seed=1)
+    cluster, model, input_ids = Cluster(tmp_path, patient_services=False), tiny_llama(), token_ids(4 * 16 + 3, seed=1)
     cluster.run("up", "--detach", *SMALL)
     try:
         with connect(cluster, model) as first:
             expected, _ = generate(first, input_ids)
-            assert first.flush_stores(30)
+            assert first.flush_stores(PATIENCE_S)
         processes = {process.name: process.pid for process in cluster.state.processes}
-        index = IndexClient(ClientConfig(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
+        index = IndexClient(patient(index_endpoints=(cluster.state.of_role("index")[0].endpoints["endpoint"],)))
         (keyspace,) = await index.list_keyspaces()
         engine = EngineProcess(f"unix:{cluster.state.of_role('agent')[0].endpoints['socket']}", chunk_count=CHUNKS)
         session = await engine.open(CLIENT)
@@ -133,7 +130,7 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
                 assert tokens == expected
                 return bool(stats.prompt_tokens.staging == 4 * 16)
 
-        eventually_sync(shared_again, 30)
+        eventually_sync(shared_again)
         # Then it dies, and comes back (started again by `up`) without what it knew.
         os.kill(processes["redis"], signal.SIGKILL)
         eventually_sync(shared_again, 60)
@@ -141,7 +138,7 @@ async def test_without_redis_matches_fail_fast_engines_recompute_and_all_comes_b
         def restarted() -> set[str]:
             return {process.name for process in cluster.state.processes if process.pid != processes[process.name]}
 
-        eventually_sync(restarted, 20)
+        eventually_sync(restarted)
         assert restarted() == {"redis"}, "the others recover without a restart"
         await session.close()
         engine.close()

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.pagestore_control import PageStoreControl
@@ -27,6 +26,7 @@ from kvpool.core.placement import place
 from kvpool.testing import eventually, eventually_sync
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, metadata, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, start_process, write
+from tests.fixtures.patience import LEASE_TTL_MS, SERVICES_MS, patient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -47,8 +47,9 @@ class Fleet:
 
     def start(self, *flags: str) -> Process:
         name = f"store-{len(self.stores)}"
-        given = ("--index-endpoints", self.endpoint, "--host-id", name, "--sweep-interval-ms", "500", *flags)
-        store = start_process(self.directory / name, self.shm, *given)
+        given = ("--index-endpoints", self.endpoint, "--host-id", name, "--sweep-interval-ms", "500")
+        patient = ("--index-timeout-ms", SERVICES_MS)
+        store = start_process(self.directory / name, self.shm, *given, *patient, *flags)
         self.stack.callback(store.kill)
         self.stores.append(store)
         return store
@@ -107,25 +108,25 @@ async def _close(session: PageStoreSession) -> None:
         await session.close()
 
 
-def start_index(ready: Path, stack: AsyncExitStack) -> str:
+def start_index(ready: Path, stack: AsyncExitStack, lease_ttl_ms: int) -> str:
     """Its endpoint."""
     argv = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--tenant", TENANT]
-    argv += ["--lease-ttl-ms", "1000", "--ready-file", str(ready)]
+    argv += ["--lease-ttl-ms", str(lease_ttl_ms), "--ready-file", str(ready)]
     process = subprocess.Popen(argv, env=environment())
     stack.callback(process.wait, 60)
     stack.callback(process.kill)
-    eventually_sync(ready.exists, 60)
+    eventually_sync(ready.exists)
     endpoint: str = json.loads(ready.read_text())["endpoint"]
     return endpoint
 
 
 @asynccontextmanager
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Everything is killed in the end."""
+async def fleet(tmp_path: Path, lease_ttl_ms: int = LEASE_TTL_MS) -> AsyncIterator[Fleet]:
+    """lease_ttl_ms: of nodes that are to be missed soon. Everything is killed in the end."""
     async with AsyncExitStack() as stack:
         shm = stack.enter_context(shared_memory_directory())
-        endpoint = start_index(tmp_path / "index.ready", stack)
-        index = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        endpoint = start_index(tmp_path / "index.ready", stack, lease_ttl_ms)
+        index = IndexClient(patient(index_endpoints=(endpoint,)))
         stack.push_async_callback(index.close)
         await index.open_keyspace("test", SPEC)
         yield Fleet(tmp_path, shm, endpoint, index, stack)
@@ -145,18 +146,25 @@ async def hits(reader: PageStoreSession, numbers: range, sources: Mapping[int, t
 
 
 async def test_two_copies_survive_the_loss_of_either_without_a_miss(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as cluster:
+    async with fleet(tmp_path, lease_ttl_ms=1000) as cluster:
         flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
         first, *_ = (cluster.start(*flags) for _ in range(3))
         await cluster.fill(first)
-        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        await eventually(lambda: cluster.copies(NUMBERS, 2))
         first.kill()
-        await eventually(lambda: cluster.copies(NUMBERS, 1), 10)
         reader = await cluster.session(cluster.start())
-        sources = {number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)}
+        sources: dict[int, tuple[RemoteSource, ...]] = {}
+
+        async def all_are_named() -> bool:
+            """Of a node that lives; this machine may stand still for as long as a lease."""
+            sources.update({number: await cluster.sources(number) for number in range(0, NUMBERS.stop, BATCH)})
+            lost = bytes.fromhex(first.ready["node_id"])
+            return all({one.node_id for one in found} - {lost} for found in sources.values())
+
+        await eventually(all_are_named)
         assert await hits(reader, NUMBERS, sources) == len(NUMBERS)
         # A second copy comes again by itself, from those that are left.
-        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        await eventually(lambda: cluster.copies(NUMBERS, 2))
 
 
 async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
@@ -203,7 +211,7 @@ async def test_a_drain_goes_on_after_its_node_was_killed_in_the_middle(tmp_path:
         first, _ = cluster.start(), cluster.start()
         await cluster.fill(first)
         with contextlib.suppress(KvPoolError):
-            async for progress in cluster.control(first).drain(timeout_s=30):
+            async for progress in cluster.control(first).drain(timeout_s=60):
                 if progress.moved_page_count:
                     first.kill()
         again = start_process(
@@ -215,8 +223,8 @@ async def test_a_drain_goes_on_after_its_node_was_killed_in_the_middle(tmp_path:
         async def is_moved() -> bool:
             return all([await cluster.nodes_with(number) == {other} for number in NUMBERS])
 
-        await eventually(is_moved, 30)  # nobody asked for it again
-        told = [progress async for progress in cluster.control(again).drain(timeout_s=30)]
+        await eventually(is_moved)  # nobody asked for it again
+        told = [progress async for progress in cluster.control(again).drain(timeout_s=60)]
         assert told[-1].done and told[-1].moved_page_count <= len(NUMBERS)
 
 
@@ -226,7 +234,7 @@ async def test_a_drain_without_another_node_says_so_and_can_be_cancelled(tmp_pat
         await cluster.fill(only, range(BATCH))
         control = cluster.control(only)
         with pytest.raises(DrainBlocked, match="no other pagestore has room"):
-            async for _ in control.drain(timeout_s=30):
+            async for _ in control.drain(timeout_s=60):
                 pass
         assert (await control.status()).draining
         assert [progress.done async for progress in control.drain(cancel=True)] == [True]
@@ -239,14 +247,13 @@ async def test_a_source_that_is_stopped_is_overtaken_by_another(tmp_path: Path) 
         flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
         first, second = cluster.start(*flags), cluster.start(*flags)
         await cluster.fill(first)
-        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
-        reader = await cluster.session(cluster.start("--hedge-ms", "100"))
+        await eventually(lambda: cluster.copies(NUMBERS, 2))
+        reader = await cluster.session(cluster.start("--hedge-ms", "100", "--pull-timeout-ms", "600000"))
         os.kill(first.child.pid, signal.SIGSTOP)
         try:
             sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
-            began_s = asyncio.get_running_loop().time()
+            # The deadline of a pull is longer than the patience of the reader.
             assert await hits(reader, NUMBERS[: 2 * BATCH], sources) == 2 * BATCH
-            assert asyncio.get_running_loop().time() - began_s < 5.0, "the deadline of a pull is 20 s"
         finally:
             os.kill(first.child.pid, signal.SIGCONT)
 
@@ -256,11 +263,11 @@ async def test_a_source_that_dies_in_the_middle_costs_only_what_had_not_come(tmp
         flags = ("--replication-factor", "2", "--replica-linger-ms", "10")
         first, second = cluster.start(*flags), cluster.start(*flags)
         await cluster.fill(first)
-        await eventually(lambda: cluster.copies(NUMBERS, 2), 30)
+        await eventually(lambda: cluster.copies(NUMBERS, 2))
         reader = await cluster.session(cluster.start())
         sources = {number: (source(first), source(second)) for number in range(0, NUMBERS.stop, BATCH)}
         reading = asyncio.ensure_future(hits(reader, NUMBERS, sources))
-        await eventually(lambda: cluster.nodes_with(0, Tier.STAGING), 10)
+        await eventually(lambda: cluster.nodes_with(0, Tier.STAGING))
         first.kill()
         assert await reading == len(NUMBERS)
 
@@ -284,4 +291,4 @@ async def test_a_node_that_joins_gets_its_share_and_the_others_give_it_up(tmp_pa
             """Each page is on one disk: that of the node whose it is."""
             return all([await cluster.nodes_with(number) == {owner(number)} for number in NUMBERS])
 
-        await eventually(settled, 30)
+        await eventually(settled)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery
@@ -19,18 +17,15 @@ from kvpool.core.outcome import Tier
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, environment, start_process, write
+from tests.fixtures.patience import LEASE_TTL_MS, patient
+from tests.fixtures.redis_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start_index(endpoint: str) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "kvpool_index.main", "--listen", endpoint, "--tenant", TENANT]
+    argv += ["--lease-ttl-ms", str(LEASE_TTL_MS)]
     return subprocess.Popen(argv, env=environment())
 
 
@@ -46,7 +41,7 @@ async def test_a_store_that_started_without_its_index_is_found_under_a_higher_in
         index_process = start_index(endpoint)
         stack.callback(index_process.wait, 60)
         stack.callback(index_process.kill)
-        index = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        index = IndexClient(patient(index_endpoints=(endpoint,)))
         hashes = b"".join(page_key(one).chunk_hash for one in range(3))
         query = ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes, shards=1)
 
@@ -58,7 +53,7 @@ async def test_a_store_that_started_without_its_index_is_found_under_a_higher_in
                 return None
             return match if match.matched_chunks == 3 else None
 
-        match = await eventually(found, 60)
+        match = await eventually(found)
         assert match is not None
         locations = [one for run in match.runs for one in run.locations]
         assert {one.tier for one in locations} == {Tier.STAGING, Tier.DISK}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.pagestore_control import PageStoreControl
@@ -22,6 +21,7 @@ from kvpool.testing import eventually
 from tests.e2e.test_pagestore_index import free_port, start_index
 from tests.fixtures.pagestore import KEYSPACE, SPEC, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, Process, read, refused, start_process, write
+from tests.fixtures.patience import patient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -54,7 +54,7 @@ def node(tmp_path: Path, *flags: str) -> Iterator[Node]:
 @asynccontextmanager
 async def index_with(tmp_path: Path, endpoint: str) -> AsyncIterator[IndexClient]:
     process = start_index(endpoint)
-    client = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+    client = IndexClient(patient(index_endpoints=(endpoint,)))
 
     async def opened() -> bool:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ from kvpool_index.core.groups import ChunkOperation, GroupRead
 from kvpool_index.ports import StreamFence
 from tests.fixtures.index_node import Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import running_index
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_topologies import RedisCluster, ask, facts, running_cluster
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.e2e
 
 KEYSPACE = b"k" * 16
 PREFIX = "kvpool"
-TIMEOUT_S = 5.0
-FAST_S = 2.0  # what a call may take when its master is down, on a busy machine
+TIMEOUT_S = PATIENCE_S
+NEVER_S = 3600.0  # a store call that took its time would not end in that of a test
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,11 @@ def cluster() -> Iterator[RedisCluster]:
         yield running
 
 
-async def opened(url: str, prefix: str, **options: int) -> tuple[RedisIndexStore, StreamFence]:
+async def opened(
+    url: str, prefix: str, timeout_s: float = TIMEOUT_S, **options: int
+) -> tuple[RedisIndexStore, StreamFence]:
     """A store, and an announce stream of a node."""
-    store = RedisIndexStore(url, timeout_s=TIMEOUT_S, key_prefix=prefix, **options)
+    store = RedisIndexStore(url, timeout_s=timeout_s, key_prefix=prefix, **options)
     info = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1", incarnation=0)
     granted = await store.nodes.register(info, last_incarnation=0, lease_ttl_ms=600_000)
     return store, await store.nodes.open_stream(info.node_id, granted.incarnation, granted.announce_epoch)
@@ -111,12 +113,11 @@ async def test_a_match_is_one_pipelined_round_to_each_master(
 async def test_a_lost_master_takes_only_its_own_slots_with_it(cluster: RedisCluster) -> None:
     nodes_at = cluster.owner(f"{PREFIX}:{{n}}:records".encode())
     lost = next(server for server in cluster.servers if server is not nodes_at)
-    store, fence = await opened(cluster.url, PREFIX)
+    store, fence = await opened(cluster.url, PREFIX, NEVER_S)
     gone, kept = heads_at(cluster, lost, 4), heads_at(cluster, nodes_at, 4)
     await store.locations.apply(fence, [stored(fence, head) for head in (*gone, *kept)])
     assert await found(store, gone + kept) == 8
     lost.kill()
-    started_at_s = time.monotonic()
     for heads in (gone, gone + kept):
         with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{lost.port}"):
             await found(store, heads)
@@ -124,7 +125,6 @@ async def test_a_lost_master_takes_only_its_own_slots_with_it(cluster: RedisClus
         await store.locations.apply(fence, [stored(fence, gone[0])])
     assert await found(store, kept) == 4
     await store.locations.apply(fence, [stored(fence, kept[0], 0b11)])
-    assert time.monotonic() - started_at_s < FAST_S
     lost.start()
 
     async def back() -> bool:
@@ -134,7 +134,7 @@ async def test_a_lost_master_takes_only_its_own_slots_with_it(cluster: RedisClus
             return False
         return await found(store, gone + kept) == 8
 
-    await eventually(back, 10.0)
+    await eventually(back)
     await store.close()
 
 
@@ -238,8 +238,14 @@ async def test_what_is_sent_again_is_waited_for_again(cluster: RedisCluster) -> 
     for server in cluster.servers:
         ask(server.port, "CONFIG", "RESETSTAT")
     careful = RedisIndexStore(cluster.url, timeout_s=1.0, key_prefix=prefix, wait_replicas=1)
-    with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas"):
-        await careful.locations.apply(fence, operations)
+
+    async def is_refused() -> bool:
+        """Before its time is over, in half of which this machine does not always get anywhere."""
+        with pytest.raises(StoreUnavailable) as refused:
+            await careful.locations.apply(fence, operations)
+        return "only 0 of 1 replicas" in str(refused.value)
+
+    await eventually(is_refused)
     for server in cluster.servers:
         run = facts(server.port, "commandstats")
         assert "cmdstat_set" in run and "cmdstat_wait" in run
@@ -260,23 +266,21 @@ async def test_an_index_serves_from_a_cluster(cluster: RedisCluster) -> None:
 
 
 async def test_without_any_member_calls_fail_in_time() -> None:
-    store = RedisIndexStore("redis+cluster://127.0.0.1:1,127.0.0.1:2", timeout_s=0.5)
-    started_at_s = time.monotonic()
+    store = RedisIndexStore("redis+cluster://127.0.0.1:1,127.0.0.1:2", timeout_s=NEVER_S)
     with pytest.raises(StoreUnavailable, match="no member of the Cluster"):
         await store.locations.read(KEYSPACE, [GroupRead(bytes(16), [bytes(8)])])
-    assert time.monotonic() - started_at_s < FAST_S
     await store.close()
 
 
 async def test_a_replica_that_takes_over_is_found() -> None:
-    with running_cluster() as cluster:
+    with running_cluster(node_timeout_ms=2000) as cluster:
         records = f"{PREFIX}:{{n}}:records".encode()
         lost = cluster.owner(records)
         replica = cluster.add_replica(lost)
         store, fence = await opened(cluster.url, PREFIX)
         heads = heads_at(cluster, lost, 4)
         await store.locations.apply(fence, [stored(fence, head) for head in heads])
-        assert ask(lost.port, "WAIT", "1", "5000") == 1
+        assert ask(lost.port, "WAIT", "1", "60000") == 1
         lost.kill()
         with pytest.raises(StoreUnavailable):
             await found(store, heads)
@@ -288,7 +292,7 @@ async def test_a_replica_that_takes_over_is_found() -> None:
                 return False
             return True
 
-        await eventually(announced, 20.0, "nobody took over")
+        await eventually(announced, message="nobody took over")
         assert await found(store, heads) == 4 and cluster.owner(records) is replica
         assert store.redis.failovers == 1
         await store.close()

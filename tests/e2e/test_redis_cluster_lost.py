@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -22,7 +21,7 @@ from tests.fixtures.redis_topologies import RedisCluster, running_cluster
 
 pytestmark = pytest.mark.e2e
 
-TIMEOUT_S = 2.0
+NEVER_S = 3600.0  # a store call that took its time would not end in that of a test
 GROUP = 16
 
 
@@ -55,16 +54,16 @@ class Lost:
         return Chain(self.keyspace, hashes)
 
     async def matched(self, chain: Chain, *, first: int = 0) -> int:
-        answer = await self.index.stub.Match(chain.query(len(chain.hashes) - first, first=first), timeout=10.0)
+        answer = await self.index.stub.Match(chain.query(len(chain.hashes) - first, first=first), timeout=60)
         return answer.matched_chunks
 
 
 @asynccontextmanager
 async def lost_in(cluster: RedisCluster) -> AsyncIterator[Lost]:
     prefix = f"t{secrets.token_hex(6)}"
-    store = RedisIndexStore(cluster.url, timeout_s=TIMEOUT_S, key_prefix=prefix)
+    store = RedisIndexStore(cluster.url, timeout_s=NEVER_S, key_prefix=prefix)
     try:
-        async with running_index(store, config=IndexConfig(lease_ttl_ms=120_000)) as index:
+        async with running_index(store, config=IndexConfig(lease_ttl_ms=600_000)) as index:
             yield Lost(cluster, prefix, index, await open_keyspace(index.stub))
     finally:
         await store.close()
@@ -78,14 +77,12 @@ async def test_a_match_ends_where_a_master_is_lost_and_is_no_error(cluster: Redi
             await node.announce(chain.added(range(4 * GROUP)))
             assert await one.matched(chain) == 4 * GROUP
         one.master.kill()
-        started_s = time.monotonic()
-        for _ in range(5):
+        for _ in range(5):  # a master that is known to be lost is not waited for
             assert await one.matched(inside) == 2 * GROUP
             assert await one.matched(inside, first=GROUP + 3) == GROUP - 3
             assert await one.matched(inside, first=2 * GROUP) == 0
             assert await one.matched(at_once) == 0
             assert await one.matched(elsewhere) == 4 * GROUP
-        assert time.monotonic() - started_s < TIMEOUT_S, "a master that is known to be lost is not waited for"
         one.master.start()
 
         async def is_back() -> bool:
@@ -95,7 +92,7 @@ async def test_a_match_ends_where_a_master_is_lost_and_is_no_error(cluster: Redi
                 await node.announce(inside.added(range(4 * GROUP)))
             return await one.matched(inside) == 4 * GROUP
 
-        await eventually(is_back, 15.0)
+        await eventually(is_back)
 
 
 async def test_announcements_for_a_lost_master_wait_and_keep_their_order(cluster: RedisCluster) -> None:
@@ -120,12 +117,12 @@ async def test_announcements_for_a_lost_master_wait_and_keep_their_order(cluster
                     del left[0]
             return not left
 
-        await eventually(are_sent, 15.0)
+        await eventually(are_sent)
 
         async def is_read() -> bool:
             return await one.matched(chain, first=1) >= GROUP
 
-        await eventually(is_read, 15.0)
+        await eventually(is_read)
         assert await one.matched(chain, first=1) == GROUP + 1
         assert await one.matched(chain) == 0
 

@@ -13,13 +13,14 @@ from kvpool.testing import eventually
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.redis_stats import PROBLEMS
 from tests.fixtures.index_server import running_index
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.redis_topologies import ask
 
 pytestmark = pytest.mark.e2e
 
 TIMEOUT_S = 0.3
-SLACK_S = 1.0  # this machine may be busy
+SLACK_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,18 @@ async def test_a_redis_that_hangs_costs_each_call_its_timeout(
     redis: RedisServer, store: RedisIndexStore, connected: bool
 ) -> None:
     if connected:
-        await append(store)
+        await eventually(lambda: works(store))
     redis.pause()
-    for _ in range(2):
+
+    async def all_fail_in_time() -> bool:
+        """Whether they did, unless this machine stood still meanwhile."""
         started_at_s = time.monotonic()
         errors = await failures(store, 8)
         assert all(isinstance(error, StoreUnavailable) for error in errors)
-        assert time.monotonic() - started_at_s < TIMEOUT_S + SLACK_S
+        return time.monotonic() - started_at_s < TIMEOUT_S + SLACK_S
+
+    for _ in range(2):
+        await eventually(all_fail_in_time)
     redis.resume()
     await eventually(lambda: works(store))
 
@@ -95,22 +101,21 @@ async def test_closing_ends_what_waits_with_an_error(redis: RedisServer, store: 
 
 
 async def test_a_redis_that_is_gone_is_not_stormed(redis: RedisServer, store: RedisIndexStore) -> None:
-    await append(store)
+    await eventually(lambda: works(store))
     redis.kill()
-    ends_at_s, calls = time.monotonic() + 1.0, 0
-    while time.monotonic() < ends_at_s:
+    started_at_s, calls = time.monotonic(), 0
+    while time.monotonic() < started_at_s + 1.0 or store.redis.failed_connects < 3:
         await failures(store, 8)
         calls += 8
-    attempts = store.redis.failed_connects
-    assert 3 <= attempts <= 40 and calls >= attempts, "pauses of 5 ms to 150 ms, with jitter"
+    attempts, passed_s = store.redis.failed_connects, time.monotonic() - started_at_s
+    assert attempts <= 20 + passed_s * 20 and calls >= attempts, "pauses of 5 ms to 150 ms, with jitter"
     redis.start()
-    started_at_s = time.monotonic()
-    await append(store)
-    assert time.monotonic() - started_at_s < TIMEOUT_S + SLACK_S
+    await eventually(lambda: works(store))
     assert store.redis.reconnects >= 1
 
 
-async def test_a_master_that_became_a_replica_is_left(redis: RedisServer, store: RedisIndexStore) -> None:
+async def test_a_master_that_became_a_replica_is_left(redis: RedisServer) -> None:
+    store = RedisIndexStore(redis.url, timeout_s=PATIENCE_S)
     await append(store)
     ask(redis.port, "REPLICAOF", "127.0.0.1", "1")
     connects = store.redis.connects
@@ -119,6 +124,7 @@ async def test_a_master_that_became_a_replica_is_left(redis: RedisServer, store:
     ask(redis.port, "REPLICAOF", "NO", "ONE")
     await append(store)
     assert store.redis.connects == connects + 1, "by a new connection, which may lead elsewhere"
+    await store.close()
 
 
 async def test_what_is_set_up_wrongly_is_told(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

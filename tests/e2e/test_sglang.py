@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.page_items import AcquireItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.connectors.sglang import HiCacheCalls
 from kvpool.testing import eventually_sync
 from tests.fixtures.direct_cluster import DirectCluster, direct_cluster
 from tests.fixtures.host_pools import MhaPool, MlaPool, StorageConfig, same_bits
+from tests.fixtures.patience import patient
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +56,7 @@ def filled(pool: MhaPool, pages: Sequence[int] = range(PAGES)) -> MhaPool:
 
 def stored(one: HiCacheCalls, pool: MhaPool, names: list[str]) -> None:
     assert one.batch_set_v1(names, pool.slots(list(range(len(names))))) == [True] * len(names)
-    eventually_sync(lambda: one.batch_exists(names) == len(names), 10.0)
+    eventually_sync(lambda: one.batch_exists(names) == len(names))
 
 
 def came(one: HiCacheCalls, pool: MhaPool, names: list[str], like: MhaPool) -> bool:
@@ -94,7 +94,7 @@ def test_prefix_keys_make_a_chain_that_any_split_finds(tmp_path: Path, chained: 
                 before = SimpleNamespace(prefix_keys=names[:first] or None)
                 written = one.batch_set_v1(names[first:end], pool.slots(list(range(first, end))), before)
                 assert all(written)
-            eventually_sync(lambda: one.batch_exists(names) == 20, 10.0)
+            eventually_sync(lambda: one.batch_exists(names) == 20)
             for first in (1, 16, 17, 19):
                 before = SimpleNamespace(prefix_keys=names[:first])
                 assert one.batch_exists(names[first:], before) == 20 - first
@@ -178,7 +178,7 @@ def test_a_corrupt_page_is_a_miss_and_is_dropped(tmp_path: Path) -> None:
             other = pool.slots([5, 6])
             assert one.batch_get_v1(names, other) == [True, False]
             assert one.describe()["corrupt_pages"] == 1
-            eventually_sync(lambda: one.batch_get_v1(names, other)[0], 10.0)
+            eventually_sync(lambda: one.batch_get_v1(names, other)[0])
             assert one.describe()["corrupt_pages"] == 1, "it was dropped; what the disk has is true"
             assert all(one.batch_set_v1(names, pool.slots([0, 1])))
             assert all(one.batch_get_v1(names, other)) and same_bits(pool.rows(6), pool.rows(1))
@@ -192,8 +192,8 @@ def flip(one: HiCacheCalls, endpoint: str, name: str) -> None:
 
     async def change() -> None:
         plan = SessionPlan(endpoint=endpoint, peer_name="test", keyspaces=((space.keyspace, space.space.spec),))
-        session = await PageStoreSession.open(plan, ClientConfig())
-        async with session.acquire([AcquireItem(space.page_key(place, 0))], wait_s=5) as answers:
+        session = await PageStoreSession.open(plan, patient())
+        async with session.acquire([AcquireItem(space.page_key(place, 0))], wait_s=60) as answers:
             async for answer in answers:
                 assert answer.slot is not None
                 with session.slot_view(answer.slot) as view:
@@ -211,7 +211,7 @@ def test_calls_with_tensors_of_single_pages(tmp_path: Path) -> None:
         with backend(cluster, pool) as one:
             assert one.set(names[0], pool.get_data_page(0))
             assert one.batch_set(names, [pool.get_data_page(0), pool.get_data_page(pool.page_size)])
-            eventually_sync(lambda: one.batch_exists(names) == 2, 10.0)
+            eventually_sync(lambda: one.batch_exists(names) == 2)
             empty = [torch.zeros_like(pool.get_data_page(0)) for _ in range(3)]
             got = one.batch_get([*names, "unknown"], empty)
             assert got[2] is None
@@ -234,8 +234,8 @@ def test_a_killed_pagestore_is_a_miss_until_it_is_back(tmp_path: Path) -> None:
             assert not one.describe()["connected"]
             cluster.store().start()
             cluster.store().wait_ready()
-            eventually_sync(lambda: all(one.batch_set_v1(names, slots)), 20.0)
-            eventually_sync(lambda: one.batch_exists(names) == PAGES, 10.0)
+            eventually_sync(lambda: all(one.batch_set_v1(names, slots)))
+            eventually_sync(lambda: one.batch_exists(names) == PAGES)
             other = MhaPool("page_first")
             with backend(cluster, other) as two:
                 assert came(two, other, names, pool)
@@ -245,26 +245,30 @@ def test_a_pagestore_that_stands_still_costs_the_deadline(tmp_path: Path) -> Non
     names = keys(PAGES)
     with direct_cluster(tmp_path) as cluster:
         pool = filled(MhaPool("page_first"))
+        with backend(cluster, pool) as patient_one:
+            stored(patient_one, pool, names)
         with backend(cluster, pool, load_timeout_s=0.3, connect_timeout_s=0.3) as one:
-            stored(one, pool, names)
+            other = pool.slots(list(range(PAGES)))
+            eventually_sync(lambda: all(one.batch_get_v1(names, other)))
             cluster.store().send(signal.SIGSTOP)
             try:
-                assert one.batch_get_v1(names, pool.slots(list(range(PAGES)))) == [False] * PAGES
+                assert one.batch_get_v1(names, other) == [False] * PAGES
             finally:
                 cluster.store().send(signal.SIGCONT)
-            other = pool.slots(list(range(PAGES)))
-            eventually_sync(lambda: all(one.batch_get_v1(names, other)), 20.0)
+            eventually_sync(lambda: all(one.batch_get_v1(names, other)))
 
 
 def test_an_index_that_is_away_is_a_miss_and_what_is_local_still_loads(tmp_path: Path) -> None:
     names = keys(PAGES)
     with direct_cluster(tmp_path) as cluster:
         pool = filled(MhaPool("page_first"))
+        with backend(cluster, pool) as patient_one:
+            stored(patient_one, pool, names)
         with backend(cluster, pool, match_timeout_s=0.3, connect_timeout_s=0.3) as one:
-            stored(one, pool, names)
+            slots = pool.slots(list(range(PAGES)))
+            eventually_sync(lambda: one.batch_exists(names) == PAGES and all(one.batch_get_v1(names, slots)))
             cluster.index.kill()
             assert one.batch_exists(names) == 0
-            slots = pool.slots(list(range(PAGES)))
             assert all(one.batch_get_v1(names, slots))
             assert all(one.batch_set_v1(keys(PAGES, "new"), slots))
         late = HiCacheCalls(StorageConfig(extra_config=cluster.settings(connect_timeout_s=0.3, model_revision="1")), {})
@@ -290,7 +294,7 @@ def test_clear_drops_the_pages_of_all_hosts(tmp_path: Path) -> None:
         with backend(cluster, pool) as one, backend(cluster, pool, "b") as two:
             stored(one, pool, names[:2])
             assert all(two.batch_set_v1(names[2:], pool.slots([2, 3, 4])))
-            eventually_sync(lambda: one.batch_exists(names) == PAGES, 10.0)
+            eventually_sync(lambda: one.batch_exists(names) == PAGES)
             assert one.clear()
-            eventually_sync(lambda: not any(map(one.exists, names)), 10.0)
+            eventually_sync(lambda: not any(map(one.exists, names)))
             assert not any(two.batch_get_v1(names, pool.slots(list(range(PAGES)))))

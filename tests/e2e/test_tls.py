@@ -15,7 +15,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
@@ -26,13 +25,14 @@ from kvpool.wire.tls_files import TlsFiles
 from tests.e2e.service_processes import Process, ServiceCluster, service_cluster
 from tests.fixtures.agent import EngineProcess, prompt, run_load, run_store
 from tests.fixtures.certificates import Authority
+from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import free_port
 from tests.fixtures.redis_tls import running_tls_redis
 
 pytestmark = pytest.mark.e2e
 
 CHUNKS = 4
-CLIENT = ClientConfig(connect_timeout_s=10.0, call_timeout_s=10.0, match_timeout_s=10.0)
+CLIENT = patient()
 SERVICES = ("index", "pagestore", "gpuagent")
 
 
@@ -89,7 +89,7 @@ async def share(cluster: SecureCluster, seed: int) -> None:
         stored = await run_store(sessions[source], engines[source].span(chain, range(CHUNKS)))
         assert stored.stored_chunks == CHUNKS
         for name in readers:
-            await eventually(lambda: matched(sessions[name], chain), 10.0)  # noqa: B023 - called before the next turn
+            await eventually(lambda: matched(sessions[name], chain))  # noqa: B023 - called before the next turn
             engines[name].clear()
             loaded = await run_load(sessions[name], engines[name].span(chain, range(CHUNKS)))
             assert loaded.loaded_chunks == CHUNKS, (name, loaded)
@@ -124,7 +124,7 @@ def variables_of(files: TlsFiles) -> dict[str, str]:
 
 def expiry_s(process: Process) -> float:
     """Of the certificate in use, by the metrics."""
-    with urllib.request.urlopen(process.ready["metrics_url"], timeout=10) as answer:
+    with urllib.request.urlopen(process.ready["metrics_url"], timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     name = '_certificate_expiry_timestamp_seconds{certificate="own"}'
     return next(float(line.split()[-1]) for line in lines if name in line)
@@ -169,10 +169,10 @@ async def test_servers_alone_may_have_certificates(tmp_path: Path) -> None:
                     health_pb2.HealthCheckRequest.SerializeToString,
                     health_pb2.HealthCheckResponse.FromString,
                 )
-                answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+                answer = await check(health_pb2.HealthCheckRequest(), timeout=60)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
         client = IndexClient(
-            ClientConfig(
+            patient(
                 index_endpoints=(cluster.services.index.ready["endpoint"],),
                 tls=TlsCredentials(TlsFiles(ca_file=cluster.client_files.ca_file)),
             )
@@ -185,7 +185,7 @@ def test_a_pagestore_says_in_its_log_why_its_index_is_out_of_reach(tmp_path: Pat
     index, stranger = Authority().issue(tmp_path / "index-tls"), Authority("other").issue(tmp_path / "strange")
     with service_cluster(tmp_path, flags={"index": flags_of(index), "pagestore": flags_of(stranger)}) as cluster:
         strange = cluster.pagestore("a")
-        eventually_sync(lambda: "does not come from an authority in this client's tls_ca_file" in strange.log(), 10.0)
+        eventually_sync(lambda: "does not come from an authority in this client's tls_ca_file" in strange.log())
         assert strange.wait_ready()  # it serves what it has, without an index
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tests.fixtures.gpu_cluster import GpuCluster, gpu_cluster
+from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import running_redis
 from tests.unit.connectors.tiny_models import prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 CHUNK, PROMPT_TOKENS, NEW_TOKENS = 64, 420, 8
@@ -41,7 +42,7 @@ def served(
                 prompt=prompt(PROMPT_TOKENS, seed=seed)[0].tolist(),
                 new_tokens=NEW_TOKENS,
                 device=request.param,
-                extra=settings | {"chunk_tokens": CHUNK, "min_load_tokens": 1, "match_timeout_s": 5.0} | extra,
+                extra=settings | {"chunk_tokens": CHUNK, "min_load_tokens": 1, "match_timeout_s": PATIENCE_S} | extra,
                 layout=layout,
                 block_tokens=block_tokens,
             )

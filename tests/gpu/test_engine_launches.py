@@ -121,8 +121,8 @@ async def test_an_engine_that_is_killed_while_it_launches_leaves_nothing_behind(
         pin(agent, Way.ENGINE)
         await child.ask("busy", on=True)
         child.send("store", seed=0)
-        await eventually(lambda: any(pool.slots_out for pool in world.pools), deadline_s=30.0)
+        await eventually(lambda: any(pool.slots_out for pool in world.pools))
         child.process.kill()
-        await eventually(lambda: not agent.engine.sessions, deadline_s=30.0)
+        await eventually(lambda: not agent.engine.sessions)
         assert not world.cluster.writing
         assert all(not pool.slots_out for pool in world.pools)

@@ -49,10 +49,10 @@ def test_an_engine_killed_in_the_middle_leaves_neither_mapping_nor_lease(
         child.start("load", rank="victim", seed=seed, chunks=CHUNKS, at=8, times=60)
         child.wait_event("progress")
     child.kill()
-    eventually_sync(lambda: "victim" not in names(host), 15)
-    eventually_sync(lambda: not host.cluster.leases(), 15)
+    eventually_sync(lambda: "victim" not in names(host))
+    eventually_sync(lambda: not host.cluster.leases())
     # As long as anybody maps it, its memory is not free.
-    eventually_sync(lambda: engine.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES, 15)
+    eventually_sync(lambda: engine.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES)
 
     expected = 8 if operation == "store" else 0  # what it stored before is there; what it did not commit is not
     engine.ask("write", rank=survivor, seed=seed, chunks=CHUNKS, at=0)
@@ -88,7 +88,7 @@ def test_an_agent_that_is_killed_does_not_hurt_the_engine(host: GpuHost) -> None
 
     agent.start()
     agent.wait_ready()
-    eventually_sync(lambda: not host.cluster.leases(), 20)
+    eventually_sync(lambda: not host.cluster.leases())
     engine.ask("reopen", **rank)
     assert engine.ask("done", request=engine.ask("load", **rank, seed=410, chunks=CHUNKS, at=8))["loaded"] == 8
     assert engine.ask("holds", **rank, seed=410, chunks=CHUNKS, at=8)

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(110)]
 DEVICE = "cuda:0"
 MODULE = "vllm_engine_process"
 AGENT = "vllm"
-LATE_S = 0.7
+LATE_S = 2.0
 MANY = 1500  # loads, which take a GPU a second or more
-RECOVERY_S = 40.0
+RECOVERY_S = 60.0
 SLACK_BYTES = 8 << 20  # a victim's cache has more
 Ranks = dict[str, Any]
 # What a backend's kernels may be given: blocks of 16, 32, 128 tokens, whole or as several of their own.
@@ -218,7 +218,7 @@ def test_an_agent_killed_during_loads_fails_them_by_their_blocks_and_the_engine_
     try:
         worker.child.ask("begin_load", rank=rank, seed=seed, chunks=6, at=6, times=times)
         if not stopped:
-            eventually_sync(lambda: worker.child.ask("some_load_ended", rank=rank), 20)
+            eventually_sync(lambda: worker.child.ask("some_load_ended", rank=rank))
         agent.kill()
         ended = worker.child.ask("end_load", rank=rank, times=times)
     finally:
@@ -248,10 +248,10 @@ def kill_an_engine(worker: Engines, seed: int) -> None:
     assert victim.ask("open", rank="victim", endpoint=endpoint, device=DEVICE, layout="LBNHC", block_tokens=16)
     assert victim.ask("store", rank="victim", seed=seed + 1, chunks=6)["failed"] == 0
     victim.ask("begin_load", rank="victim", seed=seed, chunks=6, at=6, times=MANY)
-    eventually_sync(lambda: victim.ask("some_load_ended", rank="victim"), 20)
+    eventually_sync(lambda: victim.ask("some_load_ended", rank="victim"))
     victim.kill()
-    eventually_sync(lambda: len(worker.cluster.status(AGENT).sessions) == 1, 15)
-    eventually_sync(lambda: not worker.cluster.leases(), 15)
+    eventually_sync(lambda: len(worker.cluster.status(AGENT).sessions) == 1)
+    eventually_sync(lambda: not worker.cluster.leases())
 
 
 def kills_and_leaves_nothing(worker: Engines, seed: int) -> bool:
@@ -262,7 +262,7 @@ def kills_and_leaves_nothing(worker: Engines, seed: int) -> bool:
     if DEVICE == "cpu":
         return True
     with suppress(AssertionError):
-        eventually_sync(lambda: worker.child.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES, 15)
+        eventually_sync(lambda: worker.child.ask("free_bytes", device=0) >= free_bytes - SLACK_BYTES)
         return True
     return False
 

@@ -24,6 +24,7 @@ from kvpool_server.interceptors import (
 from kvpool_server.interceptors.wrapping import Metadata
 from kvpool_server.listen import TcpAddress
 from kvpool_server.server import ControlServer
+from tests.fixtures.patience import PATIENCE_S
 
 SERVICE = "test.Echo"
 LOOPBACK = TcpAddress("127.0.0.1", 0)
@@ -147,7 +148,7 @@ class Client:
     def as_tenant(self, tenant: str | None) -> "Client":
         return Client(self.target, self.channel, tenant)
 
-    def call(self, method: str, request: bytes, timeout_s: float | None = 10) -> Any:
+    def call(self, method: str, request: bytes, timeout_s: float | None = PATIENCE_S) -> Any:
         path = f"/{SERVICE}/{method}"
         options: dict[str, Any] = {"timeout": timeout_s, "metadata": self.metadata}
         if method == "Download":
@@ -158,14 +159,14 @@ class Client:
             return self.channel.stream_stream(path)(iter([b"first", request]), **options)
         return self.channel.unary_unary(path)(request, **options)
 
-    async def last(self, method: str, request: bytes, timeout_s: float | None = 10) -> bytes:
+    async def last(self, method: str, request: bytes, timeout_s: float | None = PATIENCE_S) -> bytes:
         call = self.call(method, request, timeout_s)
         if method in ("Download", "Talk"):
             responses = [response async for response in call]
             return bytes(responses[-1])
         return bytes(await call)
 
-    async def failure(self, method: str, request: bytes, timeout_s: float | None = 10) -> Any:
+    async def failure(self, method: str, request: bytes, timeout_s: float | None = PATIENCE_S) -> Any:
         """The grpc.RpcError of a call made by the thread client, which unlike grpc.aio never loses a status."""
 
         def call() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Lock
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from kvpool.testing import eventually_sync
+from kvpool.testing import ManualClock, eventually_sync
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
+from kvpool_pagestore import bulk_watch
 from kvpool_pagestore.bulk_servicer import BulkLimits
+from kvpool_pagestore.bulk_watch import StreamWatch
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
-from tests.grpc.test_bulk_reads import drained, fill, read, read_request
+from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
 from tests.grpc.test_bulk_writes import frames_of, requests
 
 FAR_S = 9 * 365 * 86400.0  # a deadline that nobody lives to see
@@ -39,7 +42,7 @@ def test_a_writer_that_says_nothing_more_is_let_go(sent: int, deadline_s: float 
 
     def unfinished() -> Iterator[pb.WritePagesRequest]:
         yield from list(requests(frames_of(0, bytes(sealed_page(0, 200_000)))))[:sent]
-        hold.wait(10)
+        hold.wait(60)
 
     with one_thread(gateway, IDLE) as (endpoint, stub):
         call = stub.WritePages(unfinished(), timeout=deadline_s)
@@ -56,7 +59,7 @@ def test_a_reader_that_takes_nothing_more_is_let_go(deadline_s: float | None) ->
     fill(gateway)
     with one_thread(gateway, IDLE) as (endpoint, stub):
         call = stub.ReadPages(read_request(40), timeout=deadline_s)
-        next(call)
+        begun(gateway, call)
         serves_others(gateway, endpoint)
         with pytest.raises(grpc.RpcError):
             list(call)
@@ -68,21 +71,49 @@ def test_a_deadline_beyond_the_cap_does_not_lift_it() -> None:
     fill(gateway)
     with one_thread(gateway, BulkLimits(stream_cap_s=0.2)) as (endpoint, stub):
         call = stub.ReadPages(read_request(40), timeout=FAR_S)
-        next(call)
+        begun(gateway, call)
         serves_others(gateway, endpoint)
         call.cancel()
 
 
-def test_who_keeps_moving_is_not_let_go() -> None:
-    gateway, pause = MemoryGateway(), Event()
+class NoTimer:
+    """In the place of threading.Timer: nothing happens by itself."""
+
+    daemon = False
+
+    def __init__(self, delay_s: float, happens: Callable[[], None]) -> None: ...
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class Looking(StreamWatch):
+    """A watch that looks when its stream has moved, after most of the time that it may idle."""
+
+    clock = ManualClock()
+    moved_count = 0
+
+    def moved(self) -> None:
+        super().moved()
+        Looking.moved_count += 1
+        self.clock.advance(0.9 * IDLE.idle_timeout_s)
+        self._look()
+
+
+def test_who_keeps_moving_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = MemoryGateway()
     page = bytes(sealed_page(0, 400_000))
+    monkeypatch.setattr(bulk_watch, "StreamWatch", Looking)
+    monkeypatch.setattr(bulk_watch, "time", SimpleNamespace(monotonic=Looking.clock.monotonic_s))
+    monkeypatch.setattr(bulk_watch, "threading", SimpleNamespace(Lock=Lock, Timer=NoTimer))
+    monkeypatch.setattr(Looking, "moved_count", 0)
 
     def slow() -> Iterator[pb.WritePagesRequest]:
-        for request in requests(frames_of(0, page)):
-            pause.wait(0.1)  # seven pieces: longer in all than a stream may idle
-            yield request
+        yield from requests(frames_of(0, page))  # eight messages: longer in all than a stream may idle
 
-    with one_thread(gateway, BulkLimits(idle_timeout_s=0.4)) as (_, stub):
-        (answer,) = stub.WritePages(slow(), timeout=10)
+    with one_thread(gateway, IDLE) as (_, stub):
+        (answer,) = stub.WritePages(slow(), timeout=60)
         assert answer.admission == pb.ADMISSION_RESERVED
         eventually_sync(lambda: drained(gateway))
+    assert Looking.moved_count == 8

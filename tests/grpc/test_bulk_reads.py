@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -57,7 +58,7 @@ def read(
         KEYSPACES,
         items,
         lambda *report: reports.append(report),
-        timeout_s=10,
+        timeout_s=60,
         expected_incarnation=expected_incarnation,
     )
     client.close()
@@ -81,7 +82,7 @@ def test_pages_arrive_bit_for_bit_in_windows(gateway: MemoryGateway, endpoint: s
 def test_stock_protobuf_reads_the_same_pages(gateway: MemoryGateway, channel: grpc.Channel) -> None:
     pages = [gateway.store(number, 100_000) for number in range(2)]
     stub = pb_grpc.PageTransferServiceStub(channel)
-    frames = list(stub.ReadPages(read_request(3, frame_bytes=64 << 10), timeout=10))
+    frames = list(stub.ReadPages(read_request(3, frame_bytes=64 << 10), timeout=60))
     first = [frame for frame in frames if frame.item_index == 0]
     assert [(frame.outcome, frame.page_bytes, frame.offset) for frame in first] == [
         (pb.OUTCOME_HIT, len(pages[0]), 0),
@@ -119,7 +120,7 @@ def test_another_incarnation_is_refused(gateway: MemoryGateway, endpoint: str, c
         (1, StaleIncarnation, False),
     ]
     with pytest.raises(grpc.RpcError) as raised:
-        list(pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(1, expected_incarnation=1), timeout=10))
+        list(pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(1, expected_incarnation=1), timeout=60))
     assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -138,7 +139,7 @@ def test_malformed_requests_name_what_is_wrong(
     gateway: MemoryGateway, channel: grpc.Channel, request_message: pb.ReadPagesRequest, part: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as raised:
-        list(pb_grpc.PageTransferServiceStub(channel).ReadPages(request_message, timeout=10))
+        list(pb_grpc.PageTransferServiceStub(channel).ReadPages(request_message, timeout=60))
     error = error_from_rpc(raised.value)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert isinstance(error, InvalidRequest) and part in error.message
@@ -152,9 +153,16 @@ def fill(gateway: MemoryGateway) -> None:
         gateway.store(number, 1 << 20)
 
 
+def begun(gateway: MemoryGateway, call: Any) -> None:
+    """Take a first frame, unless the stream has ended before: this machine may stand still for so long."""
+    eventually_sync(lambda: gateway.opened_count > 0)
+    with suppress(grpc.RpcError):
+        next(call)
+
+
 def test_a_reader_that_cancels_gives_its_leases_back(gateway: MemoryGateway, channel: grpc.Channel) -> None:
     fill(gateway)
-    call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=10)
+    call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=60)
     next(call)
     assert gateway.lease_count == 3
     call.cancel()
@@ -163,8 +171,15 @@ def test_a_reader_that_cancels_gives_its_leases_back(gateway: MemoryGateway, cha
 
 def test_a_reader_whose_deadline_passes_gives_its_leases_back(gateway: MemoryGateway, channel: grpc.Channel) -> None:
     fill(gateway)
-    call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=0.3)
-    next(call)
+
+    def reached() -> bool:
+        """Whether the call came to the server before its deadline."""
+        call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=0.3)
+        with suppress(grpc.RpcError):
+            next(call)
+        return gateway.opened_count > 0
+
+    eventually_sync(reached)
     eventually_sync(lambda: drained(gateway))
 
 
@@ -191,7 +206,7 @@ def test_a_reader_that_is_killed_gives_its_leases_back(gateway: MemoryGateway, e
 def test_streams_are_bounded_and_the_surplus_is_refused_at_once(gateway: MemoryGateway) -> None:
     fill(gateway)
     with bulk_server(gateway, threads=1) as endpoint, grpc.insecure_channel(endpoint) as channel:
-        slow = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=10)
+        slow = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40), timeout=60)
         next(slow)
         _, reports = read(endpoint, [100])
         assert isinstance(reports[0][1], Overloaded)
@@ -204,7 +219,7 @@ def test_a_stream_without_deadline_is_ended_by_the_cap(gateway: MemoryGateway) -
     limits = BulkLimits(stream_cap_s=0.2)
     with bulk_server(gateway, limits=limits) as endpoint, grpc.insecure_channel(endpoint) as channel:
         call = pb_grpc.PageTransferServiceStub(channel).ReadPages(read_request(40))
-        next(call)
+        begun(gateway, call)
         eventually_sync(lambda: drained(gateway))
         with pytest.raises(grpc.RpcError):
             list(call)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.hashing import Chain
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink, NodeLinkConfig
@@ -32,17 +31,14 @@ from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_server import RunningIndex, running_index
+from tests.fixtures.patience import patient
 from tests.unit.client.servers import SPEC
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host", endpoint="127.0.0.1:9", capacity_bytes=1)
 
 
 def client_of(index: RunningIndex) -> IndexClient:
-    return IndexClient(
-        ClientConfig(
-            index_endpoints=(index.endpoint,), match_timeout_s=5.0, backoff_initial_s=0.005, backoff_max_s=0.02
-        )
-    )
+    return IndexClient(patient(index_endpoints=(index.endpoint,), backoff_initial_s=0.005, backoff_max_s=0.02))
 
 
 class Node:
@@ -100,7 +96,7 @@ class Node:
 
 @asynccontextmanager
 async def world(store: MemoryIndexStore | None = None, **bounds: int) -> AsyncGenerator[tuple[IndexClient, Node]]:
-    async with running_index(store, config=IndexConfig(max_batch_items=8)) as index:
+    async with running_index(store, config=IndexConfig(max_batch_items=8, lease_ttl_ms=600_000)) as index:
         client = client_of(index)
         opened = await client.open_keyspace("chat", SPEC)
         chain = Chain.of(opened.hash_key, list(range(16 * 40)), 16)
@@ -185,7 +181,7 @@ async def test_a_newer_process_of_the_node_ends_the_older_one() -> None:
         newer = await client.register_node(NODE)
         assert newer.incarnation > node.link.incarnation
         node.put(1)
-        await eventually(lambda: node.superseded, deadline_s=15)
+        await eventually(lambda: node.superseded)
 
 
 async def test_a_wrong_location_is_reported_away() -> None:

@@ -5,10 +5,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
-from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import ChainMatch, ChainQuery, HeartbeatEvent
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.testing import ManualClock, eventually
@@ -17,6 +15,7 @@ from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import GRID, Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import RunningIndex, running_index
+from tests.fixtures.patience import patient
 
 
 class Asking:
@@ -24,7 +23,7 @@ class Asking:
 
     def __init__(self, index: RunningIndex, keyspace: bytes) -> None:
         self.clock = ManualClock()
-        self.client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), match_timeout_s=10.0))
+        self.client = IndexClient(patient(index_endpoints=(index.endpoint,)))
         self.answered_by: list[MatchedBy] = []
         self.heard = 0  # events
         self.replica = LocationReplica(
@@ -71,9 +70,15 @@ async def asking(index: RunningIndex, keyspace: bytes) -> AsyncIterator[Asking]:
 
 
 @pytest.fixture
-async def index() -> AsyncIterator[RunningIndex]:
-    clock = SystemClock()  # it stamps what a replica judges by its age
-    async with running_index(MemoryIndexStore(clock), clock=clock, config=IndexConfig(lease_ttl_ms=600_000)) as running:
+def index_clock() -> ManualClock:
+    """It stamps what a replica judges by its age: nothing is old because this machine stood still."""
+    return ManualClock()
+
+
+@pytest.fixture
+async def index(index_clock: ManualClock) -> AsyncIterator[RunningIndex]:
+    config = IndexConfig(lease_ttl_ms=600_000)
+    async with running_index(MemoryIndexStore(index_clock), clock=index_clock, config=config) as running:
         yield running
 
 
@@ -123,13 +128,14 @@ async def test_what_is_removed_or_dies_is_not_named(index: RunningIndex) -> None
         assert one.answered_by[-1] is MatchedBy.INDEX
 
 
-async def test_a_silent_index_is_not_trusted(index: RunningIndex) -> None:
+async def test_a_silent_index_is_not_trusted(index: RunningIndex, index_clock: ManualClock) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     await node.announce(chain.added(range(40)))
     async with asking(index, chain.keyspace) as one:
         await eventually(lambda: one.replica.is_current)
         await one.match(chain)
         one.clock.advance(3.1)
+        index_clock.advance(3.1)
         assert await one.last(chain) is MatchedBy.INDEX
         await eventually(lambda: one.replica.is_current)
         assert await one.last(chain) is MatchedBy.REPLICA
@@ -165,7 +171,7 @@ async def test_a_watch_that_took_long_to_open_is_opened_anew(
             clock.advance(40.0)
         return asked[-1]
 
-    client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), backoff_initial_s=0.01))
+    client = IndexClient(patient(index_endpoints=(index.endpoint,), backoff_initial_s=0.01))
     ages_ms = list[int]()
     async with aclosing(client.watch(for_replica=True, now_s=now_s)) as events:
         async for event in events:

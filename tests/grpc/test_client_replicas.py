@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import StoreUnavailable
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from tests.fixtures.index_server import running_index
+from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import free_port
 from tests.unit.client.servers import SPEC
 
@@ -25,11 +25,11 @@ async def test_a_replica_that_has_lost_its_store_is_left_for_one_that_has_not() 
     cut_off = RedisIndexStore(f"redis://127.0.0.1:{free_port()}/0", timeout_s=0.05)
     async with running_index(cut_off) as first, running_index() as second:
         both = (first.endpoint, second.endpoint)
-        client = IndexClient(ClientConfig(index_endpoints=both, match_timeout_s=5.0, backoff_initial_s=0.005))
+        client = IndexClient(patient(index_endpoints=both, backoff_initial_s=0.005))
         with pytest.raises(StoreUnavailable):
             await client.open_keyspace("name", SPEC)
         opened = await client.open_keyspace("name", SPEC)
-        matches = IndexClient(ClientConfig(index_endpoints=both, match_timeout_s=5.0))
+        matches = IndexClient(patient(index_endpoints=both))
         query = ChainQuery(keyspace=opened.keyspace, chunk_hashes=b"h" * 16)
         with pytest.raises(StoreUnavailable):
             await matches.match_stream.match(query)
@@ -62,7 +62,7 @@ async def test_one_name_of_several_replicas_leads_to_another_when_one_has_lost_i
 
 
 def client_at(endpoint: str) -> IndexClient:
-    return IndexClient(ClientConfig(index_endpoints=(endpoint,), match_timeout_s=5.0, backoff_initial_s=0.005))
+    return IndexClient(patient(index_endpoints=(endpoint,), backoff_initial_s=0.005))
 
 
 @asynccontextmanager

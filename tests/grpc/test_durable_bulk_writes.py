@@ -23,7 +23,7 @@ def write(store: Served, world: World, numbers: range) -> list[tuple[KvPoolError
         told[index] = error, page_key(numbers[index]) in {page.key for page in world.memory.scan()}
 
     client = PageTransferClient(store.node.bulk_endpoint)
-    client.write_pages(KEYSPACES, items, on_page, timeout_s=10)
+    client.write_pages(KEYSPACES, items, on_page, timeout_s=60)
     client.close()
     return [told[index] for index in range(len(items))]
 

@@ -47,7 +47,7 @@ async def put(node: Served, numbers: list[int]) -> None:
             wrong.append(error)
 
     try:
-        await asyncio.to_thread(client.write_pages, KEYSPACES, items, settled, timeout_s=10.0, require_durable=True)
+        await asyncio.to_thread(client.write_pages, KEYSPACES, items, settled, timeout_s=60, require_durable=True)
     finally:
         client.close()
     assert not wrong

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.engine_hold import GpuMemoryHold
 from kvpool.client.engine_items import load_to_proto, store_to_proto
 from kvpool.client.hashing import Chain
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest
@@ -28,12 +29,12 @@ async def test_a_cancelled_request_gives_the_slot_of_an_event_back_that_never_fi
         span = engine.span(prompt(session, 2), range(2))
         event = engine.record()
         handle: Any = await (
-            session.store(span, after=event) if how == "store" else session.load(span, wait_s=30, after=event)
+            session.store(span, after=event) if how == "store" else session.load(span, wait_s=60, after=event)
         )
         engine.slots.give_back(event)
         await one.asked()
         handle.cancel()
-        outcome = await handle.done(10.0)
+        outcome = await handle.done(60)
         assert set(outcome.failed) == {0, 1}
         assert handle.hold_ended
         await eventually(lambda: engine.slots.free_count == 1)
@@ -67,13 +68,13 @@ async def test_a_load_whose_event_does_not_fire_ends_at_its_deadline() -> None:
         await run_store(session, engine.span(chain, range(1)))
         event = engine.record()
         handle = await session.load(engine.span(chain, range(1), at=5), wait_s=0.05, after=event)
-        outcome = await handle.done(10.0)
+        outcome = await handle.done(60)
         assert isinstance(outcome.error, DeadlineExceeded)
         assert "scatter" not in one.gpu.log
 
-        handle = await session.load(engine.span(chain, range(1), at=5), wait_s=30, after=engine.record())
+        handle = await session.load(engine.span(chain, range(1), at=5), wait_s=60, after=engine.record())
         engine.finish(EngineEvent(slot=1, generation=1))
-        assert (await handle.done(10.0)).loaded_chunks == 1
+        assert (await handle.done(60)).loaded_chunks == 1
         assert one.gpu.log[-2:] == ["passed 1", "scatter"]
         assert await session.close()
         engine.close()
@@ -94,7 +95,7 @@ async def test_an_engine_killed_with_events_pending_leaves_nothing() -> None:
             await raw.send(3, load=load_to_proto(span, 60_000, event))
             await one.asked()
             assert hold.lent[0].is_lent()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await hold.ended()
         assert one.cache.closed
         await eventually(lambda: not one.agent.engine.sessions)
@@ -111,11 +112,12 @@ async def test_a_live_agent_that_ends_a_session_lets_go_at_once() -> None:
         handle = await session.store(engine.span(prompt(session, 1), range(1)), after=event)
         engine.slots.give_back(event)
         await one.asked()
-        started_s = asyncio.get_running_loop().time()
+        hold = session._hold
+        assert isinstance(hold, GpuMemoryHold)
+        hold._driver_grace_s = 3600.0  # the agent has said that it has let go, so nobody waits for its driver
         await one.agent.engine.close()  # as a drain does
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await session.released.wait()
-        assert asyncio.get_running_loop().time() - started_s < 0.9  # no grace period: the agent has said so
         assert handle.hold_ended
         assert engine.slots.free_count == 2
         await session.close()

@@ -47,7 +47,7 @@ async def test_a_store_is_gathered_only_after_the_engines_work() -> None:
 
         engine.compute(chain, range(3))  # what the engine's kernels write last
         engine.finish(event)
-        outcome = await handle.done(10.0)
+        outcome = await handle.done(60)
         assert outcome.stored_chunks == 3
         assert one.gpu.log[:2] == ["passed 0", "gather"]
         assert one.gpu.log.count("passed 0") == 1
@@ -69,15 +69,15 @@ async def test_a_slot_is_handed_out_again_only_after_its_wait() -> None:
         engine.slots.give_back(first)
         with pytest.raises(DeadlineExceeded, match="none of 1 events"):
             await engine.slots.take_async(0.02)
-        taking = asyncio.ensure_future(engine.slots.take_async(5.0))
+        taking = asyncio.ensure_future(engine.slots.take_async(60))
         await one.asked()
         assert not taking.done()
         engine.finish(first)
         second = await taking
         assert (second.slot, second.generation) == (0, 2)
-        await store.done(10.0)
+        await store.done(60)
         handle = await session.store(engine.span(chain, range(1, 2)), after=second)
-        assert (await handle.done(10.0)).stored_chunks == 1
+        assert (await handle.done(60)).stored_chunks == 1
         engine.slots.give_back(second)
         assert await session.close()
         engine.close()
@@ -94,10 +94,10 @@ async def test_requests_share_one_event_and_its_slot_comes_back_once() -> None:
         stores = [await session.store(span, after=event) for span in spans]
         await one.asked()
         engine.finish(event)
-        assert [(await store.done(10.0)).stored_chunks for store in stores] == [1, 1, 1]
+        assert [(await store.done(60)).stored_chunks for store in stores] == [1, 1, 1]
         # It has passed long ago, and is still the engine's to name.
         late = await session.store(engine.span(chain, [3], at=3), after=event)
-        assert (await late.done(10.0)).stored_chunks == 1
+        assert (await late.done(60)).stored_chunks == 1
         assert engine.slots.free_count == 0
         engine.slots.give_back(event)
         assert engine.slots.free_count == 1
@@ -117,7 +117,7 @@ async def test_a_deduplicated_store_gives_its_slot_back() -> None:
         engine.finish(event)
         handle = await session.store(engine.span(chain, range(2)), after=event)
         engine.slots.give_back(event)
-        assert (await handle.done(10.0)).deduplicated_chunks == 2
+        assert (await handle.done(60)).deduplicated_chunks == 2
         assert one.gpu.log == ["passed 0"]
         assert engine.slots.free_count == 1
         assert await session.close()
@@ -154,7 +154,7 @@ async def test_a_successor_of_a_broken_session_takes_over_its_events() -> None:
         handle = await successor.store(engine.span(chain, range(1)), after=again)
         engine.slots.give_back(again)
         engine.finish(again)
-        assert (await handle.done(10.0)).stored_chunks == 1
+        assert (await handle.done(60)).stored_chunks == 1
         assert await successor.close()
         engine.close()
 
@@ -170,7 +170,7 @@ async def test_the_pool_gives_events_back_and_its_loads_begin_layer_by_layer() -
         ticket = await pool.store(chain, table, first_chunk=0, end_chunk=5, after=event)
         await one.asked()
         engine.finish(event)
-        assert (await ticket.report(10.0)).stored_chunks == 5
+        assert (await ticket.report(60)).stored_chunks == 5
         assert engine.slots.free_count == 1
         with pytest.raises(InvalidRequest):
             await pool.store(chain, table, first_chunk=0, end_chunk=9, after=engine.record())
@@ -205,7 +205,7 @@ async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
                 storing = pool.store(chain, table, first_chunk=0, end_chunk=3, after=event)
                 engine.compute(chain, range(3))
                 engine.finish(event)
-                assert storing.report(10.0).stored_chunks == 3
+                assert storing.report(60).stored_chunks == 3
                 engine.clear()
                 event = engine.record()
                 loading = pool.begin_load(chain, table, first_chunk=0, end_chunk=3, after=event)
@@ -213,11 +213,11 @@ async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
                     wait_for_layers(loading, 1, timeout_s=0.02)
                 assert loading.layers_loaded == 0
                 engine.finish(event)
-                assert wait_for_layers(loading, SPEC.group.layers, timeout_s=10.0)
+                assert wait_for_layers(loading, SPEC.group.layers, timeout_s=60)
                 assert wait_for_layers(loading, 1)
                 assert engine.holds(chain, range(3))
                 assert loading.failed_chunks == ()
-                return loading.report(10.0).loaded_chunks
+                return loading.report(60).loaded_chunks
 
         assert await asyncio.to_thread(use_pool) == 3
         assert engine.slots.free_count == 2

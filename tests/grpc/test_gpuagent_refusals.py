@@ -125,8 +125,8 @@ async def test_requests_beyond_the_limit_are_refused_while_answers_still_come() 
         handles = [await session.store(engine.span(chain, [chunk])) for chunk in range(6)]
         for handle in handles[2:]:
             with pytest.raises(Overloaded):
-                await handle.done(5)
+                await handle.done(60)
         world.faults.gates["reserve"].set()
-        assert (await handles[0].done(5)).stored_chunks == 1
+        assert (await handles[0].done(60)).stored_chunks == 1
         await session.close()
         engine.close()

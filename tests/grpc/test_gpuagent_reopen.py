@@ -73,7 +73,7 @@ async def test_registering_again_waits_for_the_copies_of_the_broken_session() ->
         chain = prompt(session, 2)
         engine.compute(chain, range(2))
         await run_store(session, engine.span(chain, range(2)))
-        handle = await session.load(engine.span(chain, range(2)), wait_s=30)
+        handle = await session.load(engine.span(chain, range(2)), wait_s=60)
         await eventually(lambda: device.caches[0].scattering > 0)
 
         opening = asyncio.ensure_future(session.reopen())
@@ -85,7 +85,7 @@ async def test_registering_again_waits_for_the_copies_of_the_broken_session() ->
         held = handle.hold_ended
         assert not held
         device.gate.set()
-        again = await asyncio.wait_for(opening, 10)
+        again = await asyncio.wait_for(opening, 60)
         assert handle.hold_ended
         await eventually(lambda: len(agent.engine.sessions) == 1)
         assert world.pools[0].closed

@@ -103,9 +103,9 @@ async def test_progress_comes_layer_by_layer_group() -> None:
         await run_store(session, engine.span(chain, range(2)))
         seen: list[tuple[int, tuple[int, ...]]] = []
         handle = await session.load(
-            engine.span(chain, range(2)), wait_s=5, on_progress=lambda *progress: seen.append(progress)
+            engine.span(chain, range(2)), wait_s=60, on_progress=lambda *progress: seen.append(progress)
         )
-        await handle.done(5)
+        await handle.done(60)
         assert seen == [(4, ())]  # this small a grid has one layer group
         await session.close()
         engine.close()
@@ -194,7 +194,7 @@ async def test_retention_reaches_the_pages() -> None:
         session = await engine.open()
         chain = prompt(session, 1)
         handle = await session.store(engine.span(chain, range(1)), retention=Retention(ttl_ms=9, priority=-2))
-        await handle.done(5)
+        await handle.done(60)
         kept = world.pools[0].wishes[0].metadata
         assert (kept.ttl_ms, kept.priority) == (9, -2)
         await session.close()
@@ -209,7 +209,7 @@ async def test_retention_of_token_ranges_and_the_prompt_length_reach_the_pages()
         chain = prompt(session, 3)
         pinned = RetentionRange(0, 1, Retention(pinned_until_us=5))
         wanted = PromptRetention((pinned,), Retention(ttl_ms=9))
-        await (await session.store(engine.span(chain, range(3)), retention=wanted)).done(5)
+        await (await session.store(engine.span(chain, range(3)), retention=wanted)).done(60)
         kept = {wish.metadata.chunk_index: wish.metadata for wish in world.pools[0].wishes}
         assert [(kept[index].pinned_until_us, kept[index].ttl_ms) for index in range(3)] == [(5, 0), (0, 9), (0, 9)]
         with pytest.raises(InvalidRequest, match="token_count"):
@@ -249,7 +249,7 @@ async def test_a_cancelled_load_ends_soon_and_says_so() -> None:
         held = handle.hold_ended
         assert not held
         handle.cancel()
-        outcome = await handle.done(5)
+        outcome = await handle.done(60)
         assert (outcome.loaded_chunks, outcome.failed) == (0, (0, 1))
         assert isinstance(outcome.error, Stopped)
         assert handle.hold_ended
@@ -264,7 +264,7 @@ async def test_a_store_whose_blocks_were_not_kept_leaves_nothing() -> None:
         session = await engine.open()
         chain = prompt(session, 2)
         handle = await session.store(engine.span(chain, range(2)), kept=lambda chunk_count: False)
-        outcome = await handle.done(5)
+        outcome = await handle.done(60)
         assert outcome.stored_chunks == 0
         assert isinstance(outcome.failed[0], Stopped)
         assert not world.cluster.pages

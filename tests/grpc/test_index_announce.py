@@ -125,7 +125,7 @@ async def test_a_stream_of_an_old_epoch_is_refused(index: RunningIndex) -> None:
 
 async def test_a_node_that_slept_through_its_lease_poisons_nothing() -> None:
     clock = ManualClock()
-    async with running_index(MemoryIndexStore(clock), clock=clock) as index:
+    async with running_index(MemoryIndexStore(clock), clock=clock, config=IndexConfig(lease_ttl_ms=5000)) as index:
         chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
         async with node.announcing() as stream:
             await stream.send(chain.added([0]))

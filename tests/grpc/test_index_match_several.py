@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import ChainMatch
 from kvpool.core.errors import KvPoolError
-from kvpool.testing import eventually
+from kvpool.testing import ManualClock, eventually
 from kvpool.v1 import index_pb2
 from kvpool.wire.convert_matches import answers_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
@@ -107,7 +106,7 @@ async def test_the_limit_is_told(index: RunningIndex) -> None:
 
 
 async def test_several_questions_are_one_round_of_the_store() -> None:
-    store = MemoryIndexStore(SystemClock())
+    store = MemoryIndexStore(ManualClock())
     rounds = list[int]()
     read_chains = store.locations.read_chains
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown
 from tests.fixtures.index_node import DISK, GRID, Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import running_index
+from tests.fixtures.patience import patient
 
 
 async def test_hosts_come_best_first() -> None:
@@ -18,7 +18,7 @@ async def test_hosts_come_best_first() -> None:
         await FakeNode(index.stub, b"e" * 16, host_id="empty").register()
         await near.announce(chain.added(range(30)))
         await far.announce([*chain.added(range(20), shards=GRID & 0xFF), *chain.added(range(40), tier=DISK)])
-        client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,), match_timeout_s=10.0))
+        client = IndexClient(patient(index_endpoints=(index.endpoint,)))
         hashes = b"".join(chain.hashes)
         query = ChainQuery(keyspace=chain.keyspace, chunk_hashes=hashes, host_id="empty")
         answer = await client.route(query, with_unmatched=True)

@@ -1,7 +1,6 @@
 """What restarts leave behind in the store goes again, also if no match ever meets it."""
 
-from kvpool.core.clock import SystemClock
-from kvpool.testing import eventually
+from kvpool.testing import ManualClock, eventually
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.ports import IndexStore
@@ -41,7 +40,7 @@ async def test_what_a_node_has_that_registered_elsewhere_stays(index: RunningInd
 
 
 async def test_it_is_done_from_time_to_time() -> None:
-    store = MemoryIndexStore(clock=SystemClock())
+    store = MemoryIndexStore(ManualClock())
     async with running_index(store, config=IndexConfig(sweep_interval_s=0.01)) as index:
         chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
         await node.announce(chain.added(range(4)))

@@ -133,14 +133,15 @@ async def test_sixty_four_watchers_share_one_reader_and_one_conversion(
 
     async def counted(stream: int, after: str, *, limit: int, wait_s: float) -> object:
         nonlocal reads
-        reads += 1
-        return await read(stream, after, limit=limit, wait_s=wait_s)
+        entries = await read(stream, after, limit=limit, wait_s=wait_s)
+        reads += bool(entries)  # those that wait in vain are repeated as long as it takes
+        return entries
 
     monkeypatch.setattr(store.events, "read", counted)
     await node.announce(chain.added(range(16)))
     for watch in watches:
         assert len((await watch.next("chunks")).chunks.events) == 16
-    assert reads <= 2 * store.events.stream_count
+    assert reads <= store.events.stream_count
     for watch in watches:
         watch.call.cancel()
 

@@ -87,7 +87,7 @@ async def test_every_bad_page_is_refused_by_its_item_and_never_visible() -> None
                 for one, _ in cases():
                     yield pb.WritePagesRequest(frame=one)
 
-            answers = [answer async for answer in stub.WritePages(requests(), timeout=20)]
+            answers = [answer async for answer in stub.WritePages(requests(), timeout=60)]
             assert [(one.item_index, one.error.reason) for one in answers] == [
                 (index, reason) for index, (_, reason) in enumerate(cases())
             ]
@@ -96,6 +96,6 @@ async def test_every_bad_page_is_refused_by_its_item_and_never_visible() -> None
 
             keys = [page_key(index).pack() for index in range(10)] + [GOOD.pack()]
             request = pb.ReadPagesRequest(keyspaces=keyspaces, keys=keys)
-            frames = [one async for one in stub.ReadPages(request, timeout=20)]
+            frames = [one async for one in stub.ReadPages(request, timeout=60)]
             assert [one.outcome for one in frames] == [pb.OUTCOME_MISS] * 10 + [pb.OUTCOME_HIT]
             assert frames[-1].data == sealed_page(GOOD)

@@ -68,7 +68,7 @@ def push(
         KEYSPACES,
         list(pages()),
         lambda index, admission, error: answers.append((admission, error)),
-        timeout_s=10,
+        timeout_s=60,
         require_durable=True,
     )
     return answers
@@ -120,7 +120,7 @@ async def test_a_node_without_an_index_cannot_be_drained_and_says_so() -> None:
     with new_world() as world:
         async with served(world) as node, control_of(node) as control:
             with pytest.raises(DrainBlocked, match="no index"):
-                async for _ in control.drain(timeout_s=5):
+                async for _ in control.drain(timeout_s=60):
                     pass
             status = await control.status()
             assert not status.draining and status.replica_queue_chunks == 0

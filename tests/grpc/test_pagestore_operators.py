@@ -53,7 +53,7 @@ async def test_a_malformed_evict_is_refused(request_: pb.EvictRequest) -> None:
     with new_world() as world:
         async with served(world) as node, grpc.aio.insecure_channel(node.endpoint) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await PageStoreServiceStub(channel).Evict(request_, timeout=5)
+                await PageStoreServiceStub(channel).Evict(request_, timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

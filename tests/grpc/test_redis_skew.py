@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, RegistrationAttempt, ResyncEvent
 from kvpool_index.adapters.redis_store import RedisIndexStore
@@ -18,6 +17,7 @@ from kvpool_index.core.groups import ChunkOperation, GroupRead
 from tests.fixtures import recorded_redis
 from tests.fixtures.index_server import running_index
 from tests.fixtures.pagestore import SPEC, TENANT
+from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.redis_server import redis_server as redis_server
 
@@ -29,12 +29,12 @@ CHAIN = bytes(range(16))
 
 async def test_a_node_of_a_kind_that_only_newer_replicas_know_harms_nobody(redis_server: RedisServer) -> None:
     """It registered through one of them; ours read it from Redis at every look, and must not bury it either."""
-    theirs, ours = (RedisIndexStore(redis_server.url, timeout_s=20.0, key_prefix="kind-skew") for _ in range(2))
+    theirs, ours = (RedisIndexStore(redis_server.url, timeout_s=60, key_prefix="kind-skew") for _ in range(2))
     info = NodeInfo(node_id=b"n" * 16, kind=NEWER, endpoint="h:1")
     grant = await theirs.nodes.register(info, last_incarnation=0, lease_ttl_ms=3_600_000)
     fence = await theirs.nodes.open_stream(info.node_id, grant.incarnation, grant.announce_epoch)
     async with running_index(ours, config=IndexConfig(tenant=TENANT)) as index:
-        client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,)))
+        client = IndexClient(patient(index_endpoints=(index.endpoint,)))
         keyspace = (await client.open_keyspace("chat", SPEC)).keyspace
         held = Operation(ordinal=fence.ordinal, full_shards=1, added=EVERY_SHARD)
         change = ChunkOperation(keyspace=keyspace, chunk_hash=CHAIN, group_head=CHAIN, operation=held)

@@ -25,7 +25,7 @@ METHODS = [method for service in SERVICES.values() for method in service.methods
 NOT_SERVED: set[str] = set()
 # Refused at once, where an empty request would be served for as long as the client likes.
 REQUESTS: dict[str, Any] = {"IndexService.Watch": index_pb2.WatchRequest(keyspace_id=b"short")}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def name_of(method: MethodDescriptor) -> str:

@@ -51,7 +51,7 @@ def block_table(engine: EngineProcess) -> list[int]:
 async def store(pool: KvPool, engine: EngineProcess, chain: Chain) -> None:
     engine.compute(chain, range(CHUNKS))
     ticket = await pool.store(chain, block_table(engine), first_chunk=0, end_chunk=CHUNKS)
-    assert (await ticket.report(10.0)).stored_chunks == CHUNKS
+    assert (await ticket.report(60)).stored_chunks == CHUNKS
 
 
 async def load_as_one_request(host: Host, pool: KvPool, engine: EngineProcess) -> tuple[Chain, int]:
@@ -205,7 +205,7 @@ async def test_an_acquire_whose_session_ends_is_told_too() -> None:
 
     def wait(source: RemoteSource, item: PullItem) -> bool:
         pulling.set()
-        return not gate.wait(10.0)
+        return not gate.wait(60)
 
     with new_world() as world:
         world.tracer, world.peers = collector.tracer("pagestore"), ScriptedPeers(wait)

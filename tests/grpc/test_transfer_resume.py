@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -24,6 +22,7 @@ from kvpool_pagestore.ports import PullItem, RemoteSource
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors.errors import SyncErrors
 from kvpool_server.listen import TcpAddress
+from tests.fixtures.redis_server import free_port
 from tests.grpc.bulk_gateway import INCARNATION, KEYSPACES, METADATA, SPEC, MemoryGateway, bulk_server, key, sealed_page
 
 Report = tuple[int, KvPoolError | None, bool]
@@ -80,7 +79,7 @@ def closing_client(endpoint: str) -> Iterator[PageTransferClient]:
         client.close()
 
 
-def read(client: PageTransferClient, sizes: list[int], timeout_s: float = 10) -> tuple[list[bytearray], list[Report]]:
+def read(client: PageTransferClient, sizes: list[int], timeout_s: float = 60) -> tuple[list[bytearray], list[Report]]:
     buffers = [bytearray(size) for size in sizes]
     reports: list[Report] = []
     items = [PageToRead(key=key(number), destination=memoryview(buffer)) for number, buffer in enumerate(buffers)]
@@ -120,7 +119,7 @@ def test_a_broken_write_goes_on_with_the_pages_not_answered() -> None:
     items = [PageToWrite(key=key(n), page=memoryview(page), metadata=METADATA) for n, page in enumerate(pages)]
     with serving(servicer) as endpoint, closing_client(endpoint) as client:
         client.write_pages(
-            KEYSPACES, items, lambda index, admission, _: reports.append((index, admission)), timeout_s=10
+            KEYSPACES, items, lambda index, admission, _: reports.append((index, admission)), timeout_s=60
         )
     assert [index for index, _ in reports] == [0, 1, 2, 3]
     assert {admission for _, admission in reports} <= {Admission.RESERVED, Admission.EXISTS}
@@ -128,18 +127,10 @@ def test_a_broken_write_goes_on_with_the_pages_not_answered() -> None:
     assert len(set(servicer.connections)) == 2
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def test_a_server_that_is_not_there_fails_fast() -> None:
-    started_at_s = time.monotonic()
     with closing_client(f"127.0.0.1:{free_port()}") as client:
-        _, reports = read(client, [10, 10], timeout_s=20)
+        _, reports = read(client, [10, 10], timeout_s=3600)  # which would be longer than the time of a test
     assert [type(error) for _, error, _ in reports] == [ServiceUnavailable, ServiceUnavailable]
-    assert time.monotonic() - started_at_s < 5
 
 
 def test_a_server_that_hangs_costs_the_deadline_and_no_more() -> None:
@@ -147,7 +138,7 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more() -> None:
 
     class Hanging(PageTransferServicer):
         def ReadPages(self, request: pb.ReadPagesRequest, context: grpc.ServicerContext) -> Iterator[BulkFrame]:
-            hang.wait(10)
+            hang.wait(60)
             yield from ()
 
     with serving(Hanging(gateway, lambda: "tenant")) as endpoint, closing_client(endpoint) as client:
@@ -174,7 +165,7 @@ class Pulling:
 
     def pull(self, items: Sequence[tuple[PageKey, bytearray]]) -> None:
         wanted = [PullItem(key=page_key, destination=memoryview(buffer)) for page_key, buffer in items]
-        self.peers.pull(self.source, SPEC, wanted, 10.0, self.report, self.stop)
+        self.peers.pull(self.source, SPEC, wanted, 60.0, self.report, self.stop)
 
     def report(self, index: int, error: KvPoolError | None, hit: bool) -> None:
         self.reports.append((index, None if error is None else type(error), hit))

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.page_items import AcquireItem, AcquireResult, PageSource, ReserveItem
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
@@ -34,11 +33,12 @@ from tests.fixtures.pagestore import (
     sealed_page,
 )
 from tests.fixtures.pagestore_server import served
+from tests.fixtures.patience import patient
 from tests.fixtures.recorded import newer_answer, recorded, recorder
 
 FAR = common_pb2.PeerVersion(wire=9, wire_min=8, software="9.0.0")
 SAID = r"9\.0\.0 \(wire versions 8 to 9\), .* 0\.1\.0 \(wire versions 1 to 1\)"
-CONFIG = ClientConfig(call_timeout_s=5.0, connect_timeout_s=5.0, match_timeout_s=5.0)
+CONFIG = patient()
 UNKNOWN = 9  # a number of every enum that no release has
 
 
@@ -52,7 +52,7 @@ def far_client(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("far_client")
 async def test_an_index_refuses_what_is_too_far_away() -> None:
     async with running_index(config=IndexConfig(tenant=TENANT)) as index:
-        client = IndexClient(ClientConfig(index_endpoints=(index.endpoint,)))
+        client = IndexClient(patient(index_endpoints=(index.endpoint,)))
         with pytest.raises(WireVersionRefused, match=f"the caller is {SAID}"):
             await client.open_keyspace("chat", SPEC)
         node = NodeInfo(node_id=bytes(16), kind=NodeKind.PAGESTORE, host_id="a", endpoint="a:1")
@@ -82,10 +82,10 @@ async def test_a_pagestore_refuses_what_is_too_far_away() -> None:
             bulk = PageTransferClient(store.node.bulk_endpoint)
             answers: list[KvPoolError | None] = []
             page = PageToRead(key=page_key(1), destination=memoryview(bytearray(PAGE_BYTES)))
-            bulk.read_pages(KEYSPACES, [page], lambda at, error, hit: answers.append(error), timeout_s=5.0)
+            bulk.read_pages(KEYSPACES, [page], lambda at, error, hit: answers.append(error), timeout_s=60)
             assert isinstance(answers[0], WireVersionRefused)
             item = PageToWrite(key=page_key(1), page=memoryview(sealed_page(page_key(1))), metadata=metadata(1))
-            bulk.write_pages(KEYSPACES, [item], lambda at, admission, error: answers.append(error), timeout_s=5.0)
+            bulk.write_pages(KEYSPACES, [item], lambda at, admission, error: answers.append(error), timeout_s=60)
             assert isinstance(answers[1], WireVersionRefused) and "the writer" in answers[1].message
             bulk.close()
             assert store.running.engine.gauges().sessions == 0
@@ -130,13 +130,13 @@ async def test_a_client_refuses_a_service_that_is_too_far_away() -> None:
     opened = index_pb2.OpenKeyspaceResponse.FromString(recorded("0.1")["open_keyspace_answer"].data)
     opened.version.CopyFrom(FAR)
     async with answering("IndexService", OpenKeyspace=[opened.SerializeToString()]) as endpoint:
-        client = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        client = IndexClient(patient(index_endpoints=(endpoint,)))
         with pytest.raises(WireVersionRefused, match=f"the index is {SAID}"):
             await client.open_keyspace("chat", recorder().SPEC)
         await client.close()
     registered = index_pb2.RegisterNodeResponse(incarnation=1, announce_epoch=1, lease_ttl_ms=1000, version=FAR)
     async with answering("IndexService", RegisterNode=[registered.SerializeToString()]) as endpoint:
-        client = IndexClient(ClientConfig(index_endpoints=(endpoint,)))
+        client = IndexClient(patient(index_endpoints=(endpoint,)))
         with pytest.raises(WireVersionRefused, match=f"the index is {SAID}"):
             await client.register_node(NodeInfo(node_id=bytes(16), kind=NodeKind.AGENT))
         await client.close()
@@ -162,7 +162,7 @@ async def test_a_client_goes_on_to_a_replica_of_a_release_that_fits() -> None:
         running_index(config=IndexConfig(tenant=TENANT)) as far,
         answering("IndexService", OpenKeyspace=[opened.SerializeToString()]) as fitting,
     ):
-        client = IndexClient(ClientConfig(index_endpoints=(far.endpoint, fitting)))
+        client = IndexClient(patient(index_endpoints=(far.endpoint, fitting)))
         assert (await client.open_keyspace("chat", recorder().SPEC)).keyspace == recorder().KEYSPACE
         await client.close()
 
@@ -185,7 +185,7 @@ async def test_a_client_understands_a_recorded_and_a_newer_index(newer: bool) ->
     async with answering(
         "IndexService", OpenKeyspace=[data["open_keyspace_answer"]], MatchStream=[data["match_answer"]]
     ) as endpoint:
-        client = IndexClient(ClientConfig(index_endpoints=(endpoint,), match_timeout_s=5.0))
+        client = IndexClient(patient(index_endpoints=(endpoint,)))
         assert (await client.open_keyspace("chat", recorder().SPEC)).keyspace == recorder().KEYSPACE
         found = await client.match_stream.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=bytes(48)))
         await client.close()
@@ -214,7 +214,7 @@ async def test_a_client_understands_a_recorded_and_a_newer_pagestore(newer: bool
         granted = await session.reserve([ReserveItem(page_key(at), PAGE_BYTES, metadata(at)) for at in range(count)])
         assert granted[0].admission is Admission.RESERVED
         results: list[AcquireResult] = []
-        async with session.acquire([AcquireItem(page_key(at)) for at in range(count)], wait_s=5.0) as got:
+        async with session.acquire([AcquireItem(page_key(at)) for at in range(count)], wait_s=60) as got:
             results = [one async for one in got]
         await session._stream.abort("the test is over")
     assert results[0].slot is not None and results[0].slot.offset == 8192
@@ -243,7 +243,7 @@ async def test_a_page_of_another_layout_is_counted_and_never_visible() -> None:
             (error,) = await session.commit([granted.slot.lease_id])
             assert error is not None and error.reason == "PAGE_CORRUPT" and "wrong version" in error.message
             assert store.running.metric("verification_failures_total", place="commit") == 1
-            async with session.acquire([AcquireItem(page_key(1))], wait_s=5.0) as results:
+            async with session.acquire([AcquireItem(page_key(1))], wait_s=60) as results:
                 assert [one.slot async for one in results] == [None]
             await session.close()
 
@@ -255,7 +255,7 @@ async def test_a_page_of_another_layout_on_disk_is_a_miss() -> None:
         world.memory.damage(page_key(1), 4)  # the version in its header: now one before the first
         async with served(world) as store:
             session = await store.open()
-            async with session.acquire([AcquireItem(page_key(1))], wait_s=5.0) as results:
+            async with session.acquire([AcquireItem(page_key(1))], wait_s=60) as results:
                 (answer,) = [one async for one in results]
             assert answer.slot is None
             assert store.running.metric("verification_failures_total", place="disk") == 1

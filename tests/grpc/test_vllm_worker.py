@@ -70,7 +70,7 @@ class Rank:
             end_chunk=3,
             first_token=first_token,
             end_token=3 * CHUNK,
-            timeout_s=5.0,
+            timeout_s=60,
         )
         self.worker.start_loads(StepOrders(step=2, loads=[order]))
         await eventually(lambda: self.worker.take_received() == {"q"})

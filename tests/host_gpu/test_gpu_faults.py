@@ -17,7 +17,7 @@ from tests.fixtures.agent import prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
 CHUNKS = 4
@@ -131,7 +131,7 @@ async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> Non
         one.hold_copies()
         handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
         await one.copying()
-        stand_still(2 * PATIENCE_S)
+        stood_still(2 * PATIENCE_S)
         with pytest.raises(KvPoolError, match="not done within"):
             await handle.done(0.2)
         assert not handle.hold_ended

@@ -15,7 +15,7 @@ from tests.fixtures.agent import World, prompt, run_load, run_store
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.raw_engine import raw_engine
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 
 WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
 CHUNKS = 3
@@ -145,7 +145,7 @@ async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
             kept = gpuagent_pb2.EngineKept(kept=True, chunk_count=1)
             await raw.send(2, store=store_to_proto(span, None))
             await raw.next("gathered")
-            stand_still(2 * PATIENCE_S)
+            stood_still(2 * PATIENCE_S)
             assert list((await raw.next("store_done")).failed_chunks) == [0]
             await raw.send(2, kept=kept)
             engine.compute(chain, [0])
@@ -154,7 +154,7 @@ async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
             await raw.send(2, kept=kept)  # of the earlier one: it says nothing of this
             await raw.send(0, heartbeat=gpuagent_pb2.EngineHeartbeat())
             await raw.next("heartbeat")
-            stand_still(2 * PATIENCE_S)
+            stood_still(2 * PATIENCE_S)
             assert list((await raw.next("store_done")).failed_chunks) == [0]
             assert not one.world.cluster.pages
             await raw.send(4, store=store_to_proto(span, None))

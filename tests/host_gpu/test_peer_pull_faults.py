@@ -158,34 +158,6 @@ async def test_a_pull_may_come_before_the_word_of_its_event() -> None:
             )
 
 
-async def test_a_deadline_ends_the_wait_and_a_lost_answer_not_the_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with peer_host() as host:
-        source, rank = await two_ranks(host)
-        event = rank.record()
-        with pytest.raises(DeadlineExceeded, match="not done within"):
-            await rank.pull(rank.tokens(source, [1], [3], 8), after=event, wait_s=0.02).done(TIMEOUT_S)
-        rank.finish(event)
-        rank.slots.give_back(event)
-        host.hold()
-        pull = rank.tokens(source, [1], [3], 8)
-        wanted = expected(rank, [(source, pull)])
-        peer_pull = rank.control.peer_pull
-
-        async def lose_the_answer(request: gpuagent_pb2.PeerPullRequest, *, timeout_s: float) -> None:
-            calling = asyncio.ensure_future(peer_pull(request, timeout_s=timeout_s))
-            await eventually(lambda: equal(rank, wanted))
-            calling.cancel()
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
-
-        monkeypatch.setattr(rank.control, "peer_pull", lose_the_answer)
-        handle = rank.pull(pull)
-        with pytest.raises(DeadlineExceeded):
-            await handle.done(TIMEOUT_S)
-        assert not handle.hold_ended
-        host.release()
-        await asyncio.wait_for(handle.wait_hold(), TIMEOUT_S)
-
-
 async def test_a_cancelled_pull_ends_at_once_before_its_copy_and_with_it_after() -> None:
     async with peer_host() as host:
         source, rank = await two_ranks(host)

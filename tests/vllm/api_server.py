@@ -63,7 +63,7 @@ def _process(
 def answers(url: str) -> bool:
     """Whether it does, and well."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError):
         return False

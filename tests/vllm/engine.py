@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 2048
 CHUNK = 128
 # Of kvpool in tests: what is in the pool is loaded, however busy the machine is.
-_PATIENT = {"load": "always", "match_timeout_s": 30.0, "load_timeout_s": 60.0, "load_timeout_min_s": 60.0}
+PATIENT = {"load": "always", "match_timeout_s": 30.0, "load_timeout_s": 60.0, "load_timeout_min_s": 60.0}
 _START_S = 180.0  # on a machine that has other work
 _ANSWER_S = 120.0
 _END_S = 60.0
@@ -122,7 +122,7 @@ class Engines:
                 "agent": agent,
                 "model_id": "tiny",
                 "chunk_tokens": CHUNK,
-                **({} if as_shipped else _PATIENT),
+                **({} if as_shipped else PATIENT),
                 **(extra or {}),
             }
         self._started += 1

@@ -31,7 +31,7 @@ def load_is_running(cluster: Cluster) -> Callable[[], bool]:
     metrics = cluster.state.of_role("agent")[0].endpoints["metrics_url"]
 
     def running() -> bool:
-        with urllib.request.urlopen(metrics, timeout=5) as answer:
+        with urllib.request.urlopen(metrics, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         active = [line for line in lines if line.startswith('kvpool_gpuagent_active_requests{operation="load"}')]
         return any(float(line.split()[-1]) > 0 for line in active)

@@ -20,7 +20,7 @@ from tests.vllm.engine import CHUNK, Engine, Engines, agent_of, prompt
 from tests.vllm.faults import pid_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-RECOVERY_S = 60.0
+RECOVERY_S = 100.0
 ROUNDS = 2
 # Of one engine's cache, so that requests wait for each other and are preempted too.
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 80, "max_model_len": 2048}

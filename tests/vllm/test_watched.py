@@ -19,7 +19,7 @@ from tests.e2e.cli_cluster import Cluster
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.unit.deploy.promql import filled
 from tests.vllm.api_server import completed, servers
-from tests.vllm.engine import CHUNK, agent_of, prompt
+from tests.vllm.engine import CHUNK, PATIENT, agent_of, prompt
 from tests.vllm.otlp_collector import OtlpCollector, otlp_collector
 from tools.dashboards.engines import ENGINES
 
@@ -44,7 +44,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(model_dir: Path, cluster: Cluster) -> Iterator[Watched]:
     """As a user starts it who looks at metrics and traces. Its own cache is small, so that the pool is asked."""
-    extra = {"agent": agent_of(cluster), "model_id": "tiny", "load": "always", "salt": "watched"}
+    extra = PATIENT | {"agent": agent_of(cluster), "model_id": "tiny", "salt": "watched"}
     with otlp_collector() as collector:
         arguments = [
             *("--num-gpu-blocks-override", str(OWN_BLOCKS), "--max-model-len", str(LENGTH_MAX)),
@@ -92,7 +92,7 @@ def test_every_panel_of_the_engines_dashboard_has_data(watched: Watched, tmp_pat
             return not waiting and not still
 
         try:
-            eventually_sync(all_answer, deadline_s=150.0)
+            eventually_sync(all_answer, deadline_s=300.0)
         except AssertionError as error:
             lacking = sorted(expressions[one] for one in waiting)
             raise AssertionError(f"no data: {lacking}; never above zero: {sorted(still)}") from error

@@ -11,12 +11,11 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.cli.doctor import cluster, redis_server
+from kvpool.cli.doctor import cluster
 from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_status
 from kvpool.cli.doctor.command import render, to_document
 from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
@@ -203,18 +202,6 @@ class ScriptedRedis:
 )
 def test_a_redis_that_would_lose_what_it_is_told_is_told_of(redis: ScriptedRedis, subject: str, level: Level) -> None:
     assert levels(list(examine_server("redis", redis)))[subject] is level
-
-
-def test_an_answer_that_took_long_is_no_clock_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late(ScriptedRedis):
-        def time(self) -> tuple[int, int]:
-            return 1_003, 0
-
-    cases = {(1_000.0, 1_009.0): Level.OK, (1_000.0, 1_000.5): Level.BAD, (1_006.0, 1_007.0): Level.BAD}
-    for ours_s, level in cases.items():
-        clocks = SimpleNamespace(time=iter(ours_s).__next__, perf_counter=time.perf_counter)
-        monkeypatch.setattr(redis_server, "time", clocks)
-        assert levels(list(examine_server("redis", Late())))["clock"] is level
 
 
 def test_a_redis_that_does_not_answer_is_bad_and_no_password_is_shown() -> None:

@@ -287,10 +287,3 @@ async def test_no_task_outlives_a_session_whose_agent_keeps_the_memory() -> None
         assert not await session.close()
         assert not session.released.is_set()
         await eventually(lambda: not any("engine session" in task.get_name() for task in asyncio.all_tasks()))
-
-
-async def test_a_silent_agent_ends_the_session() -> None:
-    async with engine() as one:
-        session, stream = await one.open(interval_ms=20)
-        assert (await stream.next("heartbeat")).request_id > 0
-        await asyncio.wait_for(session.broken.wait(), PATIENCE_S)

@@ -17,7 +17,7 @@ from kvpool.testing import eventually
 from kvpool.wire.fd_frames import FdKind, FdRequest, pack_reply, pack_request
 from kvpool_server.fds import FdServer, PeerCredentials
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 from tests.unit.client.fd_owner import TOKEN, Owner, open_fds, serving
 
 
@@ -104,7 +104,7 @@ async def test_silent_peer_is_dropped(tmp_path: Path) -> None:
             raw.connect(str(path))
             raw.send(FETCH[:10])
             await eventually(lambda: server.connection_count == 1)
-            stand_still(2 * PATIENCE_S)
+            stood_still(2 * PATIENCE_S)
             await eventually(lambda: server.connection_count == 0)
 
 

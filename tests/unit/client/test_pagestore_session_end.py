@@ -14,7 +14,7 @@ from kvpool.core.errors import (
 from kvpool.testing import eventually
 from kvpool.v1 import pagestore_pb2
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 from tests.unit.client.store_peer import (
     SESSION_ID,
     Response,
@@ -57,7 +57,7 @@ async def test_heartbeat_answers_keep_the_session(tmp_path: Path) -> None:
         session, stream = await one.open(interval_ms=10_000)
         for _ in range(20):
             heard_s = session._stream._stream.last_received_s
-            stand_still(5.0)
+            stood_still(5.0)
             await stream.next("heartbeat")
             stream.send(Response(heartbeat=pagestore_pb2.SessionHeartbeat()))
             await eventually(lambda heard_s=heard_s: session._stream._stream.last_received_s > heard_s)  # type: ignore[misc]
@@ -67,7 +67,7 @@ async def test_heartbeat_answers_keep_the_session(tmp_path: Path) -> None:
 async def test_a_client_that_stood_still_does_not_give_up_a_pagestore_that_is_well(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
-        stand_still(3600.0)
+        stood_still(3600.0)
         await eventually(lambda: session.failure is not None or not stream.received.empty())
         assert (await stream.next("heartbeat")).request_id == 0
         assert session.failure is None

@@ -20,7 +20,7 @@ from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 from tests.unit.client.engine_peer import HASH_KEY, Engine, Response, engine
 from tests.unit.client.servers import Script
 
@@ -128,7 +128,7 @@ async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
     async with pool() as (cache, stream, _):
         loading = asyncio.create_task(cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4))
         request = await stream.next("load")
-        stand_still(3 * PATIENCE_S)
+        stood_still(3 * PATIENCE_S)
         report = await loading
         assert report.failed_chunks == (0, 1, 2, 3)
         assert isinstance(report.error, DeadlineExceeded)

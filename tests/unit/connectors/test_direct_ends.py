@@ -21,7 +21,7 @@ from tests.fixtures.pagestore import KEYSPACE, SPEC, new_world
 from tests.fixtures.pagestore_calls import open_session, reserve_item
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 from tests.unit.connectors.test_direct_pool import Index
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
@@ -116,7 +116,7 @@ async def test_a_call_behind_others_waits_no_longer_than_its_own_limit() -> None
             await copies.begun()
             second = asyncio.create_task(pool.get(SPACE, CHAIN, copies))
             await asyncio.sleep(0)
-            stand_still(2 * PATIENCE_S)
+            stood_still(2 * PATIENCE_S)
             assert await second == [False] * 3
             assert "its time" in pool.counts.last_failure
             copies.go_on.set()

@@ -7,7 +7,7 @@ import asyncio
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.testing import eventually
 from kvpool_gpuagent.listening import Listener
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 
 
 async def test_an_engine_that_says_nothing_is_silent_once() -> None:
@@ -25,7 +25,7 @@ async def test_nobody_is_silent_who_need_not_say_anything_more() -> None:
     listener.start()
     listener.stop()
     listener.stop()
-    stand_still(3600.0)
+    stood_still(3600.0)
     await asyncio.sleep(0)
     assert not ends and len(asyncio.all_tasks()) == 1
 
@@ -44,7 +44,7 @@ async def test_an_agent_that_stood_still_does_not_give_up_an_engine_that_is_well
     listener.start()
     for pause in range(1, 10):
         await asyncio.sleep(0)
-        stand_still(3600.0)
+        stood_still(3600.0)
         await eventually(lambda pause=pause: len(looks) == pause)  # type: ignore[misc]
         listener.heard()  # what it said meanwhile, read now
     assert not ends

@@ -12,7 +12,7 @@ from kvpool.core.errors import DeadlineExceeded, LeaseLost, PageCorrupt, PageMis
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from tests.fixtures.patience import PATIENCE_S
-from tests.fixtures.standstill import stand_still
+from tests.fixtures.standstill import stood_still
 from tests.unit.gpuagent.runs import RANK, Bench, key, true_page
 
 
@@ -168,7 +168,7 @@ async def test_the_deadline_ends_the_wait_for_pages() -> None:
     bench.faults.gates["page 1 2"] = asyncio.Event()
     loading = asyncio.ensure_future(bench.load(range(2), wait_s=PATIENCE_S))
     await eventually(lambda: "page 1 2" in bench.faults.steps and bench.loaded(0))
-    stand_still(2 * PATIENCE_S)
+    stood_still(2 * PATIENCE_S)
     outcome = await loading
     assert isinstance(outcome.error, DeadlineExceeded)
     assert outcome.loaded_chunks == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -140,6 +142,33 @@ async def test_a_silent_peer_is_ended_after_four_intervals() -> None:
             assert clock.monotonic_s() - started_s >= 0.04
             assert running.engine.gauges().sessions == 1
             assert running.metric("ended_sessions_total", manner="abnormal") == 1
+
+
+async def test_a_store_that_stood_still_hears_its_peers_before_it_judges_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sleep = ManualClock(), asyncio.sleep
+    with new_world(clock=clock) as world:
+        async with running_engine(world, heartbeat_interval_ms=10) as running:
+            peer = await open_session(running)
+            # Its rounds: in the second one it reads what the peer had said before.
+            rounds: Iterator[Callable[[], object]] = iter(
+                [partial(clock.advance, 3600), partial(running.engine.sessions.heard, peer), bool]
+            )
+            ended_in, done = list[bool](), asyncio.Event()
+
+            async def scripted(delay_s: float) -> None:
+                if delay_s != 0.01:
+                    return await sleep(delay_s)
+                ended_in.append(not peer.live)
+                if (happens := next(rounds, None)) is None:
+                    done.set()
+                    return await sleep(3600)
+                happens()
+                return None
+
+            monkeypatch.setattr(asyncio, "sleep", scripted)
+            await done.wait()
+            monkeypatch.undo()
+            assert not any(ended_in)
 
 
 async def test_a_peer_that_never_mapped_anything_holds_nothing_back() -> None:

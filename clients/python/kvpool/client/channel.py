@@ -44,8 +44,10 @@ def open_channel(endpoint: str, config: ClientConfig) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", 10_000),
         # Back soon after a restart: gRPC's own pauses grow to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # What this option really bounds is one attempt, handshakes included: too little for a peer that stands still
+        # for a moment, or TLS to another region; too much for a host that is gone and comes back.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         # Channels that shared a connection would also share its pauses and its flow control window.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,7 @@ class SharedPrefixGenerator:
         engine_name: str = "transformers",
         salt: bytes = b"",
         load_timeout_s: float = 30.0,
+        match_timeout_s: float = 0.5,
     ) -> SharedPrefixGenerator:
         """A generator that shares prefixes through the gpuagent at `agent` ("unix:/path" or "host:port").
 
@@ -96,7 +97,7 @@ class SharedPrefixGenerator:
         cache_bytes: memory for the engine's own chunks, which the agent copies from and to: on the model's GPU, which
         has to be the agent's device then, or shared memory of the CPU.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
-        An agent that cannot be reached now is tried again later; until then everything is computed.
+        match_timeout_s: of asking the agent. One that cannot be reached now is tried later; till then all is computed.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
@@ -112,7 +113,7 @@ class SharedPrefixGenerator:
             raise InvalidRequest(
                 f"cache_bytes must hold a chunk of {chunk_tokens} tokens ({block_bytes(spec)} bytes), got {cache_bytes}"
             )
-        layout, config = block_layout(spec, block_count), _client_config(agent, model.device.type)
+        layout, config = block_layout(spec, block_count), _client_config(agent, model.device.type, match_timeout_s)
         memory = block_memory(layout.handle_sizes[0], model.device)
         pool = AgentPool(spec, layout, keyspace_name or default_keyspace_name(spec), engine_name, config, memory)
         try:
@@ -278,12 +279,12 @@ class _Times:
     first_token_s: float
 
 
-def _client_config(agent: str, device_type: str) -> ClientConfig:
-    tls = tls_from_environment(os.environ)
+def _client_config(agent: str, device_type: str, match_timeout_s: float) -> ClientConfig:
+    config = ClientConfig(agent_endpoint=agent, match_timeout_s=match_timeout_s, tls=tls_from_environment(os.environ))
     if device_type != "cuda":
-        return ClientConfig(agent_endpoint=agent, tls=tls)
+        return config
     # An agent with a GPU pins its pagestore's whole arena for the first engine: a second for a few GiB.
-    return ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0, tls=tls)
+    return replace(config, connect_timeout_s=60.0)
 
 
 def default_keyspace_name(spec: KeyspaceSpec) -> str:

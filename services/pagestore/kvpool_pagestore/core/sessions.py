@@ -50,7 +50,7 @@ class SessionTable:
 
     def __init__(self, *, silence_limit_s: float, grace_s: float) -> None:
         self._silence_limit_s = silence_limit_s
-        self._looked_s = math.inf  # when it was looked for silent peers; inf: not yet
+        self._looked_s = math.inf  # when it was looked for silent peers, or the first of them came
         self._grace_s = grace_s
         self._live: dict[bytes, Session] = {}
         self._ended: dict[bytes, Session] = {}
@@ -68,6 +68,9 @@ class SessionTable:
         return len(self._live)
 
     def add(self, session: Session) -> None:
+        if not self._live:
+            self._looked_s = math.inf
+        self._looked_s = min(self._looked_s, session.heard_s)
         self._live[session.session_id] = session
 
     def add_old(self, session_id: bytes) -> None:
