@@ -18,10 +18,11 @@ from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
-from tests.e2e.test_pagestore_index import free_port, start_index
+from tests.e2e.test_pagestore_index import start_index
 from tests.fixtures.pagestore import KEYSPACE, SPEC, page_key, shared_memory_directory
 from tests.fixtures.pagestore_process import CLIENT, Process, read, refused, start_process, write
 from tests.fixtures.patience import patient
+from tests.fixtures.redis_server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
