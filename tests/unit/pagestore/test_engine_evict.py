@@ -14,7 +14,7 @@ from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.engine_evict import Evicted, EvictPreview, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
-from tests.fixtures.pagestore import KEYSPACE, TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 
@@ -161,9 +161,8 @@ async def test_a_preview_says_what_evicting_then_does_and_changes_nothing(
             assert await running.engine.evicting.evict(TENANT, wanted_gone) == preview.evicted
             after = running.engine.gauges()
             assert preview.chunk_count == preview.evicted.page_count, "chunks of one page"
-            page_bytes = before.arena_used_bytes // before.staging_pages
-            assert preview.staging_bytes == (before.staging_pages - after.staging_pages) * page_bytes > 0
-            assert preview.disk_bytes == (before.disk_pages - after.disk_pages) * page_bytes
+            assert preview.staging_bytes == (before.staging_pages - after.staging_pages) * PAGE_BYTES > 0
+            assert preview.disk_bytes == (before.disk_pages - after.disk_pages) * PAGE_BYTES
 
 
 async def test_a_whole_keyspace_and_the_keyspace_of_another() -> None:

@@ -231,11 +231,11 @@ def render_preview(previews: Previews) -> str:
     for node, answer in previews:
         if isinstance(answer, EvictPreview):
             outcome = answer.outcome
-            cells: list[object] = [answer.chunk_count, outcome.page_count]
-            cells += [size(answer.staging_bytes), size(answer.disk_bytes)]
-            cells += [outcome.pinned_count, outcome.undurable_count, ""]
+            freed = size(answer.staging_bytes), size(answer.disk_bytes)
+            stays = outcome.pinned_count, outcome.undurable_count, ""
+            cells: tuple[object, ...] = (answer.chunk_count, outcome.page_count, *freed, *stays)
         else:
-            cells = ["-"] * 6 + [_why_not(answer)]
+            cells = (*["-"] * 6, _why_not(answer))
         rows.append([node.info.node_id.hex()[:8], node.info.host_id, *cells])
     would = [answer for _, answer in previews if isinstance(answer, EvictPreview)]
     concerned = [one for one in would if one.outcome.page_count]
