@@ -18,6 +18,7 @@ import pytest
 from kvpool.testing import eventually_sync
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool_index.servicer_hot import varint
+from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
 from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
 from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
@@ -120,6 +121,17 @@ def test_a_redis_that_is_down_keeps_nobody_from_starting_and_no_password_is_logg
         assert process.returncode == 0 and "hunter2" not in log, (
             "also a Redis that is down does not keep it from starting"
         )
+
+
+def test_a_redis_of_another_layout_keeps_it_from_starting(redis_server: RedisServer) -> None:
+    assert redis_server.command("SET", "other-layout:{n}:layout", "7").startswith(b"+OK")
+    flags = ("--redis-key-prefix", "other-layout", "--redis-timeout-ms", "10000")
+    process = start(*flags, KVPOOL_INDEX_REDIS_URL=redis_server.url)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 2, log
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("kvpool-index: the keys other-layout:* in Redis have layout '7'") and "unlink" in last, log
+    assert "Traceback" not in log
 
 
 def test_what_keeps_it_from_starting_is_said_in_one_line(tmp_path: Path) -> None:
