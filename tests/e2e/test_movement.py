@@ -186,7 +186,7 @@ async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
             return missed
 
         loading = asyncio.ensure_future(load())
-        argv = [sys.executable, "-m", "kvpool.cli.main", "drain", "store-0", "--index", cluster.endpoint]
+        argv = [sys.executable, "-m", "kvpool.cli.main", "drain", "store-0", "--index", cluster.endpoint, "--json"]
         drain = await asyncio.create_subprocess_exec(
             *argv, env=environment(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -194,7 +194,9 @@ async def test_a_drain_under_load_loses_nothing(tmp_path: Path) -> None:
         stop.set()
         assert await loading == 0, "a node serves reads while and after it is drained"
         assert drain.returncode == 0, errors.decode()
-        assert f"{len(NUMBERS)} pages" in output.decode()
+        (told,) = json.loads(output)["nodes"]
+        assert (told["host_id"], told["moved_pages"], told["error"]) == ("store-0", len(NUMBERS), "")
+        assert told["done"] and not told["remaining_chunks"]
         left = {store.ready["node_id"] for store in cluster.stores[1:]}
         for number in NUMBERS:
             named = await cluster.nodes_with(number)

@@ -151,8 +151,12 @@ def test_pinned_chunks_outlive_a_storm_and_a_restart(tmp_path: Path) -> None:
         kept = cluster.json("evict", str(tmp_path / "prompt.json"), "--yes")["nodes"][0]
         assert kept["evicted_pages"] == 0 and kept["pinned_pages"] == pinned["nodes"][0]["pages"]
         cluster.run("unpin", str(tmp_path / "prompt.json"))
-        gone = cluster.json("evict", str(tmp_path / "prompt.json"), "--from-token", "128", "--yes")["nodes"][0]
-        assert gone["evicted_pages"] == pinned["nodes"][0]["pages"] * 6 // 8
+        tail = ("evict", str(tmp_path / "prompt.json"), "--from-token", "128")
+        would = cluster.json(*tail, "--dry-run")["nodes"][0]
+        assert cluster.json(*tail, "--dry-run")["nodes"][0] == would, "nothing has changed"
+        gone = cluster.json(*tail, "--yes")["nodes"][0]
+        assert gone["evicted_pages"] == would["would_evict_pages"] == pinned["nodes"][0]["pages"] * 6 // 8
+        assert would["would_evict_chunks"] == 6 and would["would_free_disk_bytes"] > 0
         eventually_sync(lambda: matching(cluster, tmp_path / "prompt.json", 2))
         cluster.run("evict", "--keyspace", "large", "--whole-keyspace", "--yes")
         assert cluster.json("status")["nodes"][0]["pages"] == {"staging": 0, "dirty": 0, "disk": 0}

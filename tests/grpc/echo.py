@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from kvpool.core import errors
@@ -124,14 +125,21 @@ class SyncEcho:
         raise NotImplementedError("Method not implemented!")
 
 
+def read(data: bytes) -> bytes:
+    """As messages are read, of which some are none."""
+    if data == b"unreadable":
+        raise DecodeError("Error parsing message")
+    return data
+
+
 def handlers(echo: Any) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(
         SERVICE,
         {
-            "Unary": grpc.unary_unary_rpc_method_handler(echo.unary),
-            "Download": grpc.unary_stream_rpc_method_handler(echo.download),
-            "Upload": grpc.stream_unary_rpc_method_handler(echo.upload),
-            "Talk": grpc.stream_stream_rpc_method_handler(echo.talk),
+            "Unary": grpc.unary_unary_rpc_method_handler(echo.unary, read),
+            "Download": grpc.unary_stream_rpc_method_handler(echo.download, read),
+            "Upload": grpc.stream_unary_rpc_method_handler(echo.upload, read),
+            "Talk": grpc.stream_stream_rpc_method_handler(echo.talk, read),
             "Forgotten": grpc.unary_unary_rpc_method_handler(echo.forgotten),
         },
     )

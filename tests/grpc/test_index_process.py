@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import grpc
@@ -17,6 +18,8 @@ import pytest
 
 from kvpool.testing import eventually_sync
 from kvpool.v1 import index_pb2, index_pb2_grpc
+from kvpool_index.servicer_hot import varint
+from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.redis_server import redis_server as redis_server
 from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
 from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
@@ -81,6 +84,35 @@ def test_it_serves_and_drains(store: str, tmp_path: Path, request: pytest.Fixtur
         assert "error" not in log
 
 
+def test_messages_of_nothing_but_empty_items_do_not_swell_it(tmp_path: Path) -> None:
+    """8 MiB of them became 270 MiB of question or 390 MiB of changes: the index of a small pod died of two."""
+    empty_questions = b"\x22\x00" * ((4 << 20) - 64)  # MatchStreamRequest.more
+    empty_changes = heavy(b"\x12", b"\x12\x00" * ((4 << 20) - 64))
+    with running(tmp_path) as (process, ready):
+        before_bytes = peak_resident_bytes(process.pid)
+        channel: Any
+        with grpc.insecure_channel(ready["endpoint"]) as channel:
+            for method, message in (("MatchStream", empty_questions), ("Announce", empty_changes)):
+                call = channel.stream_stream(f"/kvpool.v1.IndexService/{method}")(iter([message]), timeout=60)
+                with pytest.raises(grpc.RpcError):
+                    list(call)
+                assert call.code() is grpc.StatusCode.INVALID_ARGUMENT, call.details()
+                assert "split" in call.details()
+            info = index_pb2_grpc.IndexServiceStub(channel).GetIndexInfo(index_pb2.GetIndexInfoRequest(), timeout=60)
+            assert info.store == "memory"
+        assert peak_resident_bytes(process.pid) - before_bytes < 128 << 20
+
+
+def heavy(tag: bytes, content: bytes) -> bytes:
+    """A field of that many bytes."""
+    return tag + varint(len(content)) + content
+
+
+def peak_resident_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) << 10
+
+
 def resident_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssFile:")))
@@ -94,6 +126,17 @@ def test_a_redis_that_is_down_keeps_nobody_from_starting_and_no_password_is_logg
         assert process.returncode == 0 and "hunter2" not in log, (
             "also a Redis that is down does not keep it from starting"
         )
+
+
+def test_a_redis_of_another_layout_keeps_it_from_starting(redis_server: RedisServer) -> None:
+    assert redis_server.command("SET", "other-layout:{n}:layout", "7").startswith(b"+OK")
+    flags = ("--redis-key-prefix", "other-layout", "--redis-timeout-ms", "10000")
+    process = start(*flags, KVPOOL_INDEX_REDIS_URL=redis_server.url)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 2, log
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("kvpool-index: the keys other-layout:* in Redis have layout '7'") and "unlink" in last, log
+    assert "Traceback" not in log
 
 
 def test_what_keeps_it_from_starting_is_said_in_one_line(tmp_path: Path) -> None:

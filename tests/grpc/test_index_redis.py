@@ -245,7 +245,7 @@ async def test_a_server_that_is_no_redis(redis: RedisServer) -> None:
 async def test_a_password_that_a_server_repeats_is_not_told_on() -> None:
     async def without_auth(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
-        writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'secret' \r\n+PONG\r\n")
+        writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'secret' \r\n+PONG\r\n$-1\r\n")
         await writer.drain()
         writer.close()
 

@@ -1,6 +1,7 @@
 """Interceptors around all four kinds of calls, on real servers: grpc.aio and the thread pool."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -95,6 +96,21 @@ async def test_bug_leaks_nothing_and_can_be_found(world: World, method: str, cap
     record = next(record for record in caplog.records if "unexpected error" in record.message)
     assert getattr(record, "kvpool_fields")["incident"] == incident  # noqa: B009  (not in the type's fields)
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
+
+
+@pytest.mark.parametrize("method", KINDS)
+async def test_a_message_that_cannot_be_read_is_a_bad_request_and_no_bug(
+    world: World, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        received = error_from_rpc(await world.client.failure(method, b"unreadable"))
+        assert isinstance(received, errors.InvalidRequest)
+        assert f"/test.Echo/{method}" in received.message and "10 bytes" in received.message
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO] == []
+    await eventually(lambda: world.count(method, "INVALID_ARGUMENT") == 3)
+    assert isinstance(
+        error_from_rpc(await world.client.as_tenant(None).failure(method, b"unreadable")), errors.Unauthenticated
+    )
 
 
 async def test_status_chosen_by_the_handler_is_kept(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,11 @@ async def test_an_operator_lists_pins_and_evicts() -> None:
                 assert await control.pin(KEYSPACE, HASHES[:2], PINNED_FOREVER_US) == 2
                 pinned = [chunk async for chunk in control.list_chunks(pinned_only=True)]
                 assert {chunk.chunk_hash for chunk in pinned} == set(HASHES[:2])
+                would = await control.preview_evict(KEYSPACE, HASHES[:4])
+                assert (would.chunk_count, would.outcome.page_count, would.outcome.pinned_count) == (2, 2, 2)
+                assert would.staging_bytes == would.disk_bytes > 0
                 outcome = await control.evict(KEYSPACE, HASHES[:4])
+                assert outcome == would.outcome
                 assert outcome == EvictOutcome(page_count=2, pinned_count=2, undurable_count=0)
                 assert (await control.evict(KEYSPACE, HASHES[4:6], staging_only=True)).page_count == 2
                 assert (await control.evict(KEYSPACE, None, with_pinned=True)).page_count == 18
@@ -52,9 +56,11 @@ async def test_an_operator_lists_pins_and_evicts() -> None:
 async def test_a_malformed_evict_is_refused(request_: pb.EvictRequest) -> None:
     with new_world() as world:
         async with served(world) as node, grpc.aio.insecure_channel(node.endpoint) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await PageStoreServiceStub(channel).Evict(request_, timeout=60)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            stub = PageStoreServiceStub(channel)
+            for call in (stub.Evict, stub.PreviewEvict):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(request_, timeout=60)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_malformed_listing_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import cast
 
@@ -9,6 +10,8 @@ import pytest
 
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, RegistrationAttempt, ResyncEvent
+from kvpool.core.errors import StartupFailed, StoreUnavailable
+from kvpool.testing import eventually
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Entry, Operation, decode_value
@@ -20,6 +23,8 @@ from tests.fixtures.pagestore import SPEC, TENANT
 from tests.fixtures.patience import patient
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.redis_server import redis_server as redis_server
+from tests.fixtures.redis_topologies import redis_cluster as redis_cluster
+from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 pytestmark = pytest.mark.e2e
 
@@ -81,6 +86,77 @@ async def test_what_replicas_of_a_release_kept_is_read_and_changed_by_ours(relea
         await store.close()
         left = await told.dump(server.url)
     assert [key for key in left if key.startswith(("kvpool:d:", "kvpool:g:"))] == [], "the digest is that of nothing"
+
+
+def mark(server: RedisServer, layout: str, prefix: str = "kvpool") -> None:
+    assert server.command("SET", f"{prefix}:{{n}}:layout", layout).startswith(b"+OK")
+
+
+async def test_keys_of_another_layout_are_refused_on_every_connection() -> None:
+    with running_redis() as server:
+        mark(server, "2")
+        store = recorded_redis.open_store(server.url)
+        with pytest.raises(StartupFailed, match=r"kvpool:\* in Redis have layout '2', and this release has layout '1'"):
+            await store.check_layout()
+        with pytest.raises(StoreUnavailable, match="have layout '2'"):
+            await store.nodes.snapshot()
+        server.flush()
+        await store.check_layout()
+        assert await store.nodes.snapshot() == []
+        mark(server, "2")  # as if it had failed over to a Redis of others: those who connect anew find out
+        server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        with pytest.raises(StoreUnavailable, match="have layout '2'"):
+            await eventually_raises(store)
+        with pytest.raises(StartupFailed):
+            await store.check_layout()
+        await store.close()
+
+
+async def eventually_raises(store: RedisIndexStore) -> None:
+    """Whatever a call says once the connection that was killed is known to be."""
+    while True:
+        try:
+            await store.nodes.snapshot()
+        except StoreUnavailable as error:
+            if "layout" in str(error):
+                raise
+        await asyncio.sleep(0)
+
+
+async def test_a_mark_that_is_flushed_comes_back_while_the_index_runs() -> None:
+    with running_redis() as server:
+        store = recorded_redis.open_store(server.url)
+        await store.check_layout()
+        looking = asyncio.ensure_future(store.run())
+        server.flush()
+        await eventually(lambda: b"1" in server.command("GET", "kvpool:{n}:layout"), 60)
+        mark(server, "2")  # somebody was faster after a flush: who runs ends and says so, and does not take it back
+        with pytest.raises(StartupFailed, match="have layout '2'"):
+            await looking
+        assert b"2" in server.command("GET", "kvpool:{n}:layout")
+        await store.close()
+
+
+@pytest.mark.parametrize("topology", ["redis_server", "redis_cluster", "redis_sentinels"])
+async def test_of_two_that_start_at_once_one_is_first(topology: str, request: pytest.FixtureRequest) -> None:
+    url, prefix = request.getfixturevalue(topology).url, "at-once"
+    stores = [RedisIndexStore(url, timeout_s=20.0, key_prefix=prefix) for _ in range(4)]
+    for store in stores[2:]:
+        store._layout._layout = b"2"
+    ends = await asyncio.gather(*(store.check_layout() for store in stores), return_exceptions=True)
+    ours, theirs = ends[:2], ends[2:]
+    refused = theirs if ours == [None, None] else ours
+    assert [type(end) for end in refused] == [StartupFailed] * 2 and [*ours, *theirs].count(None) == 2
+    for store in stores:
+        await store.close()
+
+
+async def test_a_redis_that_is_out_of_reach_is_looked_at_later() -> None:
+    with running_redis() as server:
+        store = RedisIndexStore(server.url, timeout_s=0.05)
+        server.kill()
+        await store.check_layout()
+        await store.close()
 
 
 async def test_ours_keep_what_the_last_record_says() -> None:

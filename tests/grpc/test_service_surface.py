@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -88,6 +89,36 @@ async def test_exactly_these_calls_are_not_served_and_say_why(endpoints: dict[st
     for name, details in refused.items():
         # The reason, and not gRPC's own "Method not found!".
         assert name.rpartition(".")[2] in details and len(details.split()) > 5, details
+
+
+GARBAGE = b"\xff" * 9  # no protobuf: a tag that never ends
+
+
+async def status_of_raw(
+    channel: grpc.aio.Channel, path: str, message: bytes, *, client_streams: bool
+) -> tuple[grpc.StatusCode, str]:
+    """How the server ends a call with one message that is sent as it is."""
+    make: Any = channel.stream_stream if client_streams else channel.unary_stream  # one answer is a stream of one
+    call = make(path)(iter([message]) if client_streams else message, timeout=TIMEOUT_S)
+    return await call.code(), await call.details() or ""
+
+
+async def test_a_message_that_cannot_be_read_is_refused_and_leaves_no_trace_in_the_log(
+    endpoints: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with channels(endpoints) as opened:
+        for method in METHODS:
+            path = f"/{method.containing_service.full_name}/{method.name}"
+            channel = opened[method.containing_service.name]
+            code, details = await status_of_raw(channel, path, GARBAGE, client_streams=method.client_streaming)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, (name_of(method), code, details)
+            assert method.input_type.name in details, details
+        for name in CONTROL:
+            code, details = await status_of_raw(
+                opened[name], "/grpc.health.v1.Health/Check", GARBAGE, client_streams=False
+            )
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, (name, code, details)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO] == []
 
 
 def test_the_api_says_what_is_not_served() -> None:

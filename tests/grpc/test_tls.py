@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -232,8 +233,10 @@ async def test_health_is_answered_in_the_clear_where_that_was_asked_for(authorit
     await server.stop(0.1)
 
 
-async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(authority: Authority, tmp_path: Path) -> None:
-    """No watches, which last and which a hostile caller could end for others, and no connections that do nothing."""
+async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No watches, which last and which a hostile caller could end for others, no idle connections, no logs."""
     server = ControlServer(interceptors=[], service_names=["test"])
     server.listen_tcp(TcpAddress("127.0.0.1", 0), service_tls(authority.issue(tmp_path / "own")))
     port = server.listen_health(TcpAddress("127.0.0.1", 0), idle_s=0.2)
@@ -243,6 +246,11 @@ async def test_whoever_reaches_the_port_of_probes_leaves_nothing_there(authority
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await watch(b"").read()
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await check(b"\xff" * 9)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO] == []
         while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
             await channel.wait_for_state_change(state)
     await server.stop(0.1)

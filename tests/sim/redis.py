@@ -82,6 +82,9 @@ class SimIndexStore:
     def __getattr__(self, name: str) -> Any:
         return _Part(self._redis, name)
 
+    async def check_layout(self) -> None:
+        return None
+
     async def ping(self) -> float:
         await self._redis._reach()
         return 0.0

@@ -12,6 +12,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.core.errors import StartupFailed
+from kvpool_server.interceptors.errors import AioErrors
+from kvpool_server.interceptors.messages import AioMessages
 from kvpool_server.listen import TcpAddress, check_tcp, claim_unix_path, restricted_umask
 from kvpool_server.tls import ServiceTls
 
@@ -84,7 +86,7 @@ class ControlServer:
         """
         check_tcp(address)
         options = [*GrpcLimits(max_message_bytes=1 << 16).options(), ("grpc.max_connection_idle_ms", int(idle_s * 1e3))]
-        self._health_grpc = grpc.aio.server(options=options)
+        self._health_grpc = grpc.aio.server(interceptors=[AioErrors(), AioMessages()], options=options)
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             request_deserializer=health_pb2.HealthCheckRequest.FromString,

@@ -89,6 +89,7 @@ async def _serve(stop: Stop, config: IndexConfig) -> None:
     metrics_port, stop_metrics = start_metrics_server(metrics_listen.host, metrics_listen.port, registry)
     metrics_url = f"http://{TcpAddress(metrics_listen.host, metrics_port)}/metrics"
     try:
+        await store.check_layout()
         await server.start()
         async with BackgroundTasks(on_fatal=stop.fail) as tasks:
             for name, work in engine.background_work():

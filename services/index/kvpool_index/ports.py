@@ -266,6 +266,10 @@ class IndexStore(Protocol):
         """What its connections to Redis go through; None where there is no Redis."""
         ...
 
+    async def check_layout(self) -> None:
+        """Raise StartupFailed if the store holds what this release would misread; one out of reach passes."""
+        ...
+
     async def ping(self) -> float:
         """Seconds that one round trip took."""
         ...

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
@@ -52,6 +53,25 @@ class Evicted:
     undurable_count: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class EvictPreview:
+    """What an eviction would do; see the proto message PreviewEvictResponse."""
+
+    evicted: Evicted
+    chunk_count: int = 0
+    staging_bytes: int = 0
+    disk_bytes: int = 0
+
+
+class _Verdict(Enum):
+    """What becomes of one page."""
+
+    GOES = auto()
+    PINNED = auto()
+    UNDURABLE = auto()
+    NOT_MEANT = auto()  # it is not in staging, and only staging is to be freed
+
+
 class Evicting:
     """one_at_a_time: held while writes of a keyspace are held back."""
 
@@ -90,6 +110,25 @@ class Evicting:
             _log.warning("evicted, but the index does not know yet: %s", error)
         return evicted
 
+    async def preview(self, tenant: str, wanted: WantedGone) -> EvictPreview:
+        """What `evict` would do with the pages that are here now; nothing is changed."""
+        preview = EvictPreview(evicted=Evicted())
+        known = self._keyspaces.find(wanted.keyspace)
+        if known is None or known.tenant != tenant:
+            return preview
+        now_us = self._clock.wall_us()
+        for position, chunk_hash in enumerate(self._chunk_hashes(wanted)):
+            if position % _CHUNKS_A_TURN == 0:
+                await asyncio.sleep(0)
+            page_count = preview.evicted.page_count
+            for key in self._pages(known, chunk_hash):
+                if self._judge(key, wanted, now_us, preview.evicted):
+                    size_bytes = known.page_bytes(key.shard)
+                    preview.staging_bytes += size_bytes * (self._ledger.find(key) is not None)
+                    preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
+            preview.chunk_count += preview.evicted.page_count > page_count
+        return preview
+
     async def _alone(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
         async with self._one_at_a_time:
             if wanted.staging_only or self._disk is None or self._write_back is None:
@@ -109,17 +148,13 @@ class Evicting:
             if position % _CHUNKS_A_TURN == 0:
                 await asyncio.sleep(0)
             for key in self._pages(keyspace, chunk_hash):
-                if not wanted.with_pinned and self._pinned_until_us(key) > now_us:
-                    evicted.pinned_count += 1
-                elif wanted.staging_only:
-                    self._unstage(key, evicted)
-                else:
-                    evicted.page_count += 1
-                    self._ledger.drop(key)
-                    # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
-                    if self._disk is not None and key in self._disk.map:
-                        self._disk.forget(key)
-                        on_disk.append(key)
+                if not self._judge(key, wanted, now_us, evicted):
+                    continue
+                self._ledger.drop(key)
+                # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
+                if not wanted.staging_only and self._disk is not None and key in self._disk.map:
+                    self._disk.forget(key)
+                    on_disk.append(key)
         if on_disk:
             await self._delete(on_disk)
         _log.info(
@@ -143,23 +178,35 @@ class Evicting:
         """Pages of a chunk that are here, in staging or on disk."""
         for shard in range(keyspace.grid.shard_count):
             key = PageKey(keyspace.keyspace, chunk_hash, shard)
-            if self._ledger.find(key) is not None or (self._disk is not None and key in self._disk.map):
+            if self._ledger.find(key) is not None or self._is_on_disk(key):
                 yield key
+
+    def _is_on_disk(self, key: PageKey) -> bool:
+        return self._disk is not None and key in self._disk.map
 
     def _pinned_until_us(self, key: PageKey) -> int:
         slot = self._ledger.find(key)
         kept = slot.page.metadata if slot is not None else self._disk.map.metadata(key) if self._disk else None
         return kept.pinned_until_us if kept is not None else 0
 
-    def _unstage(self, key: PageKey, evicted: Evicted) -> None:
+    def _judge(self, key: PageKey, wanted: WantedGone, now_us: int, counted: Evicted) -> bool:
+        """Whether a page goes; `counted` then counts it, or as one that stays."""
+        verdict = self._verdict(key, wanted, now_us)
+        counted.page_count += verdict is _Verdict.GOES
+        counted.pinned_count += verdict is _Verdict.PINNED
+        counted.undurable_count += verdict is _Verdict.UNDURABLE
+        return verdict is _Verdict.GOES
+
+    def _verdict(self, key: PageKey, wanted: WantedGone, now_us: int) -> _Verdict:
+        if not wanted.with_pinned and self._pinned_until_us(key) > now_us:
+            return _Verdict.PINNED
+        if not wanted.staging_only:
+            return _Verdict.GOES
         slot = self._ledger.find(key)
         if slot is None:
-            return
-        if slot.dirty or self._disk is None or key not in self._disk:
-            evicted.undurable_count += 1
-        else:
-            self._ledger.drop(key)
-            evicted.page_count += 1
+            return _Verdict.NOT_MEANT
+        is_durable = not slot.dirty and self._disk is not None and key in self._disk
+        return _Verdict.GOES if is_durable else _Verdict.UNDURABLE
 
     async def _delete(self, keys: Sequence[PageKey]) -> None:
         """All of them are forgotten, whatever fails. Raises the first fault."""

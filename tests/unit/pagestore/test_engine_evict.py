@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from kvpool.core.errors import InvalidRequest, StoreFault
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
-from kvpool_pagestore.engine_evict import Evicted, WantedGone
+from kvpool_pagestore.engine_evict import Evicted, EvictPreview, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
-from tests.fixtures.pagestore import KEYSPACE, TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 
@@ -136,6 +137,32 @@ async def test_pinned_pages_stay_unless_it_is_asked_for() -> None:
             assert [chunk.metadata.chunk_index for chunk in await listed(running, pinned_only=True)] == [1]
             assert await running.engine.evicting.evict(TENANT, gone([1], with_pinned=True)) == Evicted(page_count=1)
             assert durable(world) == set() and running.engine.gauges().pinned_bytes == 0
+
+
+@pytest.mark.parametrize("with_pinned", [False, True])
+@pytest.mark.parametrize("staging_only", [False, True])
+async def test_a_preview_says_what_evicting_then_does_and_changes_nothing(
+    staging_only: bool, with_pinned: bool
+) -> None:
+    wanted_gone = gone([0, 1, 2, 3, 99], staging_only=staging_only, with_pinned=with_pinned)
+    with new_world() as world:
+        async with running_engine(world, linger_ms=60_000) as running:
+            peer = await open_session(running)
+            await store(running, peer, [0, 1, 2])
+            await running.engine.flush(TENANT, b"")
+            await running.engine.evicting.evict(TENANT, gone([2], staging_only=True))
+            await store(running, peer, [3])  # not durable
+            assert await running.engine.retained.pin(TENANT, KEYSPACE, hashes([1]), PINNED_FOREVER_US) == 1
+            before = running.engine.gauges()
+            preview = await running.engine.evicting.preview(TENANT, wanted_gone)
+            now = replace(running.engine.gauges(), write_back_oldest_seconds=before.write_back_oldest_seconds)
+            assert now == before and durable(world) == {0, 1, 2}
+            assert await running.engine.evicting.preview("another", wanted_gone) == EvictPreview(evicted=Evicted())
+            assert await running.engine.evicting.evict(TENANT, wanted_gone) == preview.evicted
+            after = running.engine.gauges()
+            assert preview.chunk_count == preview.evicted.page_count, "chunks of one page"
+            assert preview.staging_bytes == (before.staging_pages - after.staging_pages) * PAGE_BYTES > 0
+            assert preview.disk_bytes == (before.disk_pages - after.disk_pages) * PAGE_BYTES
 
 
 async def test_a_whole_keyspace_and_the_keyspace_of_another() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import add_tokens, chain_of, read_tokens
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, ask, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, ask, print_json, size, table
 from kvpool.cli.targets import (
     Target,
     add_target,
@@ -19,13 +20,25 @@ from kvpool.cli.targets import (
     run,
     said,
 )
-from kvpool.client.pagestore_control import EvictOutcome, PageStoreControl
+from kvpool.client.pagestore_control import EvictOutcome, EvictPreview, PageStoreControl
 from kvpool.core.cluster import LiveNode
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KvPoolError, NotServed
 
 CALL_TIMEOUT_S = 120.0
 
 Answers = Sequence[tuple[LiveNode, EvictOutcome | KvPoolError]]
+Previews = Sequence[tuple[LiveNode, EvictPreview | KvPoolError]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to evict, and where. batches: of chunk hashes; None is the whole keyspace."""
+
+    keyspace: bytes
+    batches: Sequence[list[bytes] | None]
+    nodes: Sequence[LiveNode]
+    staging_only: bool
+    with_pinned: bool
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +55,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", default="", metavar="NODE", help="only this one: node id, host id or endpoint")
     parser.add_argument("--staging-only", action="store_true", help="free memory: only pages that are also on disk")
     parser.add_argument("--pinned", action="store_true", help="pinned pages too")
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would go; nothing is changed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--json", action="store_true", help="a document for programs")
     parser.set_defaults(run=run_evict)
@@ -54,18 +68,30 @@ def run_evict(arguments: argparse.Namespace) -> int:
     if arguments.whole_keyspace and not arguments.keyspace:
         raise CommandFailed("--whole-keyspace needs --keyspace NAME; `kvpool status` has the names")
     tokens = read_tokens(arguments.tokens) if arguments.tokens else None
+    target = find_target(arguments)
+    if arguments.dry_run:
+        previews = run(_preview(target, arguments, tokens))
+        if arguments.json:
+            print_json(preview_document(previews))
+        else:
+            print(render_preview(previews))
+        return _exit_code(previews)
     if not arguments.staging_only:
         what = f"all chunks of keyspace {arguments.keyspace}" if tokens is None else f"the chunks of {arguments.tokens}"
         ask(f"Evict {what} from {arguments.node or 'every pagestore'}? Engines compute them again.", yes=arguments.yes)
-    answers = run(_evict(find_target(arguments), arguments, tokens))
+    answers = run(_evict(target, arguments, tokens))
     if arguments.json:
         print_json(to_document(answers))
     else:
         print(render(answers))
+    return _exit_code(answers)
+
+
+def _exit_code(answers: Answers | Previews) -> int:
     return EXIT_FAILED if any(isinstance(answer, KvPoolError) for _, answer in answers) else EXIT_OK
 
 
-async def _evict(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Answers:
+async def _asked(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Asked:
     batches: list[list[bytes] | None]
     async with open_index(target) as index:
         if tokens is None:
@@ -75,26 +101,65 @@ async def _evict(target: Target, arguments: argparse.Namespace, tokens: Sequence
             chunk_tokens = chain.named.spec.chunk_tokens
             keyspace = chain.opened.keyspace
             batches = list(chain.batches(first_chunk=-(-max(0, arguments.from_token) // chunk_tokens)))
-        nodes = await live_pagestores(index, arguments.node)
-
-    async def evict(control: PageStoreControl) -> EvictOutcome:
-        outcomes = [
-            await control.evict(
-                keyspace,
-                batch,
-                staging_only=arguments.staging_only,
-                with_pinned=arguments.pinned,
-                timeout_s=CALL_TIMEOUT_S,
-            )
-            for batch in batches
-        ]
-        return EvictOutcome(
-            page_count=sum(one.page_count for one in outcomes),
-            pinned_count=sum(one.pinned_count for one in outcomes),
-            undurable_count=sum(one.undurable_count for one in outcomes),
+        return Asked(
+            keyspace=keyspace,
+            batches=batches,
+            nodes=await live_pagestores(index, arguments.node),
+            staging_only=arguments.staging_only,
+            with_pinned=arguments.pinned,
         )
 
-    return await on_pagestores(target, nodes, evict)
+
+async def _evict(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Answers:
+    asked = await _asked(target, arguments, tokens)
+
+    async def evict(control: PageStoreControl) -> EvictOutcome:
+        return _sum(
+            [
+                await control.evict(
+                    asked.keyspace,
+                    batch,
+                    staging_only=asked.staging_only,
+                    with_pinned=asked.with_pinned,
+                    timeout_s=CALL_TIMEOUT_S,
+                )
+                for batch in asked.batches
+            ]
+        )
+
+    return await on_pagestores(target, asked.nodes, evict)
+
+
+async def _preview(target: Target, arguments: argparse.Namespace, tokens: Sequence[int] | None) -> Previews:
+    asked = await _asked(target, arguments, tokens)
+
+    async def preview(control: PageStoreControl) -> EvictPreview:
+        previews = [
+            await control.preview_evict(
+                asked.keyspace,
+                batch,
+                staging_only=asked.staging_only,
+                with_pinned=asked.with_pinned,
+                timeout_s=CALL_TIMEOUT_S,
+            )
+            for batch in asked.batches
+        ]
+        return EvictPreview(
+            outcome=_sum([one.outcome for one in previews]),
+            chunk_count=sum(one.chunk_count for one in previews),
+            staging_bytes=sum(one.staging_bytes for one in previews),
+            disk_bytes=sum(one.disk_bytes for one in previews),
+        )
+
+    return await on_pagestores(target, asked.nodes, preview)
+
+
+def _sum(outcomes: Sequence[EvictOutcome]) -> EvictOutcome:
+    return EvictOutcome(
+        page_count=sum(one.page_count for one in outcomes),
+        pinned_count=sum(one.pinned_count for one in outcomes),
+        undurable_count=sum(one.undurable_count for one in outcomes),
+    )
 
 
 def to_document(answers: Answers) -> dict[str, Any]:
@@ -136,3 +201,53 @@ def render(answers: Answers) -> str:
     if any(one.undurable_count for one in done):
         parts.append("pages that are in memory only stayed; `kvpool flush` first, or evict without --staging-only")
     return "\n".join(parts)
+
+
+def preview_document(previews: Previews) -> dict[str, Any]:
+    """The document of `--dry-run --json`: no key of it is one of an eviction that was done."""
+    nodes = []
+    for node, answer in previews:
+        would = answer if isinstance(answer, EvictPreview) else None
+        nodes.append(
+            {
+                "node_id": node.info.node_id.hex(),
+                "host_id": node.info.host_id,
+                "would_evict_chunks": would.chunk_count if would else 0,
+                "would_evict_pages": would.outcome.page_count if would else 0,
+                "would_free_staging_bytes": would.staging_bytes if would else 0,
+                "would_free_disk_bytes": would.disk_bytes if would else 0,
+                "would_keep_pinned_pages": would.outcome.pinned_count if would else 0,
+                "would_keep_undurable_pages": would.outcome.undurable_count if would else 0,
+                "error": _why_not(answer) if isinstance(answer, KvPoolError) else "",
+            }
+        )
+    return {"version": 1, "dry_run": True, "nodes": nodes}
+
+
+def render_preview(previews: Previews) -> str:
+    """A table for people. Copies of a chunk count on each node that has one."""
+    headers = ["pagestore", "host", "chunks", "pages", "memory", "disk", "pinned", "not durable", "error"]
+    rows = []
+    for node, answer in previews:
+        if isinstance(answer, EvictPreview):
+            outcome = answer.outcome
+            freed = size(answer.staging_bytes), size(answer.disk_bytes)
+            stays = outcome.pinned_count, outcome.undurable_count, ""
+            cells: tuple[object, ...] = (answer.chunk_count, outcome.page_count, *freed, *stays)
+        else:
+            cells = (*["-"] * 6, _why_not(answer))
+        rows.append([node.info.node_id.hex()[:8], node.info.host_id, *cells])
+    would = [answer for _, answer in previews if isinstance(answer, EvictPreview)]
+    concerned = [one for one in would if one.outcome.page_count]
+    memory, disk = size(sum(one.staging_bytes for one in would)), size(sum(one.disk_bytes for one in would))
+    return (
+        f"{table(headers, rows, right=[2, 3, 4, 5, 6, 7])}\n"
+        f"would evict {sum(one.outcome.page_count for one in would)} pages "
+        f"({memory} of memory, {disk} of disk) on {len(concerned)} of {len(previews)} pagestores; nothing was changed"
+    )
+
+
+def _why_not(error: KvPoolError) -> str:
+    if isinstance(error, NotServed):  # gRPC's own words say nothing to an operator
+        return "this pagestore is of an earlier release and cannot tell; upgrade it first"
+    return said(error)

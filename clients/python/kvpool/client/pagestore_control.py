@@ -71,6 +71,16 @@ class EvictOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvictPreview:
+    """What an eviction would do; see the proto message PreviewEvictResponse."""
+
+    outcome: EvictOutcome
+    chunk_count: int
+    staging_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListedChunk:
     """What one pagestore holds of a chunk; see the proto message of that name."""
 
@@ -162,18 +172,26 @@ class PageStoreControl:
         timeout_s: float | None = None,
     ) -> EvictOutcome:
         """Give chunks up before their time; None: all of the keyspace. raises: StoreFault."""
-        request = pagestore_pb2.EvictRequest(
-            keyspace_id=keyspace,
-            chunk_hashes=chunk_hashes or (),
-            whole_keyspace=chunk_hashes is None,
-            staging_only=staging_only,
-            with_pinned=with_pinned,
-        )
-        answer = await self._endpoints.call(lambda stub: stub.Evict, request, timeout_s=timeout_s)
-        return EvictOutcome(
-            page_count=answer.page_count,
-            pinned_count=answer.pinned_page_count,
-            undurable_count=answer.undurable_page_count,
+        request = _evict_request(keyspace, chunk_hashes, staging_only=staging_only, with_pinned=with_pinned)
+        return _outcome(await self._endpoints.call(lambda stub: stub.Evict, request, timeout_s=timeout_s))
+
+    async def preview_evict(
+        self,
+        keyspace: bytes,
+        chunk_hashes: Sequence[bytes] | None,
+        *,
+        staging_only: bool = False,
+        with_pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> EvictPreview:
+        """What `evict` would do now; nothing is changed. raises: NotServed, of a node of an earlier release."""
+        request = _evict_request(keyspace, chunk_hashes, staging_only=staging_only, with_pinned=with_pinned)
+        answer = await self._endpoints.call(lambda stub: stub.PreviewEvict, request, timeout_s=timeout_s)
+        return EvictPreview(
+            outcome=_outcome(answer),
+            chunk_count=answer.chunk_count,
+            staging_bytes=answer.staging_bytes,
+            disk_bytes=answer.disk_bytes,
         )
 
     async def list_chunks(
@@ -226,3 +244,23 @@ class PageStoreControl:
     async def close(self) -> None:
         """Close the channel. Idempotent."""
         await self._endpoints.close()
+
+
+def _evict_request(
+    keyspace: bytes, chunk_hashes: Sequence[bytes] | None, *, staging_only: bool, with_pinned: bool
+) -> pagestore_pb2.EvictRequest:
+    return pagestore_pb2.EvictRequest(
+        keyspace_id=keyspace,
+        chunk_hashes=chunk_hashes or (),
+        whole_keyspace=chunk_hashes is None,
+        staging_only=staging_only,
+        with_pinned=with_pinned,
+    )
+
+
+def _outcome(answer: pagestore_pb2.EvictResponse | pagestore_pb2.PreviewEvictResponse) -> EvictOutcome:
+    return EvictOutcome(
+        page_count=answer.page_count,
+        pinned_count=answer.pinned_page_count,
+        undurable_count=answer.undurable_page_count,
+    )

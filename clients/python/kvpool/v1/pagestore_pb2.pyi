@@ -1360,6 +1360,48 @@ class EvictResponse(_message.Message):
 Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
 
 @_typing.final
+class PreviewEvictResponse(_message.Message):
+    """Answer of PreviewEvict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    UNDURABLE_PAGE_COUNT_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks of which Evict would give up at least one page."""
+    page_count: _builtins.int
+    """Pages that it would give up (a page in staging and on disk counts once)."""
+    staging_bytes: _builtins.int
+    """Bytes of these pages in staging; those of leased pages come free when they are released."""
+    disk_bytes: _builtins.int
+    """Bytes of these pages on disk, without what the disk tier keeps beside them; 0 with staging_only."""
+    pinned_page_count: _builtins.int
+    """Pages that would stay because they are pinned."""
+    undurable_page_count: _builtins.int
+    """staging_only: pages that would stay because staging has the only copy on this node."""
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        page_count: _builtins.int = ...,
+        staging_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        pinned_page_count: _builtins.int = ...,
+        undurable_page_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "disk_bytes", b"disk_bytes", "page_count", b"page_count", "pinned_page_count", b"pinned_page_count", "staging_bytes", b"staging_bytes", "undurable_page_count", b"undurable_page_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviewEvictResponse: _TypeAlias = PreviewEvictResponse  # noqa: Y015
+
+@_typing.final
 class ListChunksRequest(_message.Message):
     """Request of ListChunks."""
 

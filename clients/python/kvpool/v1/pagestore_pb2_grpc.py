@@ -82,6 +82,11 @@ class PageStoreServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.PreviewEvict = channel.unary_unary(
+                '/kvpool.v1.PageStoreService/PreviewEvict',
+                request_serializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_pagestore__pb2.PreviewEvictResponse.FromString,
+                _registered_method=True)
         self.ListChunks = channel.unary_stream(
                 '/kvpool.v1.PageStoreService/ListChunks',
                 request_serializer=kvpool_dot_v1_dot_pagestore__pb2.ListChunksRequest.SerializeToString,
@@ -199,6 +204,17 @@ class PageStoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PreviewEvict(self, request, context):
+        """What Evict would do with the same request now; nothing is changed. A call of its own, and no field of EvictRequest: a node
+        of an earlier release would not know the field, and evict.
+
+        Errors:
+        - INVALID_ARGUMENT: as for Evict.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListChunks(self, request, context):
         """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
         A chunk that comes or goes meanwhile may be told of or not.
@@ -252,6 +268,11 @@ def add_PageStoreServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.SerializeToString,
+            ),
+            'PreviewEvict': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewEvict,
+                    request_deserializer=kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_pagestore__pb2.PreviewEvictResponse.SerializeToString,
             ),
             'ListChunks': grpc.unary_stream_rpc_method_handler(
                     servicer.ListChunks,
@@ -483,6 +504,33 @@ class PageStoreService(object):
             '/kvpool.v1.PageStoreService/Evict',
             kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
             kvpool_dot_v1_dot_pagestore__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewEvict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.PageStoreService/PreviewEvict',
+            kvpool_dot_v1_dot_pagestore__pb2.EvictRequest.SerializeToString,
+            kvpool_dot_v1_dot_pagestore__pb2.PreviewEvictResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -108,6 +108,13 @@ class PageStoreServiceStub:
       restart.
     - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
     """
+    PreviewEvict: _grpc.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.PreviewEvictResponse]
+    """What Evict would do with the same request now; nothing is changed. A call of its own, and no field of EvictRequest: a node
+    of an earlier release would not know the field, and evict.
+
+    Errors:
+    - INVALID_ARGUMENT: as for Evict.
+    """
     ListChunks: _grpc.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]
     """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
     A chunk that comes or goes meanwhile may be told of or not.
@@ -195,6 +202,13 @@ class PageStoreServiceAsyncStub(PageStoreServiceStub):
     - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
       restart.
     - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
+    """
+    PreviewEvict: _aio.UnaryUnaryMultiCallable[_pagestore_pb2.EvictRequest, _pagestore_pb2.PreviewEvictResponse]  # type: ignore[assignment]
+    """What Evict would do with the same request now; nothing is changed. A call of its own, and no field of EvictRequest: a node
+    of an earlier release would not know the field, and evict.
+
+    Errors:
+    - INVALID_ARGUMENT: as for Evict.
     """
     ListChunks: _aio.UnaryStreamMultiCallable[_pagestore_pb2.ListChunksRequest, _pagestore_pb2.ListChunksResponse]  # type: ignore[assignment]
     """Chunks that this node holds of the caller's tenant, with what is kept beside them, in any order or the most read first.
@@ -328,6 +342,19 @@ class PageStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         - UNAVAILABLE (STORE_FAULT): the disk tier failed. What was named is not served any more, but may be back after a
           restart.
         - INVALID_ARGUMENT: a malformed id, more than 4096 chunks, or both or neither of chunks and whole_keyspace.
+        """
+
+    @_abc_1.abstractmethod
+    def PreviewEvict(
+        self,
+        request: _pagestore_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pagestore_pb2.PreviewEvictResponse, _abc.Awaitable[_pagestore_pb2.PreviewEvictResponse]]:
+        """What Evict would do with the same request now; nothing is changed. A call of its own, and no field of EvictRequest: a node
+        of an earlier release would not know the field, and evict.
+
+        Errors:
+        - INVALID_ARGUMENT: as for Evict.
         """
 
     @_abc_1.abstractmethod

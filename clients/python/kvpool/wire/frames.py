@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import pagestore_pb2 as pb
+from kvpool.wire.weight import check_weight
 
 MIN_FRAME_BYTES: Final = 64 << 10
 MAX_FRAME_BYTES: Final = 4 << 20
@@ -71,6 +72,7 @@ def decode_write_request(message: bytes) -> BulkFrame | pb.WritePagesOpen:
         size, start = length
         if start + size == len(view):
             return _frame_from(view[start:])
+    check_weight(message, pb.WritePagesRequest.DESCRIPTOR)
     try:
         request = pb.WritePagesRequest.FromString(message)
     except DecodeError as error:

@@ -6,7 +6,8 @@ Order, outermost first, and why:
 2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
 3. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
 4. auth: nobody spends work or time on a caller that is not known;
-5. deadline: nearest to the handler, whose run time it bounds.
+5. deadline: nearest to the handler, whose run time it bounds;
+6. messages: what cannot be read is the handler's first concern, after all the others have had their say.
 
 `aio_interceptors` and `sync_interceptors` build the list in that order.
 """
@@ -26,6 +27,7 @@ from kvpool_server.interceptors.auth import (
 )
 from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
 from kvpool_server.interceptors.errors import AioErrors, SyncErrors
+from kvpool_server.interceptors.messages import AioMessages, SyncMessages
 from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
 from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
 
@@ -46,7 +48,8 @@ def aio_interceptors(
 ) -> Sequence[grpc.aio.ServerInterceptor]:
     """The interceptors of a grpc.aio server, outermost first."""
     tracing = [AioTracing(tracer)] if tracer.recording else []
-    return [AioMetrics(metrics), AioErrors(), *tracing, AioAuth(authenticator), AioDeadline(deadlines)]
+    around = [AioMetrics(metrics), AioErrors(), *tracing, AioAuth(authenticator), AioDeadline(deadlines)]
+    return [*around, AioMessages()]
 
 
 def sync_interceptors(
@@ -54,4 +57,5 @@ def sync_interceptors(
 ) -> Sequence[grpc.ServerInterceptor]:
     """The interceptors of a thread-pool server, outermost first."""
     tracing = [SyncTracing(tracer)] if tracer.recording else []
-    return [SyncMetrics(metrics), SyncErrors(), *tracing, SyncAuth(authenticator), SyncDeadline(deadlines)]
+    around = [SyncMetrics(metrics), SyncErrors(), *tracing, SyncAuth(authenticator), SyncDeadline(deadlines)]
+    return [*around, SyncMessages()]

@@ -47,20 +47,15 @@ class Call:
 _NO_DEADLINE_S = 10 * 365 * 86400.0
 
 
-class AioInterceptor(grpc.aio.ServerInterceptor):
-    """Base of the grpc.aio interceptors.
-
-    Handlers must be coroutine functions or async generator functions; a method that is neither (a generated base
-    class has those) is not served. An async generator is run by a coroutine that writes what it yields: that way
-    its `finally` blocks run in the call's own task as soon as the call ends, and not when it is garbage-collected.
-    """
+class AioWrapper(grpc.aio.ServerInterceptor):
+    """Puts another handler in the place of each, once. Base of the grpc.aio interceptors."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # method -> (inner, wrapped); methods are a closed set
 
     @abc.abstractmethod
-    def around(self, call: Call) -> AbstractAsyncContextManager[None]:
-        """What happens before and after the handler."""
+    def wrap(self, method: str, inner: Handler) -> Handler:
+        """The handler to use instead."""
 
     def not_served(self) -> None:
         """Called for a method that this server has not."""
@@ -77,29 +72,42 @@ class AioInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not inner:
-            known = self._wrapped[method] = (inner, self._wrap(method, inner))
+            known = self._wrapped[method] = (inner, self.wrap(method, inner))
         return known[1]
 
-    def _wrap(self, method: str, inner: Handler) -> Handler:
-        behavior = _as_coroutine(method, _behavior(inner))
+
+class AioInterceptor(AioWrapper):
+    """Base of those that say what goes around a call.
+
+    Handlers must be coroutine functions or async generator functions; a method that is neither (a generated base
+    class has those) is not served. An async generator is run by a coroutine that writes what it yields: that way
+    its `finally` blocks run in the call's own task as soon as the call ends, and not when it is garbage-collected.
+    """
+
+    @abc.abstractmethod
+    def around(self, call: Call) -> AbstractAsyncContextManager[None]:
+        """What happens before and after the handler."""
+
+    def wrap(self, method: str, inner: Handler) -> Handler:
+        behavior = as_coroutine(method, behavior_of(inner))
         streaming = inner.request_streaming or inner.response_streaming
 
         async def run(request: Any, context: Any) -> Any:
             async with self.around(Call(method, streaming, context)):
                 return await behavior(request, context)
 
-        return _rebuild(inner, run)
+        return rebuild(inner, run, inner.request_deserializer)
 
 
-class SyncInterceptor(grpc.ServerInterceptor):
-    """Base of the interceptors of a thread-pool server."""
+class SyncWrapper(grpc.ServerInterceptor):
+    """The same for a thread-pool server."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # set and get are atomic; a lost race wraps twice
 
     @abc.abstractmethod
-    def around(self, call: Call) -> AbstractContextManager[None]:
-        """What happens before and after the handler. Entered and left on one thread."""
+    def wrap(self, method: str, inner: Handler) -> Handler:
+        """The handler to use instead."""
 
     def not_served(self) -> None:
         """Called for a method that this server has not."""
@@ -116,11 +124,19 @@ class SyncInterceptor(grpc.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not inner:
-            known = self._wrapped[method] = (inner, self._wrap(method, inner))
+            known = self._wrapped[method] = (inner, self.wrap(method, inner))
         return known[1]
 
-    def _wrap(self, method: str, inner: Handler) -> Handler:
-        behavior = _behavior(inner)
+
+class SyncInterceptor(SyncWrapper):
+    """Base of those of a thread-pool server that say what goes around a call."""
+
+    @abc.abstractmethod
+    def around(self, call: Call) -> AbstractContextManager[None]:
+        """What happens before and after the handler. Entered and left on one thread."""
+
+    def wrap(self, method: str, inner: Handler) -> Handler:
+        behavior = behavior_of(inner)
         streaming = inner.request_streaming or inner.response_streaming
 
         def run(request: Any, context: Any) -> Any:
@@ -131,10 +147,10 @@ class SyncInterceptor(grpc.ServerInterceptor):
             with self.around(Call(method, streaming, context)), _closing(behavior(request, context)) as responses:
                 yield from responses
 
-        return _rebuild(inner, run_stream if inner.response_streaming else run)
+        return rebuild(inner, run_stream if inner.response_streaming else run, inner.request_deserializer)
 
 
-def _behavior(handler: Handler) -> Callable[[Any, Any], Any]:
+def behavior_of(handler: Handler) -> Callable[[Any, Any], Any]:
     """The function of a handler, whichever of the four kinds it is."""
     behavior: Callable[[Any, Any], Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -143,17 +159,21 @@ def _behavior(handler: Handler) -> Callable[[Any, Any], Any]:
     return behavior
 
 
-def _rebuild(handler: Handler, behavior: Callable[[Any, Any], Any]) -> Handler:
+def rebuild(
+    handler: Handler, behavior: Callable[[Any, Any], Any], deserializer: Callable[[bytes], Any] | None
+) -> Handler:
+    """A handler of the same kind with another function and another way to read requests."""
     build: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return build(behavior, handler.request_deserializer, handler.response_serializer)
+    return build(behavior, deserializer, handler.response_serializer)
 
 
-def _as_coroutine(method: str, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+def as_coroutine(method: str, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """The function of a handler as a coroutine function, whatever it is."""
     if inspect.iscoroutinefunction(behavior):
         return behavior
     if inspect.isasyncgenfunction(behavior):

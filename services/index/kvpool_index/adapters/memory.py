@@ -214,6 +214,9 @@ class MemoryIndexStore:
         self.policies = MemoryPolicyRegistry(clock)
         self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
 
+    async def check_layout(self) -> None:
+        """Nobody else has written it."""
+
     async def ping(self) -> float:
         return 0.0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool_index.adapters.redis_layout import RedisLayout
 from kvpool_index.adapters.redis_lua import Script
 from kvpool_index.adapters.redis_tls import HINT_PLAIN, HINT_TLS, explain_tls
 from kvpool_index.adapters.redis_url import Login, Server
@@ -41,6 +42,7 @@ class LinkOptions:
     max_in_flight: int
     stats: RedisStats
     masters_only: bool = False  # ask each server for its role, and refuse one that is no master
+    layout: RedisLayout | None = None  # ask each server for it, and refuse one of another
 
 
 class RedisLink:
@@ -202,7 +204,7 @@ class RedisLink:
             server = self.server = await self._find()
             connection = await _connected(server, self._options.login, self._timeout_s)
             try:
-                await _log_in(connection, self._options.login, self._timeout_s, masters_only=self._options.masters_only)
+                await _log_in(connection, self._options)
             except BaseException:
                 connection.abort("login failed")
                 raise
@@ -243,16 +245,21 @@ async def _connected(server: Server, login: Login, timeout_s: float) -> Connecti
     return connection
 
 
-async def _log_in(connection: Connection, login: Login, timeout_s: float, *, masters_only: bool) -> None:
-    commands = [*login.commands(), *([pack(b"ROLE")] if masters_only else [])]
+async def _log_in(connection: Connection, options: LinkOptions) -> None:
+    login, layout = options.login, options.layout
+    questions = ([pack(b"ROLE")] if options.masters_only else []) + ([layout.question()] if layout is not None else [])
+    commands = [*login.commands(), *questions]
     try:
-        replies = await connection.send(b"".join(commands), len(commands), timeout_s)
+        replies = await connection.send(b"".join(commands), len(commands), options.timeout_s)
     except ConnectionError as error:
         hint = HINT_PLAIN if login.tls is None else HINT_TLS
         raise ConnectionError(f"{error}, before its first answer; {hint}") from error
+    told = replies.pop() if layout is not None else None
     for reply in replies:
         if is_error(reply):
             # A server without AUTH, or a proxy, repeats the arguments of a command that it does not know.
             raise ConnectionError(f"login was refused: {str(reply).partition(', with args')[0]}")
-    if masters_only and replies[-1][0] != b"master":
+    if options.masters_only and replies[-1][0] != b"master":
         raise ConnectionError(f"it is no master but a {replies[-1][0].decode()}")
+    if layout is not None:
+        layout.take(told)

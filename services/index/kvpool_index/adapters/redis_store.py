@@ -6,13 +6,15 @@ that they do not either; and every reader that waits for events has one, because
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Final
 
-from kvpool.core.errors import StartupFailed
+from kvpool.core.errors import Overloaded, StartupFailed, StoreUnavailable
 from kvpool_index.adapters.redis_cluster import Cluster
 from kvpool_index.adapters.redis_events import RedisEventLog
 from kvpool_index.adapters.redis_health import RedisHealth
 from kvpool_index.adapters.redis_lanes import OneMaster, RedisDeployment
+from kvpool_index.adapters.redis_layout import RedisLayout
 from kvpool_index.adapters.redis_link import LinkOptions, ReplicaWait, link_to
 from kvpool_index.adapters.redis_locations import RedisLocationStore
 from kvpool_index.adapters.redis_nodes import RedisKeyspaceRegistry, RedisNodeDirectory
@@ -47,8 +49,11 @@ class RedisIndexStore:
         """
         prefix = key_prefix.encode()
         self.redis = RedisStats()
+        self._layout = RedisLayout(key_prefix)
         try:
-            self.deployment = open_deployment(url, timeout_s=timeout_s, max_in_flight=max_in_flight, stats=self.redis)
+            self.deployment = open_deployment(
+                url, timeout_s=timeout_s, max_in_flight=max_in_flight, stats=self.redis, layout=self._layout
+            )
         except (ValueError, OSError) as error:
             raise StartupFailed(f"redis_url cannot be used: {error}") from error
         wait_ms = max(1, int(timeout_s * 500))
@@ -72,6 +77,12 @@ class RedisIndexStore:
         self.policies = RedisPolicyRegistry(self._control, key_prefix=prefix)
         self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
 
+    async def check_layout(self) -> None:
+        with suppress(StoreUnavailable, Overloaded, ConnectionError):  # out of reach, or refused: the latter is noted
+            replies = await self._control.exchange(self._layout.claim(), [self._layout.key] * 2)
+            self._layout.take(replies[-1])
+        self._layout.check()
+
     async def ping(self) -> float:
         started_at_s = time.perf_counter()
         for master in await self._control.masters():
@@ -79,10 +90,14 @@ class RedisIndexStore:
         return time.perf_counter() - started_at_s
 
     async def run(self) -> None:
-        """Look about once a second who the masters are and how they do; to be run as long as the store is used."""
+        """Look about once a second who the masters are and how they do; to be run as long as the store is used.
+
+        Raises StartupFailed when its keys have come to be of another layout.
+        """
         while True:
             await self.deployment.look()
             await self._health.look()
+            await self.check_layout()
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def close(self) -> None:
@@ -90,9 +105,17 @@ class RedisIndexStore:
 
 
 def open_deployment(
-    url: str, *, timeout_s: float, max_in_flight: int, stats: RedisStats | None = None
+    url: str,
+    *,
+    timeout_s: float,
+    max_in_flight: int,
+    stats: RedisStats | None = None,
+    layout: RedisLayout | None = None,
 ) -> RedisDeployment:
-    """What a URL leads to; connected when it is used. Raises ValueError and OSError, see parse_redis_url."""
+    """What a URL leads to; connected when it is used. Raises ValueError and OSError, see parse_redis_url.
+
+    layout: that its keys must have; None: any.
+    """
     parsed = parse_redis_url(url)
     counted = stats if stats is not None else RedisStats()
 
@@ -103,6 +126,7 @@ def open_deployment(
             max_in_flight=max_in_flight,
             stats=counted,
             masters_only=masters_only,
+            layout=layout,
         )
 
     if parsed.topology == "cluster":

@@ -22,10 +22,13 @@ from kvpool.wire.convert import (
     page_metadata_to_proto,
 )
 from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
 from kvpool_pagestore.engine_listing import MAX_MOST_READ
 from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
-from kvpool_pagestore.servicer.messages import chunk_hash_from_proto, session_request_from_proto
+from kvpool_pagestore.servicer.messages import (
+    chunk_hash_from_proto,
+    session_request_from_proto,
+    wanted_gone_from_proto,
+)
 from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
 
 _DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
@@ -121,20 +124,22 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
                 )
 
     async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
-        wanted = WantedGone(
-            keyspace=check_id(request.keyspace_id, "keyspace_id"),
-            chunk_hashes=convert_items(
-                request.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_EVICT_CHUNKS
-            ),
-            whole_keyspace=request.whole_keyspace,
-            staging_only=request.staging_only,
-            with_pinned=request.with_pinned,
-        )
-        evicted = await self._engine.evicting.evict(self._tenant(), wanted)
+        evicted = await self._engine.evicting.evict(self._tenant(), wanted_gone_from_proto(request))
         return pb.EvictResponse(
             page_count=evicted.page_count,
             pinned_page_count=evicted.pinned_count,
             undurable_page_count=evicted.undurable_count,
+        )
+
+    async def PreviewEvict(self, request: pb.EvictRequest, context: _Context) -> pb.PreviewEvictResponse:
+        preview = await self._engine.evicting.preview(self._tenant(), wanted_gone_from_proto(request))
+        return pb.PreviewEvictResponse(
+            chunk_count=preview.chunk_count,
+            page_count=preview.evicted.page_count,
+            staging_bytes=preview.staging_bytes,
+            disk_bytes=preview.disk_bytes,
+            pinned_page_count=preview.evicted.pinned_count,
+            undurable_page_count=preview.evicted.undurable_count,
         )
 
     async def ListChunks(

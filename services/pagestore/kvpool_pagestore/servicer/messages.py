@@ -20,6 +20,7 @@ from kvpool.wire.convert_keyspace import session_keyspace_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
 from kvpool_pagestore.engine_sessions import SessionRequest
@@ -50,6 +51,16 @@ def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionR
 
 def chunk_hash_from_proto(value: bytes) -> bytes:
     return check_id(value, "chunk hash")
+
+
+def wanted_gone_from_proto(message: pb.EvictRequest) -> WantedGone:
+    return WantedGone(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        chunk_hashes=convert_items(message.chunk_hashes, chunk_hash_from_proto, "chunk hash", most=MAX_EVICT_CHUNKS),
+        whole_keyspace=message.whole_keyspace,
+        staging_only=message.staging_only,
+        with_pinned=message.with_pinned,
+    )
 
 
 def reserve_items_from_proto(message: pb.ReserveRequest, most: int) -> list[ReserveItem]:
