@@ -200,6 +200,7 @@ def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
         keyspace_name=f"tiny-{model.device.type}",
         chunk_tokens=CHUNK,
         cache_bytes=4 << 20,
+        always_load=True,
     )
 
 

@@ -51,6 +51,7 @@ def connect(cluster: Cluster, model: Any, agent: int = 0, **options: Any) -> Sha
         "keyspace_name": "tiny-hf",
         "chunk_tokens": CHUNK,
         "cache_bytes": 4 << 20,
+        "always_load": True,  # how fast this machine computes is no matter here
         **options,
     }
     return SharedPrefixGenerator.connect(model, f"unix:{socket}", **settings)
