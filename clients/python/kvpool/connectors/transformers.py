@@ -96,8 +96,8 @@ class SharedPrefixGenerator:
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
         cache_bytes: of the engine's own chunks: on the model's GPU, which is the agent's then, or in shared memory.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
-        always_load: also what would be computed quicker. An agent that cannot be reached now is tried again later; until
-        then everything is computed.
+        always_load: also what would be computed quicker.
+        An agent that cannot be reached now is tried again later; until then everything is computed.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
@@ -123,10 +123,8 @@ class SharedPrefixGenerator:
             pool.close()
             raise
         sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_bytes": block_bytes(spec)}
-        cache = PrefixCache(
-            pool, block_count=block_count, **sizes, load_timeout_s=load_timeout_s, always_load=always_load
-        )
-        return cls(model, blocks, cache, pool)
+        loads: dict[str, Any] = {"load_timeout_s": load_timeout_s, "always_load": always_load}
+        return cls(model, blocks, PrefixCache(pool, block_count=block_count, **sizes, **loads), pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
         """`model.generate(input_ids, **arguments)`, computing only the part of the prompts that cannot be had.
