@@ -56,7 +56,13 @@ def measure_loads(model: Any, agent: str, arguments: argparse.Namespace) -> dict
     config = ClientConfig(agent_endpoint=agent, connect_timeout_s=60.0, match_timeout_s=5.0)
     pool = AgentPool(spec, block_layout(spec, block_count), "batch-rows", "rows", config, memory)
     pool.open()
-    cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK_TOKENS, chunk_bytes=block_bytes(spec))
+    cache = PrefixCache(
+        pool,
+        block_count=block_count,
+        chunk_tokens=CHUNK_TOKENS,
+        chunk_bytes=block_bytes(spec),
+        always_load=True,
+    )
     try:
         random = np.random.default_rng(1)
         rows = [random.integers(0, 1 << 20, arguments.tokens + 1) for _ in range(max(arguments.rows))]

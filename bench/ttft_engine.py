@@ -66,7 +66,11 @@ class Engine:
         self._pool.open()
         say(f"registered with {agent} after {time.perf_counter() - started_s:.2f} s")
         self.cache = PrefixCache(
-            self._pool, block_count=block_count, chunk_tokens=CHUNK_TOKENS, chunk_bytes=block_bytes(spec)
+            self._pool,
+            block_count=block_count,
+            chunk_tokens=CHUNK_TOKENS,
+            chunk_bytes=block_bytes(spec),
+            always_load=True,
         )
         self.generator = SharedPrefixGenerator(self.model, self.blocks, self.cache, self._pool)
 

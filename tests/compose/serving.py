@@ -62,6 +62,7 @@ def main() -> None:
         chunk_tokens=CHUNK_TOKENS,
         cache_bytes=1 << 28,
         engine_name="serving",
+        always_load=True,
     )
     print(json.dumps({"serving": True}), flush=True)
     number = 0

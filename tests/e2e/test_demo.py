@@ -61,8 +61,9 @@ def test_all_phases_on_a_model_from_a_directory(tmp_path: Path) -> None:
     assert list(phases) == ["cold", "shared", "restart", "reference"]
     assert all(phase["tokens_equal"] for phase in phases.values())
     assert phases["cold"]["prompt_tokens"]["remote"] == phases["cold"]["prompt_tokens"]["disk"] == 0
-    assert phases["shared"]["prompt_tokens"]["remote"] > 4000
-    assert phases["restart"]["prompt_tokens"]["disk"] > 4000
+    # The first conversation: what comes after it this model may compute quicker than load.
+    assert phases["shared"]["prompt_tokens"]["remote"] > 1500
+    assert phases["restart"]["prompt_tokens"]["disk"] > 1500
     assert [line.split()[0] for line in table.splitlines()[2:]] == list(phases)
     assert "[16/16] reference" in progress
     assert read_state(tmp_path / "state") is None

@@ -74,7 +74,7 @@ def generate(generator: SharedPrefixGenerator, input_ids: Any) -> tuple[list[int
 
 def connect(cluster: Cluster, model: Any) -> SharedPrefixGenerator:
     socket = cluster.state.of_role("agent")[0].endpoints["socket"]
-    options: dict[str, Any] = {"model_id": "tiny", "keyspace_name": "tiny-hf", "chunk_tokens": 16}
+    options: dict[str, Any] = {"model_id": "tiny", "keyspace_name": "tiny-hf", "chunk_tokens": 16, "always_load": True}
     return SharedPrefixGenerator.connect(model, f"unix:{socket}", cache_bytes=4 << 20, **options)
 
 

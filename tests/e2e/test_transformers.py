@@ -53,6 +53,7 @@ def connect(cluster: Cluster, model: Any, agent: int = 0, **options: Any) -> Sha
         "chunk_tokens": CHUNK,
         "cache_bytes": 4 << 20,
         "match_timeout_s": PATIENCE_S,
+        "always_load": True,  # how fast this machine computes is no matter here
         **options,
     }
     return SharedPrefixGenerator.connect(model, f"unix:{socket}", **settings)

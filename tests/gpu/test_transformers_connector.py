@@ -34,6 +34,7 @@ def connect(host: GpuHost, model: Any) -> SharedPrefixGenerator:
         model_revision="1",
         chunk_tokens=CHUNK,
         cache_bytes=8 << 20,
+        always_load=True,
     )
 
 

@@ -28,15 +28,19 @@ def stored(engine: Engine, tokens: list[int], salt: str) -> bool:
 
 def load_is_running(cluster: Cluster) -> Callable[[], bool]:
     """Says whether the agent is at a load."""
+    return lambda: _agents_metric(cluster, 'kvpool_gpuagent_active_requests{operation="load"}') > 0
+
+
+def stopped_chunks(cluster: Cluster) -> float:
+    """Chunks so far that the agent did not load because nobody needed them any more."""
+    return _agents_metric(cluster, 'kvpool_gpuagent_failed_chunks_total{reason="STOPPED"}')
+
+
+def _agents_metric(cluster: Cluster, name: str) -> float:
     metrics = cluster.state.of_role("agent")[0].endpoints["metrics_url"]
-
-    def running() -> bool:
-        with urllib.request.urlopen(metrics, timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        active = [line for line in lines if line.startswith('kvpool_gpuagent_active_requests{operation="load"}')]
-        return any(float(line.split()[-1]) > 0 for line in active)
-
-    return running
+    with urllib.request.urlopen(metrics, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def damage_staging(cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, Engine, prompt
-from tests.vllm.faults import damage_staging, load_is_running, pid_of, stored
+from tests.vllm.faults import damage_staging, load_is_running, pid_of, stopped_chunks, stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 RECOVERY_S = 100.0
@@ -60,11 +60,14 @@ def test_a_request_that_is_aborted_during_its_load_leaves_nothing_behind(
 ) -> None:
     tokens = prompt(8 * CHUNK + 20, seed=41)
     expected = alone.generate(tokens).tokens
+    stopped_before = stopped_chunks(cluster)
     with load_under_way(cluster, engine, tokens, "aborted") as number:
         engine.abort(number)
         other = prompt(100, seed=42)
         assert engine.generate(other).tokens == alone.generate(other).tokens  # nobody waits for it
-    engine.forget()  # its blocks have come back
+        engine.forget()  # its blocks have come back, though nothing comes from the pagestore
+        assert not load_is_running(cluster)()
+        assert stopped_chunks(cluster) == stopped_before + 8
     again = engine.generate(tokens, salt="aborted")
     assert again.tokens == expected
     assert again.cached == [8 * CHUNK]

@@ -13,9 +13,17 @@ import pytest
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
+from kvpool.client.pool_values import LoadStop
 from kvpool.client.request_stats import RequestStats
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, ServiceUnavailable, StoreUnavailable
+from kvpool.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PageCorrupt,
+    ServiceUnavailable,
+    Stopped,
+    StoreUnavailable,
+)
 from kvpool.testing import eventually
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import item_error_to_proto
@@ -136,6 +144,41 @@ async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
         await stream.next("cancel")
         stream.send(load_done(request, 0, [0, 1, 2, 3]))
         await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
+
+
+async def test_a_load_that_is_stopped_ends_when_the_agent_says_so_and_asks_for_no_more() -> None:
+    async with pool(max_request_chunks=2) as (cache, stream, _):
+        stop = LoadStop()
+        loading = asyncio.create_task(
+            cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, timeout_s=60.0, stop=stop)
+        )
+        request = await stream.next("load")
+        stop.ask()
+        stop.ask()
+        cancel = await stream.next("cancel")
+        assert cancel.cancel.target_request_id == request.request_id
+        assert not loading.done(), "the agent may still write"
+        stream.send(load_done(request, 2))  # it had come in before
+        report = await loading
+        assert (report.loaded_chunks, report.failed_chunks, report.hold.ended) == (2, (2, 3), True)
+        assert isinstance(report.error, Stopped)
+
+
+async def test_a_load_that_is_stopped_before_it_begins_touches_nothing() -> None:
+    async with pool() as (cache, _, _):
+        stop = LoadStop()
+        stop.ask()
+        report = await cache.load(cache.chain(TOKENS), BLOCKS, first_chunk=0, end_chunk=4, stop=stop)
+        assert (report.loaded_chunks, report.hold.ended) == (0, True)
+        assert isinstance(report.error, Stopped)
+
+
+async def test_a_part_that_begins_while_its_load_is_stopped_is_cancelled() -> None:
+    cancelled: list[int] = []
+    stop = LoadStop()
+    stop.ask()
+    stop.reach(lambda: cancelled.append(1))
+    assert cancelled == [1]
 
 
 async def test_a_broken_session_is_replaced_and_costs_only_recomputing() -> None:

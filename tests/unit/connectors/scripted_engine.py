@@ -17,5 +17,11 @@ def generator_over(model: Any, pool: ScriptedPool, *, block_count: int = 32) -> 
     pool.memory = memoryview(bytearray(block_count * block_bytes(spec)))
     pool.block_bytes, pool.chunk_tokens = block_bytes(spec), CHUNK
     blocks = KvBlocks(spec, block_count, pool.memory)
-    cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=block_bytes(spec))
+    cache = PrefixCache(
+        pool,
+        block_count=block_count,
+        chunk_tokens=CHUNK,
+        chunk_bytes=block_bytes(spec),
+        always_load=True,  # the speed of the machine is no matter here
+    )
     return SharedPrefixGenerator(model, blocks, cache, pool)

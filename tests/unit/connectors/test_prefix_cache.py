@@ -16,12 +16,14 @@ CHUNK = 16
 class Engine:
     """An engine whose KV of a chunk is 16 bytes: its token ids."""
 
-    def __init__(self, pool: ScriptedPool | None = None, *, block_count: int = 8) -> None:
+    def __init__(self, pool: ScriptedPool | None = None, *, block_count: int = 8, always_load: bool = False) -> None:
         self.memory = bytearray(block_count * CHUNK)
         self.pool = pool
         if pool is not None:
             pool.memory, pool.block_bytes, pool.chunk_tokens = memoryview(self.memory), CHUNK, CHUNK
-        self.cache = PrefixCache(pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=CHUNK)
+        self.cache = PrefixCache(
+            pool, block_count=block_count, chunk_tokens=CHUNK, chunk_bytes=CHUNK, always_load=always_load
+        )
 
     def run(self, tokens: bytes, *, generated: int = 4) -> FoundPrefix:
         """One request: find, check that what was found is right, compute the rest, keep all."""
@@ -213,6 +215,9 @@ def test_slow_loads_are_left_alone_once_the_prefill_speed_is_known() -> None:
     engine = Engine(pool)
     engine.cache.note_prefill(1600, 160.0)
     assert engine.run(PROMPT).blocks == ()
+    obstinate = Engine(ScriptedPool(chunks=shared_chunks(), estimated_load_ms=1000.0), always_load=True)
+    obstinate.cache.note_prefill(1600, 160.0)
+    assert obstinate.run(PROMPT).loaded.chunk_count == 3
     engine.cache.note_prefill(16, 16000.0)
     pool.chunks = shared_chunks()
     engine = Engine(pool)
@@ -253,11 +258,11 @@ def test_a_load_may_take_as_long_as_computing_would() -> None:
     for prefill_ms in (0.0, 16.0, 80_000.0, 1e9):
         engine = Engine(pool)
         if prefill_ms:
-            engine.cache.note_prefill(CHUNK, prefill_ms)
+            engine.cache.note_prefill(2 * CHUNK, 2 * prefill_ms)
         engine.run(PROMPT)
     assert pool.timeouts_s == [30.0, 1.0, 30.0, 30.0]
     engine = Engine(pool)
-    engine.cache.note_prefill(CHUNK, 2000.0)
+    engine.cache.note_prefill(2 * CHUNK, 2 * 2000.0)
     engine.run(PROMPT)
     assert pool.timeouts_s[-1] == 3 * 2.0
 

@@ -85,7 +85,7 @@ def test_a_part_that_is_loaded_is_measured_against_its_own_estimate() -> None:
 
     world = World(TwoRuns())
     world.side.cost.warmed_up = True
-    world.side.cost.note_prefill(100, 0.2)
+    world.side.cost.note_prefill(100, 0.2, 0.0)
     orders = world.load(a_request(120))
     assert orders.loads[0].end_chunk == 2
     world.clock.advance(0.050)
@@ -114,7 +114,7 @@ def test_drafts_of_speculative_decoding_are_no_prompts() -> None:
     orders = world.build({request.request_id: 5 for request in requests})
     world.clock.advance(0.05)
     world.side.heard(orders.step, [])
-    assert world.side.cost.compute_ms_per_token == 0
+    assert not world.side.cost.prefill.known
 
 
 def test_steps_that_wait_for_layers_do_not_say_how_fast_the_engine_computes() -> None:
@@ -126,7 +126,7 @@ def test_steps_that_wait_for_layers_do_not_say_how_fast_the_engine_computes() ->
     orders = world.build({"r": 304})
     world.clock.advance(2.0)
     world.ended(orders, 3)
-    assert world.side.cost.compute_ms_per_token == 0
+    assert not world.side.cost.prefill.known
 
 
 def test_a_request_that_ends_with_the_step_that_loaded_its_layers_is_stored() -> None:

@@ -158,7 +158,7 @@ def test_an_engine_that_shares_no_blocks_loads_for_each_request() -> None:
 
 def test_computing_is_chosen_where_it_is_quicker() -> None:
     world = World(FakePool(3, estimated_ms=50.0))
-    world.side.cost.note_prefill(1000, 0.01)
+    world.side.cost.note_prefill(1000, 0.01, 0.0)
     assert world.match(a_request(120)) == 0
     assert world.side.tally.take()["declined_chunks"] == 3
 
@@ -166,7 +166,7 @@ def test_computing_is_chosen_where_it_is_quicker() -> None:
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
 def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
     world = World(FakePool(3, estimated_ms=50.0), load=load)
-    world.side.cost.note_prefill(1000, 0.01)
+    world.side.cost.note_prefill(1000, 0.01, 0.0)
     assert world.match(a_request(120)) == tokens
 
 
@@ -183,4 +183,4 @@ def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     orders = world.build({"r": 1000})
     world.clock.advance(2.0)
     world.side.heard(orders.step, [])
-    assert world.side.cost.compute_ms(1000) == pytest.approx(2000)
+    assert world.side.cost.prefill.ms(1000) == pytest.approx(2000)

@@ -69,6 +69,33 @@ def test_a_request_aborted_during_its_load_leaves_its_blocks_to_the_engine() -> 
     assert world.build().release == []
 
 
+def test_a_load_whose_request_is_aborted_is_cancelled_once_and_counts_as_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    orders = world.load(request)
+    assert orders.cancel == []
+    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    assert world.build().cancel == ["r"]
+    assert world.build().cancel == []
+    world.ended(orders, loaded_chunks=1, cancelled=True, gone=False)
+    counted = world.side.tally.take()
+    assert (counted["loads"], counted["loaded_chunks"]) == (1, 1)
+    assert "failed_loads" not in counted
+    assert "failed_load_chunks" not in counted
+    assert not caplog.records
+    assert world.match(a_request(120, "again")) == 96, "nobody waits for it"
+
+
+def test_a_request_that_does_not_wait_for_a_load_has_none_to_cancel() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    world.ended(world.load(request), loaded_chunks=3)
+    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    assert world.build().cancel == []
+
+
 def test_chunks_are_stored_as_they_are_computed_if_so_asked() -> None:
     world = World(FakePool(0), store="prefill")
     request = a_request(100)

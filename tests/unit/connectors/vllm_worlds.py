@@ -48,7 +48,9 @@ class World:
     def build(self, scheduled: dict[str, int] | None = None, preempted: Sequence[str] = ()) -> StepOrders:
         return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
 
-    def ended(self, orders: StepOrders, loaded_chunks: int, *, late: bool = False, gone: bool = True) -> None:
+    def ended(
+        self, orders: StepOrders, loaded_chunks: int, *, late: bool = False, gone: bool = True, cancelled: bool = False
+    ) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
             LoadEnd(
@@ -58,6 +60,7 @@ class World:
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
                 late=late,
+                cancelled=cancelled,
                 gone=gone,
             )
             for order in orders.loads

@@ -7,14 +7,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkSpan, LoadOutcome, StoreRetention, TierTokens
+from kvpool.client.engine_items import ChunkSpan, StoreRetention, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
-from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.engine_requests import StoreHandle
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
+from kvpool.client.pool_loads import LoadTerms, load_windows
 from kvpool.client.pool_spans import spans_of
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch, StoreTicket
+from kvpool.client.pool_values import LoadReport, LoadStop, LoadTicket, OnProgress, PrefixMatch, StoreTicket
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
@@ -96,83 +97,34 @@ class KvPool:
         end_chunk: int,
         skip_tokens: int = 0,
         timeout_s: float | None = None,
-        on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
+        on_progress: OnProgress | None = None,
         after: EngineEvent | None = None,
+        stop: LoadStop | None = None,
     ) -> LoadReport:
         """Load chunks [first_chunk, end_chunk) into the engine's blocks.
 
         skip_tokens: of the first chunk, to leave untouched. on_progress: called with layers that are in and failed
         chunks (indexes in the chain), for loads that fit into one request. after: GPU work that may still read what the
-        blocks held before, an event that was taken and recorded; it is given back here. raises: InvalidRequest for a
-        range outside of the chain.
+        blocks held before, an event that was taken and recorded; it is given back here. stop: ends it early.
+        raises: InvalidRequest for a range outside of the chain.
         """
         chunks = range(first_chunk, end_chunk)
+        terms = LoadTerms(
+            timeout_s=self._config.load_timeout_s if timeout_s is None else timeout_s,
+            grace_s=self._config.load_grace_s,
+            on_progress=on_progress,
+            after=after,
+            stop=stop or LoadStop(),
+            explain=self._explain,
+        )
         try:
             with self._span("load", len(chunks)) as span:
-                report = await self._load_after(chain, block_table, chunks, skip_tokens, timeout_s, on_progress, after)
+                windows = self._windows(chain, block_table, first_chunk, end_chunk, skip_tokens)
+                report = await load_windows(lambda: self._session, windows, chunks, terms)
                 note_loaded(span, report.loaded_chunks, len(chunks), report.error, report.tokens)
                 return report
         finally:
             self._session.give_back(after)
-
-    async def _load_after(
-        self,
-        chain: Chain,
-        block_table: BlockIds,
-        chunks: range,
-        skip_tokens: int,
-        timeout_s: float | None,
-        on_progress: Callable[[int, tuple[int, ...]], None] | None,
-        after: EngineEvent | None,
-    ) -> LoadReport:
-        limit_s = self._config.load_timeout_s if timeout_s is None else timeout_s
-        ends_at_s = asyncio.get_running_loop().time() + limit_s
-        windows = self._windows(chain, block_table, chunks.start, chunks.stop, skip_tokens)
-        single = len(windows) == 1
-        loaded, tokens, handles = 0, TierTokens(), list[LoadHandle]()
-        error: KvPoolError | None = None
-        for span in windows:
-            shift = span.first_chunk_index
-
-            def report(layers: int, failed: tuple[int, ...], shift: int = shift) -> None:
-                if on_progress is not None and single:
-                    on_progress(layers, tuple(shift + position for position in failed))
-
-            outcome = await self._load_span(span, ends_at_s, report, handles, after)
-            loaded += outcome.loaded_chunks
-            tokens += outcome.tokens
-            error = outcome.error
-            if outcome.loaded_chunks < len(span.chunks):
-                break
-        failed = tuple(chunks[loaded:])
-        return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles))
-
-    async def _load_span(
-        self,
-        span: ChunkSpan,
-        ends_at_s: float,
-        on_progress: Callable[[int, tuple[int, ...]], None],
-        handles: list[LoadHandle],
-        after: EngineEvent | None,
-    ) -> LoadOutcome:
-        loop = asyncio.get_running_loop()
-        handle: LoadHandle | None = None
-        try:
-            wait_s = max(0.001, ends_at_s - loop.time())
-            async with asyncio.timeout(wait_s):
-                handle = await self._session.load(span, wait_s=wait_s, on_progress=on_progress, after=after)
-            handles.append(handle)
-            return await handle.done(max(0.0, ends_at_s - loop.time()) + self._config.load_grace_s)
-        except TimeoutError:
-            return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))
-        except KvPoolError as error:
-            if handle is not None:
-                handle.cancel()
-            return LoadOutcome(0, error=self._explain(error))
-        except asyncio.CancelledError:
-            if handle is not None:
-                handle.cancel()  # the hold goes on; the session keeps it
-            raise
 
     def begin_load(
         self,

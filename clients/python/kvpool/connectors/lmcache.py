@@ -150,9 +150,11 @@ class L2AdapterCalls:
         return self._fetch("load", task_id)
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Not served: the cluster has no call that drops single pages, which others may use. Said once, never raised.
+        """Not served, on purpose: said once, never raised.
 
-        LMCache's own eviction of this level (`eviction` in its adapter JSON, quotas) would go on without effect.
+        LMCache deletes here what one server has not used for long, by what that server alone has seen. The pages belong
+        to all servers of the keyspace, and pagestores, which see the uses of all, evict better. `kvpool evict` is
+        there for people.
         """
         with self._lock:
             said, self._said_no_delete = self._said_no_delete, True

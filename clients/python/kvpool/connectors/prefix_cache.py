@@ -18,7 +18,7 @@ from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, R
 from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import KvPoolError
-from kvpool.core.load_cost import LoadCost, LoadRun
+from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
 
 _log = logging.getLogger(__name__)
 # The engine's own chunks are found without the pool, also before it was ever reached.
@@ -37,10 +37,13 @@ class PrefixCache:
         chunk_tokens: int,
         chunk_bytes: int,
         load_timeout_s: float = 30.0,
+        always_load: bool = False,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """load_timeout_s: of one load, as long as nothing is known of how fast the engine computes."""
+        """load_timeout_s: of one load, as long as nothing is known of how fast the engine computes. always_load: also
+        what would be computed quicker."""
         self.chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
-        self._load_timeout_s = load_timeout_s
+        self._load_timeout_s, self._always_load, self._now_s = load_timeout_s, always_load, now_s
         self._pool = pool
         self._ledger = ChunkLedger(block_count)
         self._lock = threading.Lock()
@@ -84,7 +87,7 @@ class PrefixCache:
             return RunningPrefix(replace(own, failure="the pool cannot be reached"))
         try:
             chain = chunk_hashes(hash_key, usable, self.chunk_tokens)
-            return self._begin_load(self._pool, chain, own_hashes, own)
+            return self._begin_load(self._pool, chain, own_hashes, own, len(tokens))
         except BaseException:
             self.release(own)
             raise
@@ -137,9 +140,8 @@ class PrefixCache:
         self._store(tokens, held)
 
     def note_prefill(self, token_count: int, duration_ms: float) -> None:
-        """Tell how long computing tokens took, so that loads slower than that are left alone."""
-        if token_count >= self.chunk_tokens:
-            self._cost.note_prefill(token_count, duration_ms / 1e3)
+        """Tell how long computing tokens took, however few, so that loads slower than that are left alone."""
+        self._cost.note_prefill(token_count, duration_ms / 1e3, self._now_s())
 
     def flush_stores(self, timeout_s: float) -> bool:
         """Wait until all stores that were begun have ended; False if they have not in time."""
@@ -147,22 +149,29 @@ class PrefixCache:
             return self._stores_changed.wait_for(lambda: not self._stores_running, timeout_s)
 
     def _begin_load(
-        self, pool: PrefixPool, chain: Sequence[bytes], own_hashes: Sequence[bytes], own: FoundPrefix
+        self,
+        pool: PrefixPool,
+        chain: Sequence[bytes],
+        own_hashes: Sequence[bytes],
+        own: FoundPrefix,
+        token_count: int,
     ) -> RunningPrefix:
+        """token_count: of the whole prompt."""
         started_s = time.perf_counter()
         load: RunningLoad | None = None
         blocks: list[int] = []
         estimated_ms, failure = 0.0, ""
         try:
-            runs = pool.match(chain, own.own_chunks)
+            runs = self._load_runs(pool.match(chain, own.own_chunks))
             own = replace(own, match_ms=(time.perf_counter() - started_s) * 1e3)
-            blocks = self._take(self._worthwhile_chunks(runs))
-            if len(blocks) == sum(run.chunk_count for run in runs):
-                estimated_ms = sum(run.estimated_load_ms for run in runs)
+            missing_tokens = token_count - own.own_chunks * self.chunk_tokens
+            blocks = self._take(self._worthwhile_chunks(runs, missing_tokens))
+            estimated_ms = estimate_ms(leading(runs, len(blocks)))
             if blocks:
                 span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
-                compute_us = self._cost.compute_ms_per_token * 1e3
+                compute_us = self._cost.compute_us_per_token(len(blocks) * self.chunk_tokens)
                 load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks), compute_us)
+                self._cost.load_begun()
         except KvPoolError as error:
             failure = str(error)
             _log.warning("kvpool: computing instead of loading: %s", failure)
@@ -184,10 +193,8 @@ class PrefixCache:
 
         return RunningPrefix(own, load, blocks, loaded)
 
-    def _worthwhile_chunks(self, runs: Sequence[EngineMatchRun]) -> int:
-        """How many leading chunks to load so that the time gained over computing them is greatest; all as long as
-        nothing is known of computing."""
-        sized = [
+    def _load_runs(self, runs: Sequence[EngineMatchRun]) -> list[LoadRun]:
+        return [
             LoadRun(
                 chunk_count=run.chunk_count,
                 token_count=run.chunk_count * self.chunk_tokens,
@@ -196,10 +203,16 @@ class PrefixCache:
             )
             for run in runs
         ]
-        count = self._cost.worthwhile_chunks(sized)
-        if sized and not count:
-            self._cost.passed_over(time.monotonic())
-        return count
+
+    def _worthwhile_chunks(self, runs: Sequence[LoadRun], missing_tokens: int) -> int:
+        """How many leading chunks to load so that the time gained over computing them is greatest; all as long as
+        nothing is known of computing, and fewer now and then to learn more of it."""
+        if self._always_load:
+            return sum(run.chunk_count for run in runs)
+        count = self._cost.worthwhile_chunks(runs)
+        if runs and not count:
+            self._cost.passed_over(self._now_s())
+        return count - self._cost.chunks_to_learn_from(leading(runs, count), missing_tokens - count * self.chunk_tokens)
 
     def _patience_s(self, chunk_count: int) -> float:
         """A load that takes longer than computing is not waited for: that bounds what a sick pool can cost."""

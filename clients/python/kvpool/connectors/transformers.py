@@ -89,15 +89,16 @@ class SharedPrefixGenerator:
         salt: bytes = b"",
         load_timeout_s: float = 30.0,
         match_timeout_s: float = 0.5,
+        always_load: bool = False,
     ) -> SharedPrefixGenerator:
         """A generator that shares prefixes through the gpuagent at `agent` ("unix:/path" or "host:port").
 
         model_revision: what the weights are; by default a digest over all of them, which reads them once.
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
-        cache_bytes: memory for the engine's own chunks, which the agent copies from and to: on the model's GPU, which
-        has to be the agent's device then, or shared memory of the CPU.
+        cache_bytes: of the engine's own chunks: on the model's GPU, which is the agent's then, or in shared memory.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
         match_timeout_s: of asking the agent. One that cannot be reached now is tried later; till then all is computed.
+        always_load: also what would be computed quicker.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
@@ -122,9 +123,9 @@ class SharedPrefixGenerator:
         except BaseException:
             pool.close()
             raise
-        sizes = {"block_count": block_count, "chunk_tokens": chunk_tokens, "chunk_bytes": block_bytes(spec)}
-        cache = PrefixCache(pool, **sizes, load_timeout_s=load_timeout_s)
-        return cls(model, blocks, cache, pool)
+        sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_bytes": block_bytes(spec)}
+        loads: dict[str, Any] = {"load_timeout_s": load_timeout_s, "always_load": always_load}
+        return cls(model, blocks, PrefixCache(pool, block_count=block_count, **sizes, **loads), pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
         """`model.generate(input_ids, **arguments)`, computing only the part of the prompts that cannot be had.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.prefill_times import LEAST_TOKENS, PrefillTimes
 
 DEFAULT_BYTES_PER_S = 1e9
 """Of loads that have begun, until one was measured: little for any medium that is worth a cache."""
 _SAMPLE_WEIGHT = 0.3  # of the newest measurement
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
-# Loads that were measured slow are not slow for ever: as long as they are passed over, it is believed less and less.
-_FORGET = 0.9
-_FORGET_EVERY_S = 1.0
+# Loads that were measured or estimated slow are not slow for ever: as long as they are passed over, it is believed less
+# and less, until one is tried. The more of those were slow indeed, the longer it takes.
+_BELIEF, _BELIEF_LEAST = 0.9, 1e-9
+_DOUBT_EVERY_S, _DOUBT_EVERY_MAX_S = 1.0, 64.0
+# Computing is tried only where it brings much to learn, and not much more: so many times what was measured of it.
+_GROWTH, _GROWTH_MAX = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +34,23 @@ class LoadRun:
 class LoadCost:
     """Of one engine. Knows nothing at first: then what can be loaded is loaded, and deadlines bound the wait.
 
-    compute_ms_per_token: of prefills; 0 if none was measured.
+    prefill:              what computing takes.
     load_bytes_per_s:     of whole loads after the first, as the engine saw them; 0 if none was measured.
     overhead_ms:          of a load beyond its bytes: until it begins, and until the engine has noticed its end.
+    belief:               share of a load's time that is believed in, the less the longer loads are passed over.
     """
 
-    compute_ms_per_token: float = 0.0
+    prefill: PrefillTimes = field(default_factory=PrefillTimes)
     load_bytes_per_s: float = 0.0
     overhead_ms: float = 0.0
     warmed_up: bool = False
-    forgot_at_s: float | None = None
+    belief: float = 1.0
+    doubt_every_s: float = _DOUBT_EVERY_S
+    doubted_at_s: float | None = None
 
-    def note_prefill(self, token_count: int, duration_s: float) -> None:
-        """An engine step that computed so many tokens of prompts, and little else."""
-        if token_count > 0 and duration_s > 0:
-            self.compute_ms_per_token = _mixed(self.compute_ms_per_token, duration_s * 1e3 / token_count)
+    def note_prefill(self, token_count: int, duration_s: float, now_s: float) -> None:
+        """An engine step that computed so many tokens of prompts, and little else. now_s: of any clock."""
+        self.prefill.note(token_count, duration_s, now_s)
 
     def note_load(self, size_bytes: int, duration_s: float, estimated_ms: float, queued_bytes: int = 0) -> None:
         """A load that came in whole. duration_s: from its decision until the engine knew of its end.
@@ -63,20 +69,22 @@ class LoadCost:
         self.load_bytes_per_s = _mixed(self.load_bytes_per_s, (queued_bytes + size_bytes) / duration_s)
 
     def passed_over(self, now_s: float) -> None:
-        """Loads were to be had and computing was taken to be quicker. now_s: of any clock."""
-        if self.forgot_at_s is not None and now_s - self.forgot_at_s < _FORGET_EVERY_S:
-            return
-        self.forgot_at_s = now_s
-        self.overhead_ms *= _FORGET
-        if self.load_bytes_per_s < DEFAULT_BYTES_PER_S:
-            self.load_bytes_per_s /= _FORGET
+        """Loads were to be had and computing was taken to be quicker. now_s: of the same clock."""
+        if self.doubted_at_s is None or now_s - self.doubted_at_s >= self.doubt_every_s:
+            self.doubted_at_s = now_s
+            self.belief = max(_BELIEF_LEAST, _BELIEF * self.belief)
+
+    def load_begun(self) -> None:
+        """A load that was taken to be quicker has begun: it shows what is true."""
+        self.doubt_every_s = min(2 * self.doubt_every_s, _DOUBT_EVERY_MAX_S) if self.belief < 1.0 else _DOUBT_EVERY_S
+        self.belief = 1.0
 
     def _queue_ms(self, queued_bytes: int) -> float:
         return queued_bytes / (self.load_bytes_per_s or DEFAULT_BYTES_PER_S) * 1e3
 
-    def compute_ms(self, token_count: int) -> float:
-        """0 if not known."""
-        return self.compute_ms_per_token * token_count
+    def compute_us_per_token(self, token_count: int) -> float:
+        """That each of so many tokens costs if it is computed; 0 if not known."""
+        return self.prefill.saved_ms(token_count) * 1e3 / token_count if token_count > 0 else 0.0
 
     def load_ms(self, run: LoadRun) -> float:
         """Without the overhead, which a load has once. 0 if nothing is known of any: it is tried, as nothing else would
@@ -92,22 +100,59 @@ class LoadCost:
         """
         if queued_bytes < 0:
             raise InvalidRequest(f"queued_bytes must be >= 0, got {queued_bytes}")
-        if not self.compute_ms_per_token:
+        if not self.prefill.known:
             return sum(run.chunk_count for run in runs)
-        gain_ms, best_gain_ms = -(self.overhead_ms + self._queue_ms(queued_bytes)), 0.0
-        chunks = best_chunks = 0
+        queue_ms, loads_ms, best_gain_ms = self._queue_ms(queued_bytes), self.overhead_ms, 0.0
+        tokens = chunks = best_chunks = 0
         for run in runs:
-            chunks += run.chunk_count
-            gain_ms += _MARGIN * self.compute_ms(run.token_count) - self.load_ms(run)
+            chunks, tokens = chunks + run.chunk_count, tokens + run.token_count
+            loads_ms += self.load_ms(run)
+            gain_ms = _MARGIN * self.prefill.saved_ms(tokens) - queue_ms - self.belief * loads_ms
             if gain_ms > best_gain_ms:
                 best_chunks, best_gain_ms = chunks, gain_ms
         return best_chunks
 
+    def chunks_to_learn_from(self, runs: Sequence[LoadRun], rest_tokens: int) -> int:
+        """How many of the last chunks of runs that are worth a load to compute all the same, as nobody knows whether
+        computing so many tokens is not quicker still: as many as take no longer than the load, at most.
+
+        rest_tokens: that are computed after the runs in any case.
+        """
+        tokens, chunks = sum(run.token_count for run in runs), sum(run.chunk_count for run in runs)
+        if not self.prefill.known or tokens <= self.prefill.measured_tokens:
+            return 0
+        loads_ms = self.overhead_ms + sum(self.load_ms(run) for run in runs)
+        if self.prefill.saved_at_least_ms(tokens) >= loads_ms:
+            return 0
+        most_tokens = _GROWTH_MAX * max(self.prefill.measured_tokens, LEAST_TOKENS)
+        learnt = min(chunks, int(loads_ms / self.prefill.saved_ms(tokens) * chunks), most_tokens * chunks // tokens)
+        computed_tokens = rest_tokens + tokens * learnt / chunks
+        return learnt if computed_tokens >= _GROWTH * self.prefill.measured_tokens else 0
+
     def deadline_s(self, token_count: int, lowest_s: float, otherwise_s: float) -> float:
         """How long a load may take: as computing would, lowest_s at least; otherwise_s as long as that is unknown."""
-        if not self.compute_ms_per_token:
+        if not self.prefill.known:
             return otherwise_s
-        return max(lowest_s, self.compute_ms(token_count) / 1e3)
+        return max(lowest_s, self.prefill.ms(token_count) / 1e3)
+
+
+def leading(runs: Sequence[LoadRun], chunk_count: int) -> list[LoadRun]:
+    """The first so many chunks of runs; the last run of them may be a part of one."""
+    taken, left = [], chunk_count
+    for run in runs:
+        count = min(left, run.chunk_count)
+        if count <= 0:
+            break
+        share = count / run.chunk_count
+        tokens, size_bytes = round(run.token_count * share), round(run.size_bytes * share)
+        taken.append(run if share == 1 else LoadRun(count, tokens, size_bytes, run.estimated_ms * share))
+        left -= count
+    return taken
+
+
+def estimate_ms(runs: Sequence[LoadRun]) -> float:
+    """Of all runs; 0 if there is none for some."""
+    return sum(run.estimated_ms for run in runs) if all(run.estimated_ms for run in runs) else 0.0
 
 
 def _mixed(known: float, sample: float) -> float:

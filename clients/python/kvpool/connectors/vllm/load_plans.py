@@ -12,7 +12,7 @@ from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
-from kvpool.core.load_cost import LoadCost, LoadRun
+from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
 from kvpool.core.tracing import TraceParent
 
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
@@ -89,7 +89,7 @@ class LoadPlans:
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
-        estimated_ms = _estimate_ms(runs, chunks)
+        estimated_ms = estimate_ms(leading(runs, chunks))
         return LoadPlan(chain, held_tokens, end_chunk, token_count, estimated_ms, self._queued_bytes, lookup.trace)
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
@@ -109,12 +109,13 @@ class LoadPlans:
             timeout_s=self.cost.deadline_s(
                 token_count, self._settings.load_timeout_min_s, self._settings.load_timeout_s
             ),
-            compute_us_per_token=self.cost.compute_ms_per_token * 1e3,
+            compute_us_per_token=self.cost.compute_us_per_token(token_count),
             trace=plan.trace,
         )
         size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
         self._running[request_id] = _Running(order, plan, size_bytes, self._now_s())
         self._queued_bytes += size_bytes
+        self.cost.load_begun()
         until_s = self._now_s() + order.timeout_s + _LATE_S
         self._first_chunks[order.hashes[order.first_chunk]] = (request_id, until_s)
         return order
@@ -172,15 +173,3 @@ class LoadPlans:
                 share_ms = run.estimated_load_ms * count / run.chunk_count
                 runs.append(LoadRun(count, tokens, count * self._chunk_bytes, share_ms))
         return runs
-
-
-def _estimate_ms(runs: Sequence[LoadRun], chunks: int) -> float:
-    """Of the leading chunks, whole runs of them; 0 if there is none for some."""
-    estimated_ms, left = 0.0, chunks
-    for run in runs:
-        if left <= 0:
-            break
-        if not run.estimated_ms:
-            return 0.0
-        estimated_ms, left = estimated_ms + run.estimated_ms, left - run.chunk_count
-    return estimated_ms

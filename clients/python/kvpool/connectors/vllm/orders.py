@@ -58,12 +58,14 @@ class StepOrders:
     """Of one engine step.
 
     step:      its number, which the workers say back.
+    cancel:    requests whose loads nobody needs any more.
     release:   finished requests whose blocks the engine holds until their stores have let go of them.
     preempted: requests whose blocks the engine uses again from this step on.
     """
 
     step: int
     loads: list[LoadOrder] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     release: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -81,7 +83,7 @@ class ChunksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
-    """How a load ended on one rank. late: it was given up at its deadline. gone: the pool does not
+    """How a load ended on one rank. late: it was given up at its deadline. cancelled: by order. gone: the pool does not
     have its first failed chunk, or a damaged one; after other failures it may have it still."""
 
     request_id: str
@@ -93,6 +95,7 @@ class LoadEnd:
     disk_tokens: int = 0
     remote_tokens: int = 0
     late: bool = False
+    cancelled: bool = False
     gone: bool = False
     failure: str = ""
 

@@ -83,6 +83,7 @@ class SchedulerSide:
             names_tokens=tells_changes,
         )
         self._orders: list[LoadOrder] = []
+        self._cancel: list[str] = []
         self._stores: list[StoreOrder] = []
         self._release: list[str] = []
         self._seldom = Seldom(now_s)
@@ -141,11 +142,12 @@ class SchedulerSide:
         orders = StepOrders(
             step=self._steps.begin(prefill_tokens, sum(scheduled.values())),
             loads=self._orders,
+            cancel=self._cancel,
             stores=self._stores,
             release=self._release,
             preempted=list(preempted),
         )
-        self._orders, self._stores, self._release = [], [], []
+        self._orders, self._cancel, self._stores, self._release = [], [], [], []
         for request_id in orders.preempted:
             if request_id in self._states:
                 self._states[request_id].stored_chunks = 0
@@ -164,6 +166,7 @@ class SchedulerSide:
             return False
         state.lookup.cancel()
         if state.loading:
+            self._cancel.append(request.request_id)
             return False  # the engine holds the blocks until the load has ended
         if status in _STORABLE:
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
@@ -181,7 +184,7 @@ class SchedulerSide:
             self._unready_until_s = self._now_s() + _UNREADY_S
         sample = self._steps.end(step)
         if sample is not None:
-            self.cost.note_prefill(*sample)
+            self.cost.note_prefill(*sample, self._now_s())
         for end in ends:
             self.tally.count(end)
             if isinstance(end, LoadEnd):
@@ -270,7 +273,7 @@ class SchedulerSide:
 
     def _load_ended(self, end: LoadEnd) -> None:
         gone = self._loads.ended(end)
-        if end.failed_chunks and self._seldom.due("load"):
+        if end.failed_chunks and not end.cancelled and self._seldom.due("load"):
             why, more = end.failure or "damaged or gone", self._seldom.more("load")
             _log.warning("kvpool: %d chunks were not loaded: %s%s", end.failed_chunks, why, more)
         if gone and end.gone:

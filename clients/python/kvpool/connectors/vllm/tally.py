@@ -40,9 +40,10 @@ class Tally:
         """A load or store has ended."""
         if isinstance(end, LoadEnd):
             self.loads += 1
-            self.failed_loads += bool(end.failed_chunks)
             self.loaded_chunks += end.chunk_count
-            self.failed_load_chunks += end.failed_chunks
+            if not end.cancelled:
+                self.failed_loads += bool(end.failed_chunks)
+                self.failed_load_chunks += end.failed_chunks
             self.load_seconds += end.duration_s
             self.loaded_bytes += end.size_bytes
             self.staging_tokens += end.staging_tokens

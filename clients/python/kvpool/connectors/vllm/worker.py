@@ -9,18 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadReport, LoadTicket
+from kvpool.client.pool_values import LoadReport, LoadStop, LoadTicket
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker_stores import WorkerStores
 from kvpool.connectors.vllm.worker_tables import block_table, chain_of
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 
 
@@ -45,6 +46,7 @@ class WorkerSide:
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self._split, self._record, self._now_s = split, record, now_s
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
+        self._stops: dict[str, LoadStop] = {}  # of running loads, by request
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
@@ -72,7 +74,7 @@ class WorkerSide:
         self._stores.preempted(orders.preempted)
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Begin them; each ends in `take_received`, whatever happens to it."""
+        """Begin them, and end early what nobody needs; each ends in `take_received`, whatever happens to it."""
         self._spoiled_blocks = set()
         for order in orders.loads:
             started_s = self._now_s()
@@ -85,10 +87,14 @@ class WorkerSide:
                 if self._settings.layerwise:
                     self._layer_loads.begin(order, partial(self._begin_layers, pool, order, self._record()))
                     continue
-                future = self._link.start(partial(self._load, pool, order, self._record()), order.trace)
+                stop = self._stops[order.request_id] = LoadStop()
+                future = self._link.start(partial(self._load, pool, order, self._record(), stop), order.trace)
                 future.add_done_callback(partial(self._loaded_soon, order, started_s))
             except Exception as error:
                 self._end_load(order, self._now_s() - started_s, None, str(error) or repr(error))
+        for stop in (self._stops[request_id] for request_id in orders.cancel if request_id in self._stops):
+            with suppress(ServiceUnavailable):  # closed: then it ends anyway
+                self._link.start(partial(_ask, stop))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
@@ -145,10 +151,10 @@ class WorkerSide:
             "timeout_s": order.timeout_s,
         }
 
-    async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadReport:
+    async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None, stop: LoadStop) -> LoadReport:
         chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
         pool.session.compute_us_per_token = order.compute_us_per_token
-        report = await pool.load(chain, blocks, **self._span(order), after=after)
+        report = await pool.load(chain, blocks, **self._span(order), after=after, stop=stop)
         # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
         await report.hold.wait()
         return report
@@ -167,6 +173,7 @@ class WorkerSide:
     def _end_load(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> set[int]:
         """The blocks that did not come."""
         end_chunk = report.end_chunk if report is not None else order.first_chunk
+        stop = self._stops.pop(order.request_id, None)
         failed_blocks: set[int] = set()
         if report is None or end_chunk < order.end_chunk:
             failed_blocks = order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
@@ -184,9 +191,14 @@ class WorkerSide:
                 staging_tokens=tokens.staging if tokens is not None else 0,
                 disk_tokens=tokens.disk if tokens is not None else 0,
                 remote_tokens=tokens.remote if tokens is not None else 0,
+                cancelled=stop is not None and stop.asked,
                 late=report is not None and isinstance(report.error, DeadlineExceeded),
                 gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
                 failure=failure,
             )
         )
         return failed_blocks
+
+
+async def _ask(stop: LoadStop) -> None:
+    stop.ask()

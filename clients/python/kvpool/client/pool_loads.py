@@ -1,0 +1,81 @@
+"""One load of the pool: windows that fit the agent's requests, one after the other, until one falls short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool.client.engine_items import ChunkSpan, LoadOutcome, TierTokens
+from kvpool.client.engine_requests import LoadHandle
+from kvpool.client.gpuagent import EngineSession
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadStop, OnProgress
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, Stopped
+from kvpool.core.ipc import EngineEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTerms:
+    """Of one load. grace_s: after its time, for the agent to say so. explain: what callers are told of an error."""
+
+    timeout_s: float
+    grace_s: float
+    on_progress: OnProgress | None
+    after: EngineEvent | None
+    stop: LoadStop
+    explain: Callable[[KvPoolError], KvPoolError]
+
+
+async def load_windows(
+    session: Callable[[], EngineSession], windows: Sequence[ChunkSpan], chunks: range, terms: LoadTerms
+) -> LoadReport:
+    """Load what can be loaded of chunks, which the windows are cut from. session: the one in use then."""
+    ends_at_s = asyncio.get_running_loop().time() + terms.timeout_s
+    loaded, tokens, handles = 0, TierTokens(), list[LoadHandle]()
+    error: KvPoolError | None = None
+    for span in windows:
+        shift = span.first_chunk_index
+
+        def report(layers: int, failed: tuple[int, ...], shift: int = shift) -> None:
+            if terms.on_progress is not None and len(windows) == 1:
+                terms.on_progress(layers, tuple(shift + position for position in failed))
+
+        outcome = await _load_span(session(), span, ends_at_s, report, handles, terms)
+        loaded += outcome.loaded_chunks
+        tokens += outcome.tokens
+        error = outcome.error
+        if outcome.loaded_chunks < len(span.chunks):
+            break
+    failed = tuple(chunks[loaded:])
+    return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles))
+
+
+async def _load_span(
+    session: EngineSession,
+    span: ChunkSpan,
+    ends_at_s: float,
+    on_progress: OnProgress,
+    handles: list[LoadHandle],
+    terms: LoadTerms,
+) -> LoadOutcome:
+    loop = asyncio.get_running_loop()
+    handle: LoadHandle | None = None
+    if terms.stop.asked:
+        return LoadOutcome(0, error=Stopped("nobody needs the load any more"))
+    try:
+        wait_s = max(0.001, ends_at_s - loop.time())
+        async with asyncio.timeout(wait_s):
+            handle = await session.load(span, wait_s=wait_s, on_progress=on_progress, after=terms.after)
+        handles.append(handle)
+        terms.stop.reach(handle.cancel)
+        return await handle.done(max(0.0, ends_at_s - loop.time()) + terms.grace_s)
+    except TimeoutError:
+        return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))
+    except KvPoolError as error:
+        if handle is not None:
+            handle.cancel()
+        return LoadOutcome(0, error=terms.explain(error))
+    except asyncio.CancelledError:
+        if handle is not None:
+            handle.cancel()  # the hold goes on; the session keeps it
+        raise

@@ -1,0 +1,54 @@
+"""Loads that are cancelled by order, on a worker's side of the vLLM connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.client.pool_values import LoadReport, LoadStop
+from kvpool.connectors.vllm.orders import LoadEnd, StepOrders
+from kvpool.core.errors import ServiceUnavailable
+from tests.unit.connectors.test_vllm_worker import Pool, World, end_of
+
+
+def test_a_cancelled_load_is_stopped_and_still_ends_for_the_engine() -> None:
+    class StoppedPool(Pool):
+        async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+            stops.append(values["stop"])
+            return await super().load(chain, blocks, **values)
+
+    stops: list[LoadStop] = []
+    world = World(StoppedPool(loaded=1))
+    world.link.held = True
+    world.load()
+    world.side.start_loads(StepOrders(step=2, cancel=["r", "unknown"]))
+    assert world.side.take_received() == set()
+    world.link.go()
+    assert stops[0].asked
+    assert world.side.take_received() == {"r"}
+    end = end_of(world)
+    assert isinstance(end, LoadEnd)
+    assert (end.cancelled, end.chunk_count, end.failed_chunks) == (True, 1, 3)
+    world.side.start_loads(StepOrders(step=3, cancel=["r"]))  # it has ended: nothing to stop
+    world.link.go()
+    world.link.held = False
+    world.load()
+    assert not stops[1].asked
+    end = end_of(world)
+    assert isinstance(end, LoadEnd)
+    assert not end.cancelled
+
+
+def test_a_load_cannot_be_cancelled_any_more_when_the_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Pool())
+    world.link.held = True
+    world.load()
+
+    def closed(*_: Any) -> Any:
+        raise ServiceUnavailable("closed")
+
+    monkeypatch.setattr(world.link, "start", closed)
+    world.side.start_loads(StepOrders(step=2, cancel=["r"]))
+    world.link.go()
+    assert world.side.take_received() == {"r"}
