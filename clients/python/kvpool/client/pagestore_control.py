@@ -173,7 +173,8 @@ class PageStoreControl:
     ) -> EvictOutcome:
         """Give chunks up before their time; None: all of the keyspace. raises: StoreFault."""
         request = _evict_request(keyspace, chunk_hashes, staging_only=staging_only, with_pinned=with_pinned)
-        return _outcome(await self._endpoints.call(lambda stub: stub.Evict, request, timeout_s=timeout_s))
+        answer = await self._endpoints.call(lambda stub: stub.Evict, request, timeout_s=timeout_s)
+        return _outcome(answer)
 
     async def preview_evict(
         self,
