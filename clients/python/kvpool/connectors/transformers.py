@@ -123,9 +123,8 @@ class SharedPrefixGenerator:
         except BaseException:
             pool.close()
             raise
-        sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "chunk_bytes": block_bytes(spec)}
-        loads: dict[str, Any] = {"load_timeout_s": load_timeout_s, "always_load": always_load}
-        return cls(model, blocks, PrefixCache(pool, block_count=block_count, **sizes, **loads), pool)
+        values = dict[str, Any](chunk_bytes=block_bytes(spec), load_timeout_s=load_timeout_s, always_load=always_load)
+        return cls(model, blocks, PrefixCache(pool, block_count=block_count, chunk_tokens=chunk_tokens, **values), pool)
 
     def generate(self, input_ids: torch.Tensor, **arguments: Any) -> GenerationResult:
         """`model.generate(input_ids, **arguments)`, computing only the part of the prompts that cannot be had.
