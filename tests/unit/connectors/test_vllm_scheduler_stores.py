@@ -88,6 +88,17 @@ def test_a_load_whose_request_is_aborted_is_cancelled_once_and_counts_as_no_fail
     assert world.match(a_request(120, "again")) == 96, "nobody waits for it"
 
 
+def test_a_load_that_ended_when_its_request_was_aborted_is_not_cancelled_in_the_name_of_another() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    orders = world.load(request)
+    world.side.finished(request, BLOCKS, "FINISHED_ABORTED")
+    world.ended(orders, loaded_chunks=3)
+    again = world.load(a_request(120))  # under the same name
+    assert [order.request_id for order in again.loads] == ["r"]
+    assert again.cancel == []
+
+
 def test_a_request_that_does_not_wait_for_a_load_has_none_to_cancel() -> None:
     world = World(FakePool(3))
     request = a_request(120)

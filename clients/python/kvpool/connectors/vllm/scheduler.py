@@ -199,6 +199,8 @@ class SchedulerSide:
         for request_id in request_ids:
             if request_id in self._states:
                 self._states[request_id].loading = False
+            elif request_id in self._cancel:  # too late, and it may be the name of another request soon
+                self._cancel.remove(request_id)
             self._loads.received(request_id)
 
     def take_changes(self) -> list[ChunksChanged]:
