@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvpool.core.errors import Stopped
 from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
 from kvpool_gpuagent.core.requests import LoadOutcome
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -17,13 +18,18 @@ def count_load(
     outcome: LoadOutcome,
     compute_s_per_token: float,
 ) -> None:
-    """A load has ended. compute_s_per_token: of the engine, were it to compute them; 0 if unknown."""
-    if compute_s_per_token:
+    """A load has ended. compute_s_per_token: of the engine, were it to compute them; 0 if unknown.
+
+    One that was stopped, as nobody needed it any more, tells neither what loads bring nor how quick they are: an engine
+    whose clients leave early would else take loads for slow.
+    """
+    stopped = isinstance(outcome.error, Stopped)
+    if compute_s_per_token and not stopped:
         saved_s = sum(outcome.tokens.values()) * compute_s_per_token - duration_s
         metrics.saved_seconds.inc(max(0.0, saved_s))
         metrics.lost_seconds.inc(max(0.0, -saved_s))
     used = [source for source, size_bytes in loaded_bytes.items() if size_bytes]
-    if len(used) == 1:  # a mixture says nothing about either
+    if len(used) == 1 and not stopped:  # a mixture says nothing about either
         bandwidths.record(used[0], loaded_bytes[used[0]], duration_s)
         metrics.bandwidth.labels(used[0].name.lower()).set(bandwidths.bytes_per_s(used[0]))
     for source, tokens in outcome.tokens.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvpool.core.errors import Stopped
 from kvpool.v1 import gpuagent_pb2
 from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
 from kvpool_gpuagent.core.requests import LoadOutcome
@@ -25,6 +26,15 @@ def test_saved_and_lost(duration_s: float, compute_s_per_token: float, saved_s: 
     count_load(AgentMetrics(registry), Bandwidths(), {}, duration_s, OUTCOME, compute_s_per_token)
     assert registry.get_sample_value("kvpool_gpuagent_saved_seconds_total") == pytest.approx(saved_s)
     assert registry.get_sample_value("kvpool_gpuagent_lost_seconds_total") == pytest.approx(lost_s)
+
+
+def test_a_load_that_was_stopped_says_nothing_of_the_next() -> None:
+    registry, bandwidths = CollectorRegistry(), Bandwidths()
+    stopped = LoadOutcome(chunk_count=2, loaded_chunks=1, error=Stopped("nobody needs it"))
+    count_load(AgentMetrics(registry), bandwidths, {LoadSource.DISK: 1 << 20}, 9.0, stopped, 1e-3)
+    assert bandwidths.bytes_per_s(LoadSource.DISK) == 0
+    assert registry.get_sample_value("kvpool_gpuagent_lost_seconds_total") == 0
+    assert registry.get_sample_value("kvpool_gpuagent_failed_chunks_total", {"reason": "STOPPED"}) == 1
 
 
 @pytest.mark.parametrize(
