@@ -98,6 +98,15 @@ def test_prompts_of_many_lengths_teach_the_same() -> None:
     assert max(times_ms[10:]) < 30
 
 
+@pytest.mark.parametrize("rest", [1, 30, 64])
+@pytest.mark.parametrize("load_ms", [12.0, 24.0])
+def test_it_is_learnt_though_a_load_takes_no_longer_than_any_prefill(load_ms: float, rest: int) -> None:
+    """Each load comes beside a prefill of the rest, which takes as long as that of all."""
+    engine = TimedEngine(fast_gpu, lambda count: load_ms)
+    times_ms = [engine.first_token_ms(30 * CHUNK + rest, pause_s=0.5) for _ in range(40)]
+    assert max(times_ms[12:]) < 30, times_ms
+
+
 def test_loads_are_tried_again_but_seldom() -> None:
     engine = TimedEngine(fast_gpu, lambda count: 150.0)
     times_ms = [engine.first_token_ms(2000, pause_s=1.0) for _ in range(1000)]
@@ -131,7 +140,7 @@ def test_where_computing_is_slow_loads_go_on(prefill_ms: Milliseconds, load_ms: 
     times_ms = [engine.first_token_ms(120 * CHUNK + rest, pause_s=3.0) for _ in range(400)]
     assert max(times_ms) <= 2.05 * loaded_ms, "what is learnt costs no more than a load"
     assert sum(times_ms) <= 1.01 * loaded_ms * len(times_ms)
-    assert statistics.median(times_ms[:6]) == pytest.approx(loaded_ms, rel=0.01)
+    assert statistics.median(times_ms[:6]) == pytest.approx(loaded_ms, rel=0.02)
 
 
 def test_an_engine_that_becomes_quick_is_found_out() -> None:

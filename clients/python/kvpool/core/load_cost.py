@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.prefill_times import LEAST_TOKENS, PrefillTimes
@@ -11,6 +12,7 @@ from kvpool.core.prefill_times import LEAST_TOKENS, PrefillTimes
 DEFAULT_BYTES_PER_S = 1e9
 """Of loads that have begun, until one was measured: little for any medium that is worth a cache."""
 _SAMPLE_WEIGHT = 0.3  # of the newest measurement
+_SAMPLES = 5  # of estimates beside what was measured, the newest; the median counts: one host that stood still does not
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
 # Loads that were measured or estimated slow are not slow for ever: as long as they are passed over, it is believed less
 # and less, until one is tried. The more of those were slow indeed, the longer it takes.
@@ -18,6 +20,7 @@ _BELIEF, _BELIEF_LEAST = 0.9, 1e-9
 _DOUBT_EVERY_S, _DOUBT_EVERY_MAX_S = 1.0, 64.0
 # Computing is tried only where it brings much to learn, and not much more: so many times what was measured of it.
 _GROWTH, _GROWTH_MAX = 2, 16
+_GROWTH_LOADS = 6  # the least that brings something is tried though it may take so many times as long as the load
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +39,22 @@ class LoadCost:
 
     prefill:              what computing takes.
     load_bytes_per_s:     of whole loads after the first, as the engine saw them; 0 if none was measured.
-    overhead_ms:          of a load beyond its bytes: until it begins, and until the engine has noticed its end.
+    overhead_ms:          of a load beyond its estimate: until it begins, and until the engine has noticed its end.
+    share:                of its estimate that a load takes; below 1 where estimates are too long, say because of one
+                          load long ago that was stuck.
     belief:               share of a load's time that is believed in, the less the longer loads are passed over.
     """
 
     prefill: PrefillTimes = field(default_factory=PrefillTimes)
     load_bytes_per_s: float = 0.0
     overhead_ms: float = 0.0
+    share: float = 1.0
     warmed_up: bool = False
     belief: float = 1.0
     doubt_every_s: float = _DOUBT_EVERY_S
     doubted_at_s: float | None = None
+    _errors: list[tuple[float, float]] = field(default_factory=list)  # (overhead, share) of loads, oldest first
+    _on_trial: bool = False  # the next load that comes in shows what is true of those that were passed over
 
     def note_prefill(self, token_count: int, duration_s: float, now_s: float) -> None:
         """An engine step that computed so many tokens of prompts, and little else. now_s: of any clock."""
@@ -65,7 +73,7 @@ class LoadCost:
             return
         if estimated_ms:
             expected_ms = estimated_ms + self._queue_ms(queued_bytes)
-            self.overhead_ms = _mixed(self.overhead_ms, max(0.0, duration_s * 1e3 - expected_ms))
+            self._note_error(duration_s * 1e3, expected_ms)
         self.load_bytes_per_s = _mixed(self.load_bytes_per_s, (queued_bytes + size_bytes) / duration_s)
 
     def passed_over(self, now_s: float) -> None:
@@ -77,7 +85,18 @@ class LoadCost:
     def load_begun(self) -> None:
         """A load that was taken to be quicker has begun: it shows what is true."""
         self.doubt_every_s = min(2 * self.doubt_every_s, _DOUBT_EVERY_MAX_S) if self.belief < 1.0 else _DOUBT_EVERY_S
+        self._on_trial |= self.belief < 1.0
         self.belief = 1.0
+
+    def _note_error(self, measured_ms: float, expected_ms: float) -> None:
+        if self._on_trial:
+            self._errors.clear()
+            self._on_trial = False
+        self._errors.append((max(0.0, measured_ms - expected_ms), min(1.0, measured_ms / expected_ms)))
+        del self._errors[:-_SAMPLES]
+        middle, odd = divmod(len(self._errors), 2)
+        self.overhead_ms = sorted(overhead_ms for overhead_ms, _ in self._errors)[middle - 1 + odd]
+        self.share = sorted(share for _, share in self._errors)[middle]
 
     def _queue_ms(self, queued_bytes: int) -> float:
         return queued_bytes / (self.load_bytes_per_s or DEFAULT_BYTES_PER_S) * 1e3
@@ -90,7 +109,7 @@ class LoadCost:
         """Without the overhead, which a load has once. 0 if nothing is known of any: it is tried, as nothing else would
         ever measure it."""
         if run.estimated_ms or not self.load_bytes_per_s:
-            return run.estimated_ms
+            return self.share * run.estimated_ms
         return run.size_bytes / self.load_bytes_per_s * 1e3
 
     def worthwhile_chunks(self, runs: Sequence[LoadRun], queued_bytes: int = 0) -> int:
@@ -114,7 +133,8 @@ class LoadCost:
 
     def chunks_to_learn_from(self, runs: Sequence[LoadRun], rest_tokens: int) -> int:
         """How many of the last chunks of runs that are worth a load to compute all the same, as nobody knows whether
-        computing so many tokens is not quicker still: as many as take no longer than the load, at most.
+        computing so many tokens is not quicker still: as many as take no longer than the load, at most. Where that
+        brings nothing, and prefills look as if they took the same however many their tokens, it may be a few loads.
 
         rest_tokens: that are computed after the runs in any case.
         """
@@ -124,10 +144,15 @@ class LoadCost:
         loads_ms = self.overhead_ms + sum(self.load_ms(run) for run in runs)
         if self.prefill.saved_at_least_ms(tokens) >= loads_ms:
             return 0
-        most_tokens = _GROWTH_MAX * max(self.prefill.measured_tokens, LEAST_TOKENS)
-        learnt = min(chunks, int(loads_ms / self.prefill.saved_ms(tokens) * chunks), most_tokens * chunks // tokens)
-        computed_tokens = rest_tokens + tokens * learnt / chunks
-        return learnt if computed_tokens >= _GROWTH * self.prefill.measured_tokens else 0
+        chunk_tokens, chunk_ms = tokens / chunks, self.prefill.saved_ms(tokens) / chunks
+        least = ceil((_GROWTH * self.prefill.measured_tokens - rest_tokens) / chunk_tokens)
+        most = int(_GROWTH_MAX * max(self.prefill.measured_tokens, LEAST_TOKENS) / chunk_tokens)
+        affordable = int(loads_ms / chunk_ms)
+        promising = self.prefill.looks_fixed or self.prefill.measured_tokens <= chunk_tokens  # else only a rest was
+        if promising and least * chunk_ms <= _GROWTH_LOADS * loads_ms:
+            affordable = max(affordable, least)
+        learnt = min(chunks, affordable, most)
+        return learnt if learnt >= least else 0
 
     def deadline_s(self, token_count: int, lowest_s: float, otherwise_s: float) -> float:
         """How long a load may take: as computing would, lowest_s at least; otherwise_s as long as that is unknown."""

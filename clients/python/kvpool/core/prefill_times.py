@@ -11,6 +11,7 @@ _GOOD_FOR_S = 600.0  # then a size that was not computed again is forgotten: the
 _SPAN = 4
 LEAST_TOKENS = 32
 """A pass for fewer takes about as long, as it reads all weights: it says nothing of the time for one of them."""
+_FLAT = 0.5  # times that grow less than this share of what their tokens do have more of a fixed part than of the other
 _DOUBT = 0.25  # of the time for a token, as much may be noise
 
 
@@ -23,12 +24,14 @@ class PrefillTimes:
 
     fixed_ms:         of any prefill, however few its tokens. 0 as long as sizes are too much alike to tell.
     ms_per_token:     beside it, up to `measured_tokens`; 0 if nothing was measured.
+    looks_fixed:      whether of two sizes the larger one took hardly longer.
     measured_tokens:  of the largest size. More tokens may take the time of several such prefills.
     """
 
     fixed_ms: float = 0.0
     ms_per_token: float = 0.0
     measured_tokens: int = 0
+    looks_fixed: bool = False
     _spans: bool = False
     _first: tuple[int, float] | None = None
     _samples: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # (tokens, ms) by size, oldest first
@@ -90,7 +93,11 @@ class PrefillTimes:
             least_ms = min(least_ms, duration_ms)
             points.append((token_count, least_ms))
         self.measured_tokens = points[0][0]
-        self._spans = points[0][0] >= _SPAN * points[-1][0]
+        (most_tokens, most_ms), (fewest_tokens, fewest_ms) = points[0], points[-1]
+        self._spans = most_tokens >= _SPAN * fewest_tokens
+        self.looks_fixed = len(points) > 1 and most_ms - fewest_ms < _FLAT * fewest_ms * (
+            most_tokens / fewest_tokens - 1
+        )
         if self._spans:
             self.fixed_ms, self.ms_per_token = _line(points)
         else:
