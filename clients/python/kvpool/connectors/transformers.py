@@ -97,7 +97,8 @@ class SharedPrefixGenerator:
         keyspace_name: what operators see; by default made of model_id, revision, element type and chunk_tokens.
         cache_bytes: of the engine's own chunks: on the model's GPU, which is the agent's then, or in shared memory.
         load_timeout_s: of the first loads; later ones may take as long as computing would, but a second at least.
-        match_timeout_s: of asking; an agent out of reach is tried later. always_load: also what is computed quicker.
+        match_timeout_s: of asking the agent. One that cannot be reached now is tried later; till then all is computed.
+        always_load: also what would be computed quicker.
         raises: GeometryUnsupported naming the model and what cannot be shared; KeyspaceMismatch naming the field;
         InvalidRequest; NotServed if the agent serves another kind of device than the model's.
         """
