@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -28,6 +30,7 @@ from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 pytestmark = pytest.mark.e2e
 
+UPGRADES = Path(__file__).resolve().parents[2] / "docs/upgrades.md"
 NEWER = cast(NodeKind, 9)  # of a release that has agents' successors, say
 CHAIN = bytes(range(16))
 
@@ -149,6 +152,19 @@ async def test_of_two_that_start_at_once_one_is_first(topology: str, request: py
     assert [type(end) for end in refused] == [StartupFailed] * 2 and [*ours, *theirs].count(None) == 2
     for store in stores:
         await store.close()
+
+
+def test_the_command_that_deletes_the_keys_of_a_prefix_deletes_all_of_them_and_no_others() -> None:
+    """Keys end with raw hashes: with quotes, blanks and line ends among their bytes."""
+    (line,) = [line for line in UPGRADES.read_text().splitlines() if line.startswith("redis-cli -u")]
+    *_, command, script, key_count, pattern = shlex.split(line)
+    assert (command, key_count, pattern) == ("EVAL", "0", "kvpool:*")
+    names = ("kvpool:{1}:it's", 'kvpool:{2}:"', "kvpool:{3}: \n \\", "kvpool:{n}:layout", "kvpool2:{1}:", "other")
+    with running_redis() as server:
+        for name in names:
+            assert server.command("SET", name, "1").startswith(b"+OK")
+        assert server.command(command, script, key_count, pattern).startswith(b"$-1")
+        assert server.command("DBSIZE") == b":2\r\n"
 
 
 async def test_a_redis_that_is_out_of_reach_is_looked_at_later() -> None:

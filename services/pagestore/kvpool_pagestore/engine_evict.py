@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import InvalidRequest, StoreFault, StoreUnavailable
@@ -21,7 +22,7 @@ from kvpool_pagestore.engine_writeback import WriteBack
 _log = logging.getLogger(__name__)
 
 MAX_EVICT_CHUNKS = 4096
-_CHUNKS_A_TURN = 64  # of the event loop: a chunk may have 64 pages
+_PAGES_A_TURN = 256  # of the event loop: a few milliseconds
 _DELETED_AT_ONCE = 4096  # pages
 
 
@@ -117,16 +118,16 @@ class Evicting:
         if known is None or known.tenant != tenant:
             return preview
         now_us = self._clock.wall_us()
-        for position, chunk_hash in enumerate(self._chunk_hashes(wanted)):
-            if position % _CHUNKS_A_TURN == 0:
-                await asyncio.sleep(0)
-            page_count = preview.evicted.page_count
-            for key in self._pages(known, chunk_hash):
-                if self._judge(key, wanted, now_us, preview.evicted):
-                    size_bytes = known.page_bytes(key.shard)
-                    preview.staging_bytes += size_bytes * (self._ledger.find(key) is not None)
-                    preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
-            preview.chunk_count += preview.evicted.page_count > page_count
+        for part in self._parts(known, wanted):
+            await asyncio.sleep(0)
+            for chunk_hash in part:
+                page_count = preview.evicted.page_count
+                for key in self._pages(known, chunk_hash):
+                    if self._judge(key, wanted, now_us, preview.evicted):
+                        size_bytes = known.page_bytes(key.shard)
+                        preview.staging_bytes += size_bytes * (self._ledger.find(key) is not None)
+                        preview.disk_bytes += size_bytes * (not wanted.staging_only and self._is_on_disk(key))
+                preview.chunk_count += preview.evicted.page_count > page_count
         return preview
 
     async def _alone(self, keyspace: Keyspace, wanted: WantedGone) -> Evicted:
@@ -144,10 +145,9 @@ class Evicting:
         evicted = Evicted()
         on_disk: list[PageKey] = []
         now_us = self._clock.wall_us()
-        for position, chunk_hash in enumerate(self._chunk_hashes(wanted)):
-            if position % _CHUNKS_A_TURN == 0:
-                await asyncio.sleep(0)
-            for key in self._pages(keyspace, chunk_hash):
+        for part in self._parts(keyspace, wanted):
+            await asyncio.sleep(0)
+            for key in chain.from_iterable(self._pages(keyspace, chunk_hash) for chunk_hash in part):
                 if not self._judge(key, wanted, now_us, evicted):
                     continue
                 self._ledger.drop(key)
@@ -166,13 +166,23 @@ class Evicting:
         )
         return evicted
 
-    def _chunk_hashes(self, wanted: WantedGone) -> list[bytes]:
-        if not wanted.whole_keyspace:
-            return list(dict.fromkeys(wanted.chunk_hashes))
-        names = [key.keyspace + key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace)]
-        if self._disk is not None:
-            names += [name for name in self._disk.map.names() if name.startswith(wanted.keyspace)]
-        return [name[16:] for name in dict.fromkeys(names)]
+    def _parts(self, keyspace: Keyspace, wanted: WantedGone) -> Iterator[Sequence[bytes]]:
+        """Hashes of the chunks that are meant and were here when the first part was asked for, each once.
+
+        A part is what one turn of the event loop can take: a disk may have a million chunks.
+        """
+        chunks_a_turn = max(1, _PAGES_A_TURN // keyspace.grid.shard_count)
+        on_disk: Sequence[bytes] = ()
+        named = dict.fromkeys(wanted.chunk_hashes)
+        if wanted.whole_keyspace:
+            named = dict.fromkeys(key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace))
+            on_disk = self._disk.map.names() if self._disk is not None else ()
+        chosen = list(named)
+        for start in range(0, len(chosen), chunks_a_turn):
+            yield chosen[start : start + chunks_a_turn]
+        for start in range(0, len(on_disk), chunks_a_turn):
+            names = on_disk[start : start + chunks_a_turn]
+            yield [name[16:] for name in names if name.startswith(wanted.keyspace) and name[16:] not in named]
 
     def _pages(self, keyspace: Keyspace, chunk_hash: bytes) -> Iterator[PageKey]:
         """Pages of a chunk that are here, in staging or on disk."""

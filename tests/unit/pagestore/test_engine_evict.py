@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,12 +11,23 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidRequest, StoreFault
+from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool_pagestore.engine_evict import Evicted, EvictPreview, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
-from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, Running, World, new_world, page_key, running_engine
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    SPEC,
+    TENANT,
+    Running,
+    World,
+    new_world,
+    page_key,
+    running_engine,
+)
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 
@@ -218,3 +231,30 @@ async def test_a_listing_tells_tiers_and_metadata_of_the_tenants_own_chunks() ->
             assert [
                 part async for part in running.engine.listing.chunks("x", b"", most_read=0, pinned_only=False)
             ] == []
+
+
+async def test_a_look_at_a_whole_keyspace_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_pagestore.engine_evict._PAGES_A_TURN", 2 * ShardGrid.of(SPEC).shard_count)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), range(12))
+            await running.engine.flush(TENANT, b"")
+            evicting, turn, turns = running.engine.evicting, 0, Counter[int]()
+            judge = evicting._judge
+
+            def judged(*arguments: Any) -> bool:
+                turns[turn] += 1
+                return judge(*arguments)
+
+            async def others() -> None:
+                nonlocal turn
+                while True:
+                    turn += 1
+                    await asyncio.sleep(0)
+
+            monkeypatch.setattr(evicting, "_judge", judged)
+            background = asyncio.create_task(others())
+            preview = await evicting.preview(TENANT, WantedGone(keyspace=KEYSPACE, whole_keyspace=True))
+            background.cancel()
+            assert preview.chunk_count == sum(turns.values()) == 12
+            assert max(turns.values()) <= 2, "one page of each chunk was stored"

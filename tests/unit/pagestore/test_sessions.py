@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvpool_pagestore.core.sessions import Session, SessionTable
 
 
@@ -34,3 +36,13 @@ def test_after_a_pause_nobody_was_heard_later_than_now() -> None:
     assert table.silent(1.0) == []
     assert table.silent(6.0) == []
     assert late.heard_s == 6.0
+
+
+def test_a_session_of_this_process_itself_is_never_silent() -> None:
+    table, (silent, _) = table_of(0.0, math.inf)
+    assert table.silent(1.0) == []
+    assert table.silent(3600.0) == [], "this process stood still"
+    for now_s in (3601.0, 3602.0):
+        table.silent(now_s)
+    assert table.silent(7200.0) == [silent]
+    assert table.silent(7300.0) == [silent]

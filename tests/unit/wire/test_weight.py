@@ -6,6 +6,7 @@ import gc
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import common_pb2, gpuagent_pb2, index_pb2, pagestore_pb2
-from kvpool.wire.weight import FREE_BYTES, HEAVIEST_BYTES, check_weight, weigh
+from kvpool.wire.weight import FREE_BYTES, HEAVIEST_BYTES, _most, check_weight, weigh
 
 FILES = (index_pb2, pagestore_pb2, gpuagent_pb2)
 REQUESTS: dict[str, Descriptor] = {
@@ -76,6 +77,7 @@ def test_nothing_takes_more_memory_than_it_weighs() -> None:
         kept.append(REQUESTS[name]._concrete_class.FromString(data))  # type: ignore[attr-defined]
         took_bytes = resident_bytes() - before_bytes
         assert weight is not None and took_bytes <= weight + (1 << 20), (name, [field.name for field in path])
+        assert took_bytes <= _most(data, REQUESTS[name]) + (1 << 20), "nor is it let pass unwalked"
         assert took_bytes * FREE_BYTES <= len(data) * HEAVIEST_BYTES * 1.2, "what is not weighed is light"
 
 
@@ -121,8 +123,48 @@ def test_the_largest_messages_of_real_use_pass() -> None:
 def test_what_cannot_be_read_is_refused_and_shorter_messages_are_left_to_the_parser() -> None:
     check_weight(b"\xff" * FREE_BYTES, index_pb2.MatchStreamRequest.DESCRIPTOR)
     for garbage in (b"\xff" * (FREE_BYTES + 1), b"\x0b" * (FREE_BYTES + 1), b"\x22\x05" + bytes(FREE_BYTES)):
-        with pytest.raises(InvalidRequest):
-            check_weight(garbage, index_pb2.MatchStreamRequest.DESCRIPTOR)
+        assert weigh(garbage, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES) is None
+    with pytest.raises(InvalidRequest, match="are no MatchStreamRequest"):
+        check_weight(b"\x22" * FREE_BYTES * 2 + b"\xff", index_pb2.MatchStreamRequest.DESCRIPTOR)
+
+
+def test_what_engines_and_nodes_send_is_not_walked_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes tens of milliseconds of the event loop."""
+    monkeypatch.setattr("kvpool.wire.weight.weigh", None)
+    numbers = Random(1)
+    changes = [
+        index_pb2.LocationChange(
+            keyspace_id=bytes(16),
+            chunk_hash=numbers.randbytes(16),
+            group_head_hash=numbers.randbytes(16),
+            tier=common_pb2.TIER_DISK,
+            added_shards=numbers.getrandbits(64),
+            removed_shards=numbers.getrandbits(64),
+        )
+        for _ in range(1 << 14)
+    ]
+    batch = index_pb2.AnnounceRequest(batch=index_pb2.AnnounceBatch(sequence=1, changes=changes))
+    data = batch.SerializeToString()
+    assert len(data) > 2 * FREE_BYTES
+    check_weight(data, batch.DESCRIPTOR)
+
+
+@pytest.mark.parametrize("key", [b"\x22", b"\xa2\x00", b"\xa2\x80\x80\x80\x00"])
+def test_keys_may_be_longer_than_they_need_to_be(key: bytes) -> None:
+    data = (key + b"\x00") * (1 << 20)
+    index_pb2.MatchStreamRequest.FromString(data[: (len(key) + 1) * 9])
+    with pytest.raises(InvalidRequest, match="split it"):
+        check_weight(data, index_pb2.MatchStreamRequest.DESCRIPTOR)
+
+
+@pytest.mark.parametrize(
+    "piece", [b"\xfa\xff\xff\xff\x0f\x80\x80\x80\x80\x00", b"\xf8\xff\xff\xff\x0f" + b"\xff" * 9 + b"\x01"]
+)
+def test_what_takes_long_to_walk_over_weighs_more(piece: bytes) -> None:
+    """Or a message of such fields would hold up the event loop for two seconds."""
+    short = weigh(b"\x78\x00" * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
+    long = weigh(piece * 999, index_pb2.MatchStreamRequest.DESCRIPTOR, HEAVIEST_BYTES)
+    assert short is not None and long is not None and long >= 2.5 * short
 
 
 PIECES = st.sampled_from([b"\x22\x00", b"\x12\x02", b"\x08\x01", b"\x0a\x03abc"])

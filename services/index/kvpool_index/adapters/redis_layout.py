@@ -56,6 +56,6 @@ class RedisLayout:
         return (
             f"the keys {self._prefix}:* in Redis have layout {shown}, and this release has layout '{ours}': run "
             "the release that wrote them, or give this one a redis_key_prefix of its own, or stop all index replicas "
-            f"of the other and delete its keys (redis-cli --scan --pattern '{self._prefix}:*' | xargs redis-cli "
-            "unlink); nodes tell the index again what they hold"
+            "of the other and delete its keys (docs/upgrades.md, 'Deleting the keys of a prefix'); nodes tell the "
+            "index again what they hold"
         )

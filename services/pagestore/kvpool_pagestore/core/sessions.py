@@ -108,7 +108,8 @@ class SessionTable:
         self._looked_s = now_s
         if deaf_s > 0:
             for one in self._live.values():
-                one.heard_s = min(now_s, one.heard_s + deaf_s)
+                # Never earlier than it was: a session of this process itself is heard for ever.
+                one.heard_s = max(one.heard_s, min(now_s, one.heard_s + deaf_s))
         return [one for one in self._live.values() if now_s - one.heard_s >= self._silence_limit_s]
 
     def note_gone(self, session_ids: list[bytes], now_s: float) -> None:
