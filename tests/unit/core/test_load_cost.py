@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from itertools import pairwise
+from math import inf, nan
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_load_once_measured_slow_is_tried_again() -> None:
     assert decisions[-1] == 10
 
 
-@pytest.mark.parametrize("sample", [(0, 1.0), (10, 0.0), (-1, 1.0)])
+@pytest.mark.parametrize("sample", [(0, 1.0), (10, 0.0), (-1, 1.0), (10, nan), (10, inf)])
 def test_samples_of_nothing_are_ignored(sample: tuple[int, float]) -> None:
     cost = LoadCost()
     cost.note_prefill(*sample, 0.0)
@@ -180,36 +181,42 @@ def test_many_loads_passed_over_in_a_moment_count_once() -> None:
     assert cost.belief == pytest.approx(0.9)
 
 
-def seconds_between_loads(cost: LoadCost, offered: LoadRun, count: int) -> list[int]:
-    """A request a second that could be loaded; each load takes as long as was expected."""
+def requests_between_loads(cost: LoadCost, offered: LoadRun, count: int, pause_s: float = 1.0) -> list[int]:
+    """One every pause_s that could be loaded; each load takes as long as was expected."""
     loaded_at: list[int] = []
-    second = 0
+    number = 0
     while len(loaded_at) < count:
         if cost.worthwhile_chunks([offered]):
-            loaded_at.append(second)
+            loaded_at.append(number)
             cost.load_begun()
         else:
-            cost.passed_over(float(second))
-        second += 1
+            cost.passed_over(number * pause_s)
+        number += 1
     return [later - earlier for earlier, later in zip([0, *loaded_at], loaded_at, strict=False)]
 
 
 def test_a_load_that_is_estimated_slow_is_tried_now_and_then_and_ever_more_seldom() -> None:
     """Else a wrong estimate would never be put right, if nobody else loads."""
-    waits = seconds_between_loads(warm(0.1), run(10, 1280, estimated_ms=1000.0), 10)
+    waits = requests_between_loads(warm(0.1), run(10, 1280, estimated_ms=1000.0), 10)
     assert 10 < waits[0] < 60
     assert all(1.9 * earlier < later for earlier, later in pairwise(waits[:6]))
     assert waits[-1] < 64 * 64, "it is never given up"
 
 
+def test_requests_far_apart_are_not_mostly_tries() -> None:
+    offered = run(10, 1280, estimated_ms=1000.0)
+    waits = requests_between_loads(warm(0.1), offered, 5, pause_s=700.0)
+    assert all(1.9 * earlier < later for earlier, later in pairwise(waits))
+
+
 def test_loads_that_pay_again_are_doubted_as_quickly_as_at_first() -> None:
     cost = warm(0.1)
-    first = seconds_between_loads(cost, run(10, 1280, estimated_ms=1000.0), 5)[0]
+    first = requests_between_loads(cost, run(10, 1280, estimated_ms=1000.0), 5)[0]
     for _ in range(2):
         assert cost.worthwhile_chunks([run(10, 1280, estimated_ms=1.0)]) == 10
         cost.load_begun()
-    cost.doubted_at_s = None
-    assert seconds_between_loads(cost, run(10, 1280, estimated_ms=1000.0), 1) == [first]
+    cost.doubted_at_s = -inf
+    assert requests_between_loads(cost, run(10, 1280, estimated_ms=1000.0), 1) == [first]
 
 
 def test_waiting_behind_other_loads_is_no_overhead() -> None:

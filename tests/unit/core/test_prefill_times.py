@@ -1,6 +1,7 @@
 """The fixed part of a prefill is told from the part for each token, whatever disturbs the measurements."""
 
 import random
+from math import inf, nan
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_nothing_is_known_at_first() -> None:
     assert (times.ms(100), times.saved_ms(100), times.saved_at_least_ms(100)) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("sample", [(0, 1.0), (-1, 1.0), (10, 0.0), (10, -1.0)])
+@pytest.mark.parametrize("sample", [(0, 1.0), (-1, 1.0), (10, 0.0), (10, -1.0), (10, nan), (10, inf)])
 def test_samples_of_nothing_are_ignored(sample: tuple[int, float]) -> None:
     assert measured(sample) == PrefillTimes()
 

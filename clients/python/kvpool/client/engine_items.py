@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
@@ -112,8 +113,16 @@ def match_from_proto(message: gpuagent_pb2.EngineMatchResponse) -> EngineMatch:
     """raises: InvalidRequest for a source that is not set."""
     return EngineMatch(
         message.matched_chunks,
-        tuple(EngineMatchRun(run.chunk_count, _source(run.source), run.estimated_load_ms) for run in message.runs),
+        tuple(
+            EngineMatchRun(run.chunk_count, _source(run.source), _estimate_ms(run.estimated_load_ms))
+            for run in message.runs
+        ),
     )
+
+
+def _estimate_ms(told_ms: float) -> float:
+    # Engines reckon with it: what is no time at all says no more than that nothing was measured.
+    return told_ms if 0 <= told_ms < inf else 0.0
 
 
 def _source(value: int) -> EngineSource:

@@ -67,7 +67,7 @@ async def _load_span(
         async with asyncio.timeout(wait_s):
             handle = await session.load(span, wait_s=wait_s, on_progress=on_progress, after=terms.after)
         handles.append(handle)
-        terms.stop.reach(handle.cancel)
+        terms.stop.begun(handle.cancel)
         return await handle.done(max(0.0, ends_at_s - loop.time()) + terms.grace_s)
     except TimeoutError:
         return LoadOutcome(0, error=DeadlineExceeded("the agent takes no more loads now"))

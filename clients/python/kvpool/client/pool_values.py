@@ -84,7 +84,7 @@ class LoadStop:
         self.asked = False
         self._cancels: list[Callable[[], None]] = []
 
-    def reach(self, cancel: Callable[[], None]) -> None:
+    def begun(self, cancel: Callable[[], None]) -> None:
         """A part of the load has begun; `cancel` ends it, also one that has ended."""
         self._cancels.append(cancel)
         if self.asked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.prefill_times import LEAST_TOKENS, PrefillTimes
@@ -17,7 +17,10 @@ _MARGIN = 0.9  # loading has to take less than this share of the time of computi
 # Loads that were measured or estimated slow are not slow for ever: as long as they are passed over, it is believed less
 # and less, until one is tried. The more of those were slow indeed, the longer it takes.
 _BELIEF, _BELIEF_LEAST = 0.9, 1e-9
-_DOUBT_EVERY_S, _DOUBT_EVERY_MAX_S = 1.0, 64.0
+_PATIENCE, _PATIENCE_MAX = (
+    1,
+    64,
+)  # seconds and passes from one doubt to the next: few requests are not to be mostly tries
 # Computing is tried only where it brings much to learn, and not much more: so many times what was measured of it.
 _GROWTH, _GROWTH_MAX = 2, 16
 _GROWTH_LOADS = 6  # the least that brings something is tried though it may take so many times as long as the load
@@ -43,6 +46,7 @@ class LoadCost:
     share:                of its estimate that a load takes; below 1 where estimates are too long, say because of one
                           load long ago that was stuck.
     belief:               share of a load's time that is believed in, the less the longer loads are passed over.
+    patience:             so many seconds, and so many loads passed over, until it is believed less.
     """
 
     prefill: PrefillTimes = field(default_factory=PrefillTimes)
@@ -51,8 +55,9 @@ class LoadCost:
     share: float = 1.0
     warmed_up: bool = False
     belief: float = 1.0
-    doubt_every_s: float = _DOUBT_EVERY_S
-    doubted_at_s: float | None = None
+    patience: int = _PATIENCE
+    doubted_at_s: float = -inf
+    passes: int = 0
     _errors: list[tuple[float, float]] = field(default_factory=list)  # (overhead, share) of loads, oldest first
     _on_trial: bool = False  # the next load that comes in shows what is true of those that were passed over
 
@@ -64,9 +69,9 @@ class LoadCost:
         """A load that came in whole. duration_s: from its decision until the engine knew of its end.
 
         estimated_ms: without the loads before it, which had queued_bytes; 0 if there was no estimate. The first load of
-        a process connects and maps: it says nothing of later ones.
+        a process connects and maps: it says nothing of later ones. Nonsense is ignored.
         """
-        if size_bytes <= 0 or duration_s <= 0:
+        if size_bytes <= 0 or not 0 < duration_s < inf:
             return
         if not self.warmed_up:
             self.warmed_up = True
@@ -78,13 +83,14 @@ class LoadCost:
 
     def passed_over(self, now_s: float) -> None:
         """Loads were to be had and computing was taken to be quicker. now_s: of the same clock."""
-        if self.doubted_at_s is None or now_s - self.doubted_at_s >= self.doubt_every_s:
-            self.doubted_at_s = now_s
+        self.passes += 1
+        if now_s - self.doubted_at_s >= self.patience <= self.passes:
+            self.doubted_at_s, self.passes = now_s, 0
             self.belief = max(_BELIEF_LEAST, _BELIEF * self.belief)
 
     def load_begun(self) -> None:
         """A load that was taken to be quicker has begun: it shows what is true."""
-        self.doubt_every_s = min(2 * self.doubt_every_s, _DOUBT_EVERY_MAX_S) if self.belief < 1.0 else _DOUBT_EVERY_S
+        self.patience = min(2 * self.patience, _PATIENCE_MAX) if self.belief < 1.0 else _PATIENCE
         self._on_trial |= self.belief < 1.0
         self.belief = 1.0
 

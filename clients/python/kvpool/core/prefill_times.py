@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 _SAMPLES = 5  # of one size, the newest
 _GOOD_FOR_S = 600.0  # then a size that was not computed again is forgotten: the machine may do other things by now
@@ -39,7 +40,7 @@ class PrefillTimes:
 
     def note(self, token_count: int, duration_s: float, now_s: float) -> None:
         """So many tokens were computed, and little else. now_s: of any clock; nonsense is ignored."""
-        if token_count <= 0 or duration_s <= 0:
+        if token_count <= 0 or not 0 < duration_s < inf:
             return
         size, sample = token_count.bit_length(), (token_count, duration_s * 1e3)
         if self._first is not None:
