@@ -177,7 +177,7 @@ async def test_a_part_that_begins_while_its_load_is_stopped_is_cancelled() -> No
     cancelled: list[int] = []
     stop = LoadStop()
     stop.ask()
-    stop.reach(lambda: cancelled.append(1))
+    stop.begun(lambda: cancelled.append(1))
     assert cancelled == [1]
 
 

@@ -11,15 +11,15 @@ from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
 from kvpool.core.prefill_times import PrefillTimes
 
 
-def computing(ms_per_token: float, *, warmed_up: bool = False, **values: float) -> LoadCost:
+def computing(ms_per_token: float, *, warmed_up: bool = False, load_bytes_per_s: float = 0.0) -> LoadCost:
     """Prefills of any size were measured to take so long."""
     prefill = PrefillTimes(ms_per_token=ms_per_token, measured_tokens=1 << 20)
-    return LoadCost(prefill=prefill, warmed_up=warmed_up, **values)
+    return LoadCost(prefill=prefill, warmed_up=warmed_up, load_bytes_per_s=load_bytes_per_s)
 
 
-def warm(ms_per_token: float, **values: float) -> LoadCost:
+def warm(ms_per_token: float, load_bytes_per_s: float = 0.0) -> LoadCost:
     """The same after the first load."""
-    return computing(ms_per_token, warmed_up=True, **values)
+    return computing(ms_per_token, warmed_up=True, load_bytes_per_s=load_bytes_per_s)
 
 
 def run(chunks: int = 1, tokens: int = 128, size_bytes: int = 1_000_000, estimated_ms: float = 0.0) -> LoadRun:
