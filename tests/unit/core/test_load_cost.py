@@ -17,9 +17,11 @@ def computing(ms_per_token: float, *, warmed_up: bool = False, load_bytes_per_s:
     return LoadCost(prefill=prefill, warmed_up=warmed_up, load_bytes_per_s=load_bytes_per_s)
 
 
-def warm(ms_per_token: float, load_bytes_per_s: float = 0.0) -> LoadCost:
+def warm(ms_per_token: float, *, load_bytes_per_s: float = 0.0, overhead_ms: float = 0.0) -> LoadCost:
     """The same after the first load."""
-    return computing(ms_per_token, warmed_up=True, load_bytes_per_s=load_bytes_per_s)
+    cost = computing(ms_per_token, warmed_up=True, load_bytes_per_s=load_bytes_per_s)
+    cost.overhead_ms = overhead_ms
+    return cost
 
 
 def run(chunks: int = 1, tokens: int = 128, size_bytes: int = 1_000_000, estimated_ms: float = 0.0) -> LoadRun:
