@@ -12,7 +12,7 @@ import pytest
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.pagestore_control import PageStoreControl
-from kvpool.core.cluster import ChainQuery
+from kvpool.core.cluster import ChainQuery, NodeKind
 from kvpool.core.errors import KvPoolError
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, StagingMode, WritePolicy
@@ -133,6 +133,7 @@ async def test_an_operators_policy_reaches_nodes_holds_without_the_index_and_tra
         async with index_with(tmp_path, endpoint) as index:
             policy = KeyspacePolicy(write_policy=WritePolicy.WRITE_THROUGH, staging=StagingMode.TRANSIT)
             await index.set_keyspace_policy("test", policy)
+            await eventually(lambda: index.list_nodes(NodeKind.PAGESTORE), 30)  # it asks for policies from then on
             session, control = await made.process.open(), PageStoreControl(made.process.endpoint, CLIENT)
             await write(session, range(4))
             status = await control.status()

