@@ -55,7 +55,7 @@ class ServingEngine:
     _name: str = ""
     _serving: threading.Event = field(default_factory=threading.Event)
     _process: subprocess.Popen[str] | None = None
-    _reader: threading.Thread | None = None
+    _readers: list[threading.Thread] = field(default_factory=list)
     _log: list[str] = field(default_factory=list)
 
     def __enter__(self) -> ServingEngine:
@@ -64,10 +64,12 @@ class ServingEngine:
         first_new = self.node * 10_000  # prompts that are new to one engine are new to the other one too
         with SCRIPT.open("rb") as script:
             self._process = subprocess.Popen(
-                [*command, str(first_new)], stdin=script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [*command, str(first_new)], stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        # Two pipes: Docker mixes what comes of one by bytes, not by lines.
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_log)]
+        for reader in self._readers:
+            reader.start()
         return self
 
     def __exit__(
@@ -96,9 +98,10 @@ class ServingEngine:
     def end(self) -> None:
         """Have it end as engines do. Raises AssertionError unless it does so by itself."""
         self.cluster.docker("stop", "--time", "60", self._name)
-        assert self._process is not None and self._reader is not None
+        assert self._process is not None
         assert self._process.wait(END_LIMIT_S) == 0, self.log()
-        self._reader.join(END_LIMIT_S)
+        for reader in self._readers:
+            reader.join(END_LIMIT_S)
 
     def log(self) -> str:
         """The last that it said beside its requests."""
@@ -118,3 +121,9 @@ class ServingEngine:
             elif "serving" in said:
                 self._serving.set()
         self._process.stdout.close()
+
+    def _read_log(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        for line in self._process.stderr:
+            self._log.append(line.rstrip())
+        self._process.stderr.close()
