@@ -1,4 +1,10 @@
-"""The grid of shards: how the KV of a chunk is cut into pages. A pure function of the keyspace, never of TP or PP."""
+"""The grid of shards: how the KV of a chunk is cut into pages. A pure function of the keyspace, never of TP or PP.
+
+Layers are cut into layer groups. KV heads are cut in several ways at once, the splits: into 1, 2, 4 and 8 equal parts,
+say. A rank writes one page for each layer group and part of the coarsest split that it owns whole: at equal TP a page is
+all that the rank has of a layer group, which in a block-major cache is one long run a block. A reader of another TP
+degree reads the same pages in part, or several of them: `readable` says which.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,28 @@ from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.keyspace import KeyspaceSpec
 
 MAX_SHARDS = 64
-"""A chunk's shards fit a u64 bitmap."""
-MAX_HEAD_GROUPS = 16
+"""A chunk's shards, of all splits together, fit a u64 bitmap."""
+MAX_SPLIT = 16
+"""Parts of the finest split: the largest TP degree whose ranks have pages of their own."""
 SMALLEST_COLUMN_BYTES = 64 << 10
-"""A head group over all layers is not cut smaller than this, or a small model would have pages of a few KiB."""
-LARGEST_PAGE_BYTES = 2 << 20
-"""Layers are grouped until no page is larger, as far as MAX_SHARDS allows."""
+"""A part of the heads over all layers is not cut smaller than this, or a small model would have pages of a few KiB."""
+USUAL_PAGE_BYTES = 4 << 20
+"""Layers are grouped until no page of the coarsest split is larger, as far as MAX_SHARDS allows."""
+LARGEST_PAGE_BYTES = 16 << 20
+"""The coarsest splits are left out while their pages would be larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """Layer groups x KV-head groups; shard = layer_group * head_groups + head_group.
+    """Layer groups x parts of all splits; shards of a layer group follow each other, split by split, the coarsest first.
 
-    Head groups are equal; layer group i begins at layer ceil(i * layers / layer_groups).
+    splits: ascending divisors of kv_heads. Layer group i begins at layer ceil(i * layers / layer_groups).
     """
 
     layers: int
     kv_heads: int
     layer_groups: int
-    head_groups: int
+    splits: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: KeyspaceSpec) -> ShardGrid:
@@ -36,52 +45,85 @@ class ShardGrid:
         return _grid_of(spec)
 
     @property
+    def group_shards(self) -> int:
+        """Shards of one layer group."""
+        return sum(self.splits)
+
+    @property
     def shard_count(self) -> int:
-        return self.layer_groups * self.head_groups
+        return self.layer_groups * self.group_shards
+
+    @property
+    def valid_shards(self) -> int:
+        """Bitmap of every shard that exists, of all splits: bit s = shard s. No chunk needs all of them."""
+        return (1 << self.shard_count) - 1
 
     @property
     def all_shards(self) -> int:
-        """Bitmap of every shard: bit s = shard s."""
-        return (1 << self.shard_count) - 1
+        """Bitmap of the coarsest split: a whole chunk in the fewest pages."""
+        return self.whole_chunk(self.splits[0])
 
-    def shard(self, layer_group: int, head_group: int) -> int:
-        if not (0 <= layer_group < self.layer_groups and 0 <= head_group < self.head_groups):
-            raise InvalidRequest(f"shard ({layer_group}, {head_group}) is outside of {self.describe()}")
-        return layer_group * self.head_groups + head_group
+    def whole_chunk(self, split: int) -> int:
+        """Bitmap of one split over all layer groups."""
+        return sum(self._parts(group, split, range(split)) for group in range(self.layer_groups))
+
+    def shard(self, layer_group: int, split: int, part: int) -> int:
+        if not (0 <= layer_group < self.layer_groups and split in self.splits and 0 <= part < split):
+            raise InvalidRequest(f"shard ({layer_group}, {split}, {part}) is outside of the {self.describe()}")
+        return layer_group * self.group_shards + self._offset(split) + part
+
+    def layer_group_of(self, shard: int) -> int:
+        return self._check(shard) // self.group_shards
+
+    def split_of(self, shard: int) -> int:
+        """Parts of the split that the shard is one of."""
+        return self._place(shard)[1]
 
     def layers_of(self, shard: int) -> range:
         """Model layers of a shard."""
-        group = self._check(shard) // self.head_groups
-        return range(self._first_layer(group), self._first_layer(group + 1))
+        return self.layers_of_group(self.layer_group_of(shard))
+
+    def layers_of_group(self, layer_group: int) -> range:
+        """Model layers of a layer group."""
+        return range(self._first_layer(layer_group), self._first_layer(layer_group + 1))
 
     def heads_of(self, shard: int) -> range:
         """KV heads of a shard."""
-        group_heads = self.kv_heads // self.head_groups
-        first = self._check(shard) % self.head_groups * group_heads
-        return range(first, first + group_heads)
+        _, split, part = self._place(shard)
+        heads = self.kv_heads // split
+        return range(part * heads, part * heads + heads)
 
     def bitmap_for(self, layers: range, heads: range) -> int:
-        """Bitmap of the shards that make up a rank's layers x heads exactly.
+        """Bitmap of the shards that a rank with these layers x heads writes: of the coarsest split that fits.
 
-        raises: PartitionRefused naming the grid if they are no union of shards or outside of the model.
+        raises: PartitionRefused naming the grid if they are no union of shards of one split or outside of the model.
         """
-        layer_starts = [self._first_layer(group) for group in range(self.layer_groups + 1)]
-        group_heads = self.kv_heads // self.head_groups
-        head_starts = list(range(0, self.kv_heads + 1, group_heads))
-        for name, wanted, starts in (("layers", layers, layer_starts), ("KV heads", heads, head_starts)):
-            if wanted.step != 1 or not len(wanted) or wanted.start not in starts or wanted.stop not in starts:
-                raise PartitionRefused(
-                    f"{name} [{wanted.start}, {wanted.stop}) are no union of shards of the {self.describe()}"
-                )
-        bitmap = 0
-        for layer_group in range(layer_starts.index(layers.start), layer_starts.index(layers.stop)):
-            for head_group in range(heads.start // group_heads, heads.stop // group_heads):
-                bitmap |= 1 << self.shard(layer_group, head_group)
-        return bitmap
+        groups = self._groups_of(layers)
+        for split in self.splits:
+            parts = self._parts_in(heads, split)
+            if parts is not None and groups is not None:
+                return sum(self._parts(group, split, parts) for group in groups)
+        name, wanted = ("layers", layers) if groups is None else ("KV heads", heads)
+        raise PartitionRefused(
+            f"{name} [{wanted.start}, {wanted.stop}) are no union of shards of the {self.describe()}"
+        )
+
+    def readable(self, present: int, wanted: int) -> int:
+        """Shards to read, of those present, so that every layer and head of the wanted shards is read once; 0 if some
+        cannot be. For each layer group it is the wanted split itself, else a coarser one, else a finer one."""
+        return _readable(self, present & self.touching(wanted), wanted)
+
+    def covers(self, present: int, wanted: int) -> bool:
+        """Whether all layers and heads of the wanted shards can be read from those present."""
+        return present & wanted == wanted or self.readable(present, wanted) != 0
+
+    def touching(self, wanted: int) -> int:
+        """Bitmap of the shards of any split that have a layer and head of the wanted ones."""
+        return _touching(self, wanted)
 
     def check_bitmap(self, bitmap: int) -> int:
         """The bitmap itself; 0 means all shards. raises: InvalidRequest if it names shards that do not exist."""
-        if bitmap < 0 or bitmap & ~self.all_shards:
+        if bitmap < 0 or bitmap & ~self.valid_shards:
             raise InvalidRequest(f"shard bitmap {bitmap:#x} names shards outside of the {self.describe()}")
         return bitmap or self.all_shards
 
@@ -89,9 +131,40 @@ class ShardGrid:
         """For messages: the grid and its borders."""
         layer_starts = ", ".join(str(self._first_layer(group)) for group in range(self.layer_groups + 1))
         return (
-            f"grid of {self.layer_groups} layer groups x {self.head_groups} head groups (layer borders {layer_starts}; "
-            f"every {self.kv_heads // self.head_groups} of {self.kv_heads} KV heads)"
+            f"grid of {self.layer_groups} layer groups (layer borders {layer_starts}) x {self.kv_heads} KV heads in "
+            f"{', '.join(str(split) for split in self.splits)} parts"
         )
+
+    def _offset(self, split: int) -> int:
+        return sum(coarser for coarser in self.splits if coarser < split)
+
+    def _place(self, shard: int) -> tuple[int, int, int]:
+        """Layer group, split and part of a shard."""
+        group, part = divmod(self._check(shard), self.group_shards)
+        for split in self.splits:
+            if part < split:
+                return group, split, part
+            part -= split
+        raise AssertionError("a shard lies in some split")
+
+    def _parts(self, group: int, split: int, parts: range) -> int:
+        first = group * self.group_shards + self._offset(split) + parts.start
+        return ((1 << len(parts)) - 1) << first
+
+    def _parts_in(self, heads: range, split: int) -> range | None:
+        """Parts of a split that make up these heads exactly."""
+        part_heads = self.kv_heads // split
+        if heads.step != 1 or not len(heads) or heads.start < 0 or heads.stop > self.kv_heads:
+            return None
+        if heads.start % part_heads or heads.stop % part_heads:
+            return None
+        return range(heads.start // part_heads, heads.stop // part_heads)
+
+    def _groups_of(self, layers: range) -> range | None:
+        starts = [self._first_layer(group) for group in range(self.layer_groups + 1)]
+        if layers.step != 1 or not len(layers) or layers.start not in starts or layers.stop not in starts:
+            return None
+        return range(starts.index(layers.start), starts.index(layers.stop))
 
     def _first_layer(self, group: int) -> int:
         return -(-group * self.layers // self.layer_groups)
@@ -105,19 +178,63 @@ class ShardGrid:
 @lru_cache(maxsize=1024)
 def _grid_of(spec: KeyspaceSpec) -> ShardGrid:
     layers, kv_heads, head_bytes = spec.group.layers, spec.group.kv_heads, spec.head_bytes
-    divisors = [count for count in range(1, min(kv_heads, MAX_HEAD_GROUPS) + 1) if kv_heads % count == 0]
-    while len(divisors) > 1 and kv_heads // divisors[-1] * layers * head_bytes < SMALLEST_COLUMN_BYTES:
-        divisors.pop()
-    head_groups = divisors[-1]
-    group_heads = kv_heads // head_groups
-    layer_groups = 1
-    while (
-        -(-layers // layer_groups) * group_heads * head_bytes > LARGEST_PAGE_BYTES
-        and layer_groups * 2 <= layers
-        and layer_groups * 2 * head_groups <= MAX_SHARDS
-    ):
-        layer_groups *= 2
-    return ShardGrid(layers=layers, kv_heads=kv_heads, layer_groups=layer_groups, head_groups=head_groups)
+    splits = [split for split in range(1, min(kv_heads, MAX_SPLIT) + 1) if kv_heads % split == 0]
+    while len(splits) > 1 and kv_heads // splits[-1] * layers * head_bytes < SMALLEST_COLUMN_BYTES:
+        splits.pop()
+    while True:
+        layer_groups, part_heads = 1, kv_heads // splits[0]
+        while (
+            -(-layers // layer_groups) * part_heads * head_bytes > USUAL_PAGE_BYTES
+            and layer_groups * 2 <= layers
+            and layer_groups * 2 * sum(splits) <= MAX_SHARDS
+        ):
+            layer_groups *= 2
+        if len(splits) == 1 or -(-layers // layer_groups) * part_heads * head_bytes <= LARGEST_PAGE_BYTES:
+            return ShardGrid(layers=layers, kv_heads=kv_heads, layer_groups=layer_groups, splits=tuple(splits))
+        splits.pop(0)
+
+
+@lru_cache(maxsize=4096)
+def _touching(grid: ShardGrid, wanted: int) -> int:
+    found = 0
+    for shard in shards_in(wanted):
+        heads = grid.heads_of(shard)
+        group = grid.layer_group_of(shard)
+        for split in grid.splits:
+            part_heads = grid.kv_heads // split
+            first, last = heads.start // part_heads, (heads.stop - 1) // part_heads
+            for part in range(first, last + 1):
+                found |= 1 << grid.shard(group, split, part)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _readable(grid: ShardGrid, present: int, wanted: int) -> int:
+    """present: of shards that touch the wanted ones."""
+    chosen = 0
+    in_group = (1 << grid.group_shards) - 1
+    for group in range(grid.layer_groups):
+        shift = group * grid.group_shards
+        here, needed = present >> shift & in_group, wanted >> shift & in_group
+        if not needed:
+            continue
+        found = needed if here & needed == needed else _other_split(grid, here, needed)
+        if not found:
+            return 0
+        chosen |= found << shift
+    return chosen
+
+
+def _other_split(grid: ShardGrid, here: int, needed: int) -> int:
+    """Shards of one split, in layer group 0, that have all heads of the needed ones; coarser splits first."""
+    own = max(grid.split_of(shard) for shard in shards_in(needed))
+    touched = grid.touching(needed)
+    coarser = [split for split in reversed(grid.splits) if split < own]
+    for split in (*coarser, *(split for split in grid.splits if split >= own)):
+        parts = touched & grid._parts(0, split, range(split))
+        if here & parts == parts:
+            return parts
+    return 0
 
 
 def shards_in(bitmap: int) -> Iterator[int]:
