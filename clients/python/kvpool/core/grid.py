@@ -1,9 +1,9 @@
 """The grid of shards: how the KV of a chunk is cut into pages. A pure function of the keyspace, never of TP or PP.
 
-Layers are cut into layer groups. KV heads are cut in several ways at once, the splits: into 1, 2, 4 and 8 equal parts,
-say. A rank writes one page for each layer group and part of the coarsest split that it owns whole: at equal TP a page is
-all that the rank has of a layer group, which in a block-major cache is one long run a block. A reader of another TP
-degree reads the same pages in part, or several of them: `readable` says which.
+Layers are cut into layer groups. KV heads are cut in several ways at once, the splits: into 1, 2, 4 and 8 parts, say.
+A rank writes one page for each layer group and part of the coarsest split that it owns whole: at equal TP a page is all
+that the rank has of a layer group, which in a block-major cache is one long run a block. A reader of another TP degree
+reads the same pages in part, or several of them: `readable` says which.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_PAGE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """Layer groups x parts of all splits; shards of a layer group follow each other, split by split, the coarsest first.
+    """Layer groups x parts of all splits; shards of a layer group follow each other, the coarsest split first.
 
     splits: ascending divisors of kv_heads. Layer group i begins at layer ceil(i * layers / layer_groups).
     """
