@@ -20,7 +20,6 @@ _POSITIVE = (
     "heartbeat_interval_ms",
     "index_timeout_ms",
     "kept_timeout_ms",
-    "launch_timeout_ms",
 )
 
 
@@ -44,13 +43,12 @@ class GpuAgentConfig(TlsSettings):
     tenant: Annotated[str, "tenant of all engines, until tokens name it"] = "default"
     device: Annotated[str, "where engines keep their KV: cpu or cuda"] = "cpu"
     device_ordinal: Annotated[int, "which of the GPUs visible to this process works for its engines"] = 0
-    scratch_bytes: Annotated[int, "GPU memory that pages pass through, for both directions together"] = 256 << 20
+    scratch_bytes: Annotated[int, "GPU memory that pages pass through where an engine's layout needs kernels, for both directions together"] = 256 << 20
     peer_programs: Annotated[int, "multiprocessors of a GPU that pulls from other ranks' caches take at most"] = 24
-    copy_threads: Annotated[int, "threads that copy (cpu) or sum and verify pages (both)"] = 2
-    sum_processes: Annotated[
-        int | None,
-        "processes that sum and verify pages of the local arena (cuda); 0: threads do; unset: by the number of CPUs",
-    ] = None
+    copy_threads: Annotated[int, "threads that copy (cpu)"] = 2
+    prepare_s: Annotated[
+        float, "how long an agent with a GPU waits at its start for the local pagestore's memory to be ready"
+    ] = 60.0
     bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
     max_sessions: Annotated[int, "engine sessions at once"] = 64
     max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
@@ -64,9 +62,6 @@ class GpuAgentConfig(TlsSettings):
     kept_timeout_ms: Annotated[
         int, "how long an engine may take to answer a gathered window before it counts as not kept"
     ] = 30000
-    launch_timeout_ms: Annotated[
-        int, "how long an engine may take to launch kernels for the agent before it is asked no more"
-    ] = 2000
     log_level: Annotated[str, "debug, info, warning or error"] = "info"
     log_format: Annotated[str, "logfmt or json"] = "logfmt"
     ready_file: Annotated[Path | None, "JSON file to write the bound endpoints to once serving"] = None
@@ -78,8 +73,8 @@ class GpuAgentConfig(TlsSettings):
             raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
         if self.device_ordinal < 0:
             raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
-        if self.sum_processes is not None and self.sum_processes < 0:
-            raise ValueError(f"sum_processes must be >= 0, got {self.sum_processes}")
+        if self.prepare_s < 0:
+            raise ValueError(f"prepare_s must be >= 0, got {self.prepare_s}")
         if self.replica_bytes < 0:
             raise ValueError(f"replica_bytes must be >= 0, got {self.replica_bytes}")
         for name in _POSITIVE:

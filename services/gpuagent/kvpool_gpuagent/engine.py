@@ -17,7 +17,6 @@ from kvpool_gpuagent.core.bandwidth import Bandwidths
 from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.events import OnEventWaited, SessionEvents
-from kvpool_gpuagent.launches import OnLaunch, SessionLaunches
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
 from kvpool_gpuagent.pulling import PeerPulls
@@ -40,7 +39,6 @@ class Registration:
     load_only: bool = False
     layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
-    scratch: MappedHandle | None = None  # of an engine that launches kernels for the agent
     match_only: bool = False  # of an engine's scheduler: there is no memory behind the handles
 
 
@@ -83,13 +81,11 @@ class GpuAgentEngine:
         wanted: Registration,
         end_stream: EndStream,
         on_event_waited: OnEventWaited = lambda event: None,
-        on_launch: OnLaunch = lambda launch: None,
     ) -> EngineSession:
         """Open the keyspace at the index and check the rank against its grid.
 
         A broken earlier session of the same rank is ended first: when this returns nothing touches its blocks any more.
         end_stream: called if the session must end for a reason of the agent's. on_event_waited: see SessionEvents.
-        on_launch: sends launches to an engine that offers them.
         Raises KeyspaceMismatch, PartitionRefused, NotServed, InvalidRequest naming the argument, Overloaded (too many
         sessions), Draining.
         """
@@ -113,22 +109,16 @@ class GpuAgentEngine:
             config=self.config,
             device=self.device,
             index=self._index,
-            pool=self._pools(opened.keyspace, wanted.spec, wanted.engine_name),
+            pool=self._pools(opened.keyspace, wanted.spec),
             metrics=self.metrics,
             bandwidths=self.bandwidths,
             events=SessionEvents(len(wanted.events), on_event_waited),
-            launches=self._launches(wanted, on_launch),
             tracer=self.tracer,
             on_closed=self._forget,
         )
         self._sessions[session] = end_stream
         self.metrics.sessions.set(len(self._sessions))
         return session
-
-    def _launches(self, wanted: Registration, on_launch: OnLaunch) -> SessionLaunches | None:
-        if wanted.scratch is None:
-            return None
-        return SessionLaunches(wanted.scratch, on_launch, self.config.launch_timeout_ms / 1e3)
 
     async def close(self) -> None:
         """Take no more sessions and end all; running copies are waited for."""

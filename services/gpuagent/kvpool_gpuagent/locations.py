@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvpool.core.chunks import GROUP_CHUNKS
-from kvpool.core.cluster import ChainQuery, RemoteSource
+from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import KvPoolError
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank
+from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import IndexPort, PagePool
@@ -26,17 +26,15 @@ class ChainLocations:
         """max_chunks: how many are remembered."""
         self._rank, self._index, self._pool, self._metrics = rank, index, pool, metrics
         self._host_id, self._max_chunks = host_id, max_chunks
-        self._sources: OrderedDict[bytes, tuple[RemoteSource, ...]] = OrderedDict()
+        self._sources: OrderedDict[bytes, ChunkSource] = OrderedDict()
 
     async def match(self, hashes: Sequence[bytes], held_chunks: int) -> list[SourceRun]:
         """Runs of the covered prefix of a chain (from chunk 0) after its first `held_chunks`. Raises as IndexPort."""
         group_head = hashes[held_chunks - held_chunks % GROUP_CHUNKS]
         return await self._lookup(hashes[held_chunks:], held_chunks, group_head)
 
-    async def sources_of(
-        self, span: ChunkSpan, stop: asyncio.Event, ends_at_s: float
-    ) -> list[tuple[RemoteSource, ...]]:
-        """Where each chunk was seen; asks the index only for chunks that no recent match named. Never raises."""
+    async def sources_of(self, span: ChunkSpan, stop: asyncio.Event, ends_at_s: float) -> list[ChunkSource]:
+        """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent match named. Never raises."""
         hashes = span.hashes
         if any(chunk_hash not in self._sources for chunk_hash in hashes):
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
@@ -46,7 +44,8 @@ class ChainLocations:
                 # Without the index what this host holds can still be loaded.
                 if not stop.is_set():
                     self._metrics.index_failures.inc()
-        return [self._sources.get(chunk_hash, ()) for chunk_hash in hashes]
+        unseen: ChunkSource = ((), self._rank.shards)
+        return [self._sources.get(chunk_hash, unseen) for chunk_hash in hashes]
 
     def forget(self, span: ChunkSpan) -> None:
         """A remembered location misled the load of this span: the next one asks the index again."""
@@ -65,11 +64,12 @@ class ChainLocations:
 
     async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
         query = self._query(hashes, first_index, group_head)
-        runs = list(source_runs(await self._index.match(query), self._rank.shards, self._pool.local_node_id))
+        match = await self._index.match(query)
+        runs = list(source_runs(match, self._rank.grid, self._rank.shards, self._pool.local_node_id))
         remaining = iter(hashes)
         for run in runs:
             for chunk_hash in itertools.islice(remaining, run.chunk_count):
-                self._sources[chunk_hash] = run.remote
+                self._sources[chunk_hash] = (run.remote, run.readable)
                 self._sources.move_to_end(chunk_hash)
         while len(self._sources) > self._max_chunks:
             self._sources.popitem(last=False)

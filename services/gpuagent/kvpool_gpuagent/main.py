@@ -7,7 +7,9 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
@@ -16,15 +18,16 @@ from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
+from kvpool.client.pagestore import SessionPlan
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError, StartupFailed
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
+from kvpool_gpuagent.adapters.arena_pool import ArenaLink
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
 from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
 from kvpool_gpuagent.adapters.pools import ConfiguredPools
-from kvpool_gpuagent.adapters.sum_process import sum_process_count
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
@@ -56,6 +59,7 @@ from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
+_PROGRESS_LOG_S = 5.0
 _SERVICE_NAME = gpuagent_pb2.DESCRIPTOR.services_by_name["GpuAgentService"].full_name
 
 
@@ -93,7 +97,7 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         calling = _calling(config, tls, tracer)
         client = IndexClient(calling)
         stack.push_async_callback(client.close)
-        engine = _engine(config, calling, client, registry, stack, stop)
+        engine, arena = _engine(config, calling, client, registry, stack, stop)
         desk = DescriptorDesk()
         descriptor_socket = config.socket.with_name(config.socket.name + ".fds").absolute()
         registrar = Registrar(engine, desk, descriptor_socket)
@@ -116,6 +120,10 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         link = NodeLink(client, node, load=NodeLoad, truth=NoLocations(), on_superseded=stop.fail)
         stack.push_async_callback(link.close)
         await _measure_link(engine)
+        # A GPU's copies need registered memory. The CPU's page tables are filled segment by segment, which is quick.
+        if arena is not None and config.device == "cuda":
+            preparing = await _prepare(arena, config.prepare_s)
+            stack.callback(preparing.cancel)
         await server.start()
         await server.set_serving(True)
         linking = asyncio.ensure_future(link.start())
@@ -159,8 +167,6 @@ def _device(config: GpuAgentConfig, stop: Stop) -> Device:
         return CudaDevice(
             ordinal=config.device_ordinal,
             scratch_bytes=config.scratch_bytes,
-            sum_threads=config.copy_threads,
-            sum_processes=sum_process_count() if config.sum_processes is None else config.sum_processes,
             peer_programs=config.peer_programs,
             on_broken=on_broken,
         )
@@ -178,24 +184,65 @@ def _engine(
     registry: CollectorRegistry,
     stack: AsyncExitStack,
     stop: Stop,
-) -> GpuAgentEngine:
-    """The engine on its adapters; what has threads is closed by the stack. calling: how others are called."""
+) -> tuple[GpuAgentEngine, ArenaLink | None]:
+    """The engine on its adapters, and its link to the local pagestore; what has threads is closed by the stack.
+    calling: how others are called."""
     device = _device(config, stop)
     stack.push_async_callback(device.close)
-    pools = ConfiguredPools(
-        client,
-        calling,
-        pagestore_socket=config.pagestore_socket,
-        bounce_bytes=config.bounce_bytes,
-        on_map=device.register_segment,
-    )
+    arena = _arena(config, calling, device, stack)
+    pools = ConfiguredPools(client, calling, arena=arena, bounce_bytes=config.bounce_bytes)
     stack.push_async_callback(asyncio.to_thread, pools.close)
     metrics = AgentMetrics(registry)
     replica = location_replica(client, metrics, replica_bytes=config.replica_bytes)
     index = GrpcIndex(client, config.index_timeout_ms / 1e3, replica)
     stack.push_async_callback(index.close)
     agents = GrpcPeerAgents(calling)
-    return GpuAgentEngine(config, device, index, pools, metrics, agents, calling.tracer)
+    return GpuAgentEngine(config, device, index, pools, metrics, agents, calling.tracer), arena
+
+
+def _arena(
+    config: GpuAgentConfig, calling: ClientConfig, device: Device, stack: AsyncExitStack
+) -> ArenaLink | None:
+    if not config.pagestore_socket:
+        return None
+    plan = SessionPlan(endpoint=f"unix:{config.pagestore_socket}", peer_name=f"agent {config.device}")
+    arena = ArenaLink(plan, calling, on_map=device.register_segment)
+    stack.push_async_callback(arena.close)
+    return arena
+
+
+async def _prepare(arena: ArenaLink, wait_s: float) -> asyncio.Task[None]:
+    """Map and register this agent's share of the arena: until all is ready, or the time is up and the rest follows
+    beside what is served. An agent whose pagestore cannot be reached serves without; each segment is mapped later."""
+    started_s, logged_s = time.monotonic(), time.monotonic()
+
+    def on_progress(mapped_bytes: int) -> None:
+        nonlocal logged_s
+        if time.monotonic() - logged_s >= _PROGRESS_LOG_S:
+            logged_s = time.monotonic()
+            _log.info("preparing arena memory", extra=fields(mapped_bytes=mapped_bytes))
+        progress.mapped_bytes = mapped_bytes
+
+    async def prepare() -> None:
+        try:
+            await arena.prepare(on_progress)
+        except KvPoolError as error:
+            _log.warning("arena memory is not prepared, it is mapped when it is used: %s", error)
+        else:
+            took_s = round(time.monotonic() - started_s, 1)
+            _log.info("arena memory is ready", extra=fields(mapped_bytes=progress.mapped_bytes, seconds=took_s))
+
+    progress = _Progress()
+    preparing = asyncio.ensure_future(prepare())
+    await asyncio.wait((preparing,), timeout=wait_s)
+    if not preparing.done():
+        _log.warning("arena memory is not ready after %g s; serving meanwhile", wait_s)
+    return preparing
+
+
+@dataclass(slots=True)
+class _Progress:
+    mapped_bytes: int = 0
 
 
 def build_server(

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
-from kvpool.core.launches import PAYLOAD_ALIGNMENT_BYTES
 from kvpool.core.retention import NO_RETENTION, RetentionRange
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
@@ -60,21 +59,6 @@ def _events(messages: Sequence[gpuagent_pb2.CudaIpcEventHandle]) -> tuple[IpcEve
     return tuple(ipc_event_from_proto(message, f"events[{index}]") for index, message in enumerate(messages))
 
 
-def _scratch(register: gpuagent_pb2.EngineRegister, handles: Sequence[MappedHandle]) -> MappedHandle | None:
-    if not register.HasField("scratch"):
-        return None
-    message = register.scratch
-    if not handles or handles[0].ipc is None or message.WhichOneof("kind") != "cuda_ipc":
-        raise InvalidRequest("scratch is GPU memory for a cache on a GPU: lend it and all handles by CUDA IPC")
-    check_count(message.size_bytes, "scratch.size_bytes", least=1)
-    memory = ipc_memory_from_proto(message.cuda_ipc, "scratch", message.size_bytes)
-    if memory.device_uuid != handles[0].ipc.device_uuid:
-        raise InvalidRequest(f"scratch is on {memory.device_uuid}, the cache on {handles[0].ipc.device_uuid}")
-    if memory.allocation_offset % PAYLOAD_ALIGNMENT_BYTES:
-        raise InvalidRequest(f"scratch.allocation_offset must be divisible by {PAYLOAD_ALIGNMENT_BYTES}")
-    return MappedHandle(size_bytes=message.size_bytes, ipc=memory)
-
-
 def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registration:
     """Raises InvalidRequest naming the field, GeometryUnsupported."""
     check_peer_version(register.version, "the engine's client")
@@ -83,8 +67,8 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
     if len(register.previous_session_id) not in (0, HASH_BYTES):
         raise InvalidRequest(f"previous_session_id must be empty or {HASH_BYTES} bytes")
     handles = handles_from_proto(register.handles)
-    if register.match_only and (register.events or register.HasField("scratch") or register.hold_file):
-        raise InvalidRequest("match_only: such a session has no memory; leave events, scratch and hold_file empty")
+    if register.match_only and (register.events or register.hold_file):
+        raise InvalidRequest("match_only: such a session has no memory; leave events and hold_file empty")
     return Registration(
         engine_name=register.engine_name,
         keyspace_name=register.keyspace_name,
@@ -95,7 +79,6 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         load_only=register.load_only,
         layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
         previous_session_id=register.previous_session_id,
-        scratch=_scratch(register, handles),
         match_only=register.match_only,
     )
 

@@ -15,30 +15,12 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent, IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.launches import Launched, LaunchKind, LaunchPage
 from kvpool.core.layout import EngineLayout
-from kvpool.core.page import PageFault, PageKey
 from kvpool.core.segment import MappedSegment
-from kvpool_gpuagent.core.slots import PageWish as PageWish
-from kvpool_gpuagent.core.slots import ReadSlot as ReadSlot
-from kvpool_gpuagent.core.slots import WriteSlot as WriteSlot
+from kvpool.core.spans import PageSpan
+from kvpool_gpuagent.core.pages import AcquiredPages, CopyBatch, PageSlots, ReservedPages
 
 BlockIds = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCopy:
-    """One page to move between its slot and the engine's cache.
-
-    page: the whole slot (header + payload + sum table), writable for a gather.
-    block_ids: [chunk_tokens / block_tokens] int64, each in [0, block_count), checked before.
-    skip_tokens: a scatter leaves the first this many tokens of the chunk untouched.
-    """
-
-    key: PageKey
-    page: memoryview
-    block_ids: BlockIds
-    skip_tokens: int = 0
 
 
 StopFlag = Callable[[], bool]
@@ -58,8 +40,6 @@ class EngineCache(Protocol):
     whatever order windows overlap, comes after the engine's work.
     """
 
-    batch_bytes: int  # hand page bytes over in calls of about so many: enough to be fast, few enough to overlap
-
     async def event_passed(self, slot: int) -> bool:
         """Whether the engine's work before the last recording of events[slot] has ended (CUDA: cuEventQuery).
 
@@ -68,19 +48,16 @@ class EngineCache(Protocol):
         """
         ...
 
-    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
-        """Fill slots from the cache and seal them (sum table, then header).
+    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+        """Fill the payloads of pages from the cache; headers and sum tables are left to others.
 
-        The engine's work that these blocks wait for has ended. Returns whether all copies are complete; False only if
+        The engine's work that these blocks wait for has ended. Returns whether all pages are complete; False only if
         `stop` said so.
         """
         ...
 
-    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
-        """Verify pages and move those that pass into the cache. Per copy, None or why nothing of it was moved.
-
-        A page that fails, in whatever block, leaves the cache as it was.
-        """
+    async def scatter(self, batch: CopyBatch) -> None:
+        """Move the payloads of pages, which are known to be true, into the cache."""
         ...
 
     async def close(self) -> None:
@@ -127,23 +104,6 @@ class PulledBytes:
     copy_s: float
 
 
-class EngineLaunches(Protocol):
-    """Kernels that an engine launches for us in its own process. Called on the event loop."""
-
-    scratch: MappedHandle  # GPU memory that it lends for them
-    timeout_s: float  # an engine that has not answered by then is asked no more
-
-    def ask(
-        self, kind: LaunchKind, pages: Sequence[LaunchPage], block_ids: BlockIds, *, sums: bool
-    ) -> asyncio.Future[Launched]:
-        """Ask for a launch: see kvpool.core.launches.Launch.
-
-        The answer comes when nothing of the launch is running any more. It is the exception Stopped when the session
-        is over: then the engine itself sees to it that its launches end before it uses cache or scratch otherwise.
-        """
-        ...
-
-
 class Device(Protocol):
     """Reaches engine caches."""
 
@@ -170,11 +130,9 @@ class Device(Protocol):
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
-        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """Map an engine's memory and open its events, which passed `check`; owns the descriptors from the call on.
 
-        launches: of an engine that offers them, its scratch on the same GPU as the cache; they need not be used.
         Raises InvalidRequest naming the argument; then nothing of it is mapped.
         """
         ...
@@ -194,7 +152,7 @@ class Device(Protocol):
         ...
 
     def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
-        """Make an arena segment fast to copy from and to (CUDA: pin it) and to sum; returns what undoes it.
+        """Make an arena segment fast to copy from and to (CUDA: pin it); returns what undoes it.
 
         Both block and may run in any thread. The device has nothing of the segment mapped after the undoing.
         """
@@ -212,9 +170,9 @@ class Device(Protocol):
 class PagePool(Protocol):
     """Pages of the cluster as one engine session sees them: through the local pagestore's arena, or page streams.
 
-    Leases belong to the pool's session; a broken session raises ServiceUnavailable or SessionUnknown from every call.
-    Who asks for more than is free waits for what others give back, first come first served, and holds none of it
-    meanwhile. A slot's view dies with its lease: whoever touches it after commit, abort or release gets ValueError.
+    A broken session raises ServiceUnavailable or SessionUnknown from every call. A caller that asks for more than is
+    free waits for what others give back, first come first served, and holds none of it meanwhile. A slot's memory must
+    not be touched after its commit, abort or release.
     """
 
     @property
@@ -232,31 +190,28 @@ class PagePool(Protocol):
         """Pages of one reserve or acquire at most."""
         ...
 
-    async def reserve(
-        self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
-    ) -> Sequence[WriteSlot | int | KvPoolError]:
-        """Per page: a slot, Admission.EXISTS or Admission.PENDING, or why not. A cancelled caller holds nothing."""
+    async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
+        """Slots to write. chain_head_hash: of chunk 0 of the chain, for placement. A cancelled caller holds nothing."""
         ...
 
-    async def commit(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
-        """Make pages visible; per page None or why not. The slots are gone whatever happens."""
+    async def commit(self, span: PageSpan, slots: PageSlots) -> Sequence[tuple[int, KvPoolError]]:
+        """Make pages visible whose payloads are in place; those that are not, as (index in slots, why). The slots have
+        ended whatever happens."""
         ...
 
-    async def abort(self, slots: Sequence[WriteSlot]) -> None:
+    async def abort(self, slots: PageSlots) -> None:
         """Give slots back unwritten. Never raises, never waits."""
         ...
 
-    def acquire(
-        self, wishes: Sequence[PageWish], wait_s: float
-    ) -> AsyncGenerator[tuple[int, ReadSlot | KvPoolError | None], None]:
-        """Yield (position, slot | error | None for a plain miss) as pages settle, each position once.
+    def acquire(self, span: PageSpan, wait_s: float) -> AsyncGenerator[AcquiredPages, None]:
+        """Yield pages as they settle, each once: true ones under leases, and what is not to be had.
 
         A consumer that closes the generator early owns what was yielded; what settles later is released by the pool.
         """
         ...
 
-    async def release(self, slots: Sequence[ReadSlot], corrupt: Sequence[ReadSlot] = ()) -> None:
-        """End reads; `corrupt` ones failed verification. Never raises: a session that broke ends its leases itself."""
+    async def release(self, slots: PageSlots) -> None:
+        """End reads. Never raises: a session that broke ends its leases itself."""
         ...
 
     async def connect(self) -> None:
@@ -264,7 +219,7 @@ class PagePool(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the session normally: nothing is leased any more. Never raises."""
+        """No slot of this pool is leased any more. Never raises."""
         ...
 
 
@@ -295,4 +250,4 @@ class IndexPort(Protocol):
 class PoolFactory(Protocol):
     """Makes the page pool of one engine session."""
 
-    def __call__(self, keyspace: bytes, spec: KeyspaceSpec, peer_name: str) -> PagePool: ...
+    def __call__(self, keyspace: bytes, spec: KeyspaceSpec) -> PagePool: ...

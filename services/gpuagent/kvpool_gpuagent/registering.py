@@ -13,7 +13,6 @@ from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
 from kvpool_gpuagent.events import OnEventWaited
 from kvpool_gpuagent.hold_file import HoldFile
-from kvpool_gpuagent.launches import OnLaunch
 from kvpool_gpuagent.messages import registration_from_proto
 from kvpool_gpuagent.session import EngineSession
 
@@ -35,7 +34,6 @@ class Registrar:
         on_session: Callable[[EngineSession], None],
         end_stream: EndStream,
         on_event_waited: OnEventWaited,
-        on_launch: OnLaunch,
     ) -> None:
         """Open the session, take its descriptors if it has any, map its memory; sends `registered` and `ready`.
 
@@ -43,7 +41,7 @@ class Registrar:
         Raises what open_session does; InvalidRequest naming a handle that does not fit or is not offered in time.
         """
         wanted = registration_from_proto(register)
-        session = await self.engine.open_session(wanted, end_stream, on_event_waited, on_launch)
+        session = await self.engine.open_session(wanted, end_stream, on_event_waited)
         on_session(session)
         if wanted.match_only:
             await session.only_match()
@@ -74,7 +72,7 @@ class Registrar:
             session_id=session.session_id,
             keyspace_id=session.rank.keyspace,
             hash_key=session.hash_key,
-            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, head_groups=grid.head_groups),
+            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits),
             shards=session.rank.shards,
             descriptor_socket=str(self.descriptor_socket),
             descriptor_token=token,

@@ -22,7 +22,6 @@ from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOut
 from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
-from kvpool_gpuagent.launches import SessionLaunches
 from kvpool_gpuagent.load_counts import count_load
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations
@@ -77,7 +76,6 @@ class EngineSession:
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
         events: SessionEvents,
-        launches: SessionLaunches | None = None,
         tracer: Tracer = NO_TRACER,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
@@ -85,7 +83,7 @@ class EngineSession:
         self.rank, self.engine_name, self.keyspace_name, self.hash_key = rank, engine_name, keyspace_name, hash_key
         self.session_id = secrets.token_bytes(16)
         self.unmapped = asyncio.Event()
-        self.events, self.launches = events, launches
+        self.events = events
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
         self._metrics, self._bandwidths, self._tracer = metrics, bandwidths, tracer
@@ -114,9 +112,7 @@ class EngineSession:
         self._mapping.ended.clear()
         try:
             # Not while it is closing: the closer waits for `ended`, then unmaps what came of this.
-            self._cache = await self._device.map_cache(
-                rank.spec, rank.grid, rank.layout, handles, events, self.launches
-            )
+            self._cache = await self._device.map_cache(rank.spec, rank.grid, rank.layout, handles, events)
         finally:
             self._mapping.ended.set()
         if self._closing is None:
@@ -200,7 +196,8 @@ class EngineSession:
             )
             outcome = await run.run(report, running.stop, started_s + wait_s, passed)
         duration_s = loop.time() - started_s
-        count_load(self._metrics, self._bandwidths, run.loaded_bytes, duration_s, outcome, compute_s_per_token)
+        copying_s = run.copying_s or duration_s  # the engine's own work and other requests' turns are not the link's
+        count_load(self._metrics, self._bandwidths, run.loaded_bytes, copying_s, outcome, compute_s_per_token)
         if outcome.error is not None:
             self._locations.forget(span)
         return outcome

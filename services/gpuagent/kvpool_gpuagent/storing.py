@@ -1,41 +1,55 @@
-"""Stores: reserve a window of pages, gather it, ask the engine whether its blocks were kept, commit."""
+"""Stores: reserve a window of pages, copy it out, ask the engine whether its blocks held still, commit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, window_of, windows
+from kvpool.core.spans import Bytes, Int32s, Int64s, PageSpan
+from kvpool_gpuagent.core.pages import CopyBatch, PageSlots, no_slots
+from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import EngineCache, PageCopy, PagePool, PageWish, WriteSlot
+from kvpool_gpuagent.ports import EngineCache, PagePool
 from kvpool_gpuagent.waiting import until_stopped
 
 _log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 32 << 20  # enough to gather that a window's round trips cost little; or two of the device's batches
+WINDOW_BYTES = 64 << 20  # enough to copy that a window's round trips cost little
 
 AskKept = Callable[[int], Coroutine[Any, Any, bool]]
-"""Tells the engine that the first N chunks are gathered and returns its answer; False when it does not come."""
+"""Tells the engine that the first N chunks are copied out and returns its answer; False when it does not come."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Window:
-    """Slots of one window, each with the position of its chunk in the request."""
+    """One window of a store. slots: those that it still owns."""
 
-    slots: list[tuple[int, WriteSlot]]
+    chunks: range
+    span: PageSpan
+    slots: PageSlots
 
-    def take_slots(self, but: Callable[[int], bool] = lambda position: False) -> list[WriteSlot]:
-        """Slots whose owner is the caller from now on; those of positions that `but` holds for stay."""
-        taken = [slot for position, slot in self.slots if not but(position)]
-        self.slots = [(position, slot) for position, slot in self.slots if but(position)]
+    def take(self, but: Int32s | None = None) -> PageSlots:
+        """Slots whose owner is the caller from now on; those of chunk positions in `but` stay."""
+        if but is None:
+            taken, self.slots = self.slots, no_slots()
+            return taken
+        stays = ~np.isin(self.positions, but)
+        taken, self.slots = self.slots.where(~stays), self.slots.where(stays)
         return taken
+
+    @property
+    def positions(self) -> Int32s:
+        """Chunk position in the request of each slot."""
+        return self.span.positions[self.slots.pages] + self.chunks.start
 
 
 class StoreRun:
@@ -47,9 +61,10 @@ class StoreRun:
     def __init__(self, rank: Rank, span: ChunkSpan, pool: PagePool, cache: EngineCache, metrics: AgentMetrics) -> None:
         self._rank, self._span = rank, span
         self._pool, self._cache, self._metrics = pool, cache, metrics
-        self._shards = rank.shard_list
+        self._shards: Bytes = np.array(rank.shard_list, dtype=np.uint8)
+        self._block_ids: Int64s = np.stack([chunk.block_ids for chunk in span.chunks])
         self._outcome = StoreOutcome()
-        self._written = [0] * len(span.chunks)
+        self._written = np.zeros(len(span.chunks), dtype=np.int64)
         self._committing: asyncio.Future[None] | None = None
 
     async def run(self, ask_kept: AskKept, stop: asyncio.Event, passed: EnginePassed) -> StoreOutcome:
@@ -77,98 +92,88 @@ class StoreRun:
 
     def _windows(self) -> list[range]:
         # A chunk's pages are reserved together: its blocks are kept or not kept as one.
-        if len(self._shards) > self._pool.window_pages:
+        if self._shards.size > self._pool.window_pages:
             raise ArenaFull(
-                f"a chunk of this rank has {len(self._shards)} pages, but the agent may hold {self._pool.window_pages} "
+                f"a chunk of this rank has {self._shards.size} pages, but the agent may hold {self._pool.window_pages} "
                 f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
             )
-        # The window being gathered and the one being committed overlap.
-        window_bytes = max(WINDOW_BYTES, 2 * self._cache.batch_bytes)
-        pages = window_of(self._rank, self._pool.window_pages, window_bytes)
-        return windows([len(self._shards)] * len(self._span.chunks), pages)
+        # The window being copied out and the one being committed overlap.
+        pages = window_of(self._rank, self._pool.window_pages // 2, WINDOW_BYTES)
+        step, count = max(1, pages // int(self._shards.size)), len(self._span.chunks)
+        return [range(start, min(count, start + step)) for start in range(0, count, step)]
 
     async def _store_window(self, chunks: range, ask_kept: AskKept, stop: asyncio.Event) -> None:
-        """Gather one window and start its commit. Raises KvPoolError when nothing more is to be stored."""
+        """Copy one window out and start its commit. Raises KvPoolError when nothing more is to be stored."""
         window = await self._reserve(chunks, stop)
         try:
             await self._abort_failed(window)
             await self._gather(window, stop)
             if not await until_stopped(ask_kept(chunks.stop), stop):
-                raise Stopped("the engine did not keep the blocks until they were gathered")
+                raise Stopped("the engine did not keep the blocks until they were copied out")
             await self._commit_ended()
         except BaseException:
-            await self._pool.abort(window.take_slots())
+            await self._pool.abort(window.take())
             raise
         self._committing = asyncio.ensure_future(self._commit(window))
 
     async def _reserve(self, chunks: range, stop: asyncio.Event) -> _Window:
-        wishes = [self._wish(position, shard) for position in chunks for shard in self._shards]
-        sizes_bytes = [self._rank.page_bytes(wish.key.shard) for wish in wishes]
-        answers = await until_stopped(self._pool_reserve(wishes, sizes_bytes), stop)
-        window = _Window([])
-        for number, answer in enumerate(answers):
-            position = chunks.start + number // len(self._shards)
-            if isinstance(answer, WriteSlot):
-                window.slots.append((position, answer))
-            elif isinstance(answer, KvPoolError):
-                self._fail([position], answer)
-            else:
-                self._metrics.deduplicated_pages.labels(Admission(answer).name.lower()).inc()
-        return window
-
-    async def _pool_reserve(
-        self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
-    ) -> Sequence[WriteSlot | int | KvPoolError]:
-        return await self._pool.reserve(wishes, sizes_bytes)
-
-    def _wish(self, position: int, shard: int) -> PageWish:
-        return PageWish(
-            key=self._rank.key(self._span, position, shard),
-            metadata=self._span.metadata(position, self._rank.spec.chunk_tokens),
-            chain_head_hash=self._span.chain_head,
-        )
+        positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)
+        span = page_span(self._rank, self._span, chunks, positions, np.tile(self._shards, len(chunks)))
+        answer = await until_stopped(self._pool.reserve(span, self._span.chain_head), stop)
+        for admission, pages in ((Admission.EXISTS, answer.exists), (Admission.PENDING, answer.pending)):
+            if pages.size:
+                self._metrics.deduplicated_pages.labels(admission.name.lower()).inc(pages.size)
+        for page, error in answer.failed:
+            self._fail([chunks.start + int(span.positions[page])], error)
+        return _Window(chunks, span, answer.slots)
 
     async def _abort_failed(self, window: _Window) -> None:
         """A chunk of which some page got no slot cannot become complete: its other slots serve others better."""
-        failed = self._outcome.failed
-        await self._pool.abort(window.take_slots(but=lambda position: position not in failed))
+        failed = np.array(list(self._outcome.failed), dtype=np.int32)
+        if failed.size and window.slots.count:
+            await self._pool.abort(window.take(failed))
 
     async def _gather(self, window: _Window, stop: asyncio.Event) -> None:
-        copies = [
-            PageCopy(key=slot.key, page=slot.page, block_ids=self._span.chunks[position].block_ids)
-            for position, slot in window.slots
-        ]
-        if copies and not await self._cache.gather(copies, stop.is_set):
-            raise Stopped("the store was cancelled or its engine left before all was gathered")
+        slots = window.slots
+        if slots.count:
+            batch = CopyBatch(
+                slots.addresses,
+                window.span.shards[slots.pages],
+                self._block_ids[window.positions],
+                np.zeros(slots.count, dtype=np.int64),
+            )
+            if not await self._cache.gather(batch, stop.is_set):
+                raise Stopped("the store was cancelled or its engine left before all was copied out")
         reach("gpuagent.store.gathered")
 
     async def _commit(self, window: _Window) -> None:
-        owners = [(position, len(slot.page)) for position, slot in window.slots]
-        for (position, size_bytes), error in zip(owners, await self._commit_slots(window.take_slots()), strict=True):
-            if error is None:
-                self._written[position] += 1
-                self._metrics.stored_bytes.inc(size_bytes)
-            else:
-                self._fail([position], error)
+        positions, shards = window.positions, window.span.shards[window.slots.pages]
+        committed = np.ones(positions.size, dtype=np.bool_)
+        for index, error in await self._commit_slots(window.span, window.take()):
+            committed[index] = False
+            self._fail([int(positions[index])], error)
+        np.add.at(self._written, positions[committed], 1)
+        self._metrics.stored_bytes.inc(int(self._rank.page_sizes[shards[committed]].sum()))
 
-    async def _commit_slots(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
+    async def _commit_slots(self, span: PageSpan, slots: PageSlots) -> Iterable[tuple[int, KvPoolError]]:
         try:
             reach("gpuagent.store.committing")
-            answers = await self._pool.commit(slots) if slots else []
+            answers = await self._pool.commit(span, slots) if slots.count else ()
             reach("gpuagent.store.committed")
             return answers
         except KvPoolError as error:
-            return [error] * len(slots)
+            return [(index, error) for index in range(slots.count)]
         except Exception as error:
             _log.exception("a commit failed")
-            return [KvPoolError(f"the pages could not be committed ({error})")] * len(slots)
+            failure = KvPoolError(f"the pages could not be committed ({error})")
+            return [(index, failure) for index in range(slots.count)]
 
     async def _commit_ended(self) -> None:
         committing, self._committing = self._committing, None
         if committing is not None:
             await committing
 
-    def _fail(self, chunks: Sequence[int], error: KvPoolError) -> None:
+    def _fail(self, chunks: Iterable[int], error: KvPoolError) -> None:
         for position in chunks:
             self._outcome.failed.setdefault(position, error)
 

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, Stopped
 from kvpool.core.ipc import EngineEvent
-from kvpool.core.launches import Launch
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
-from kvpool.wire.convert_launch import launch_to_proto, launched_from_proto
 from kvpool.wire.versions import versions_from_proto
 from kvpool_gpuagent.events import UsedEvent
 from kvpool_gpuagent.listening import Listener
@@ -95,8 +93,6 @@ class EngineStream:
         if self._registering is not None:
             await asyncio.wait((self._registering,))
         if self._session is not None:
-            if self._session.launches is not None:
-                self._session.launches.end()
             await self._session.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -150,8 +146,6 @@ class EngineStream:
                 self._send(0, Response(heartbeat=gpuagent_pb2.EngineHeartbeat()))
             case "event_recorded":
                 self._announce(request)
-            case "launched":
-                self._launched(request)
             case kind:
                 self._refuse(
                     request.request_id, InvalidRequest(f"message {kind or 'without a known kind'} is not expected here")
@@ -167,7 +161,7 @@ class EngineStream:
             self._session = session
 
         try:
-            await self._registrar.register(register, send, on_session, self.end, self._event_waited, self._launch)
+            await self._registrar.register(register, send, on_session, self.end, self._event_waited)
         except KvPoolError as error:
             self.end(error)
         except Exception:
@@ -207,17 +201,6 @@ class EngineStream:
 
     def _event_waited(self, event: EngineEvent) -> None:
         self._send(0, Response(event_waited=engine_event_to_proto(event)))
-
-    def _launch(self, launch: Launch) -> None:
-        self._send(0, Response(launch=launch_to_proto(launch)))
-
-    def _launched(self, request: Request) -> None:
-        try:
-            if self._session is None or self._session.launches is None:
-                raise InvalidRequest("this engine lent no scratch, so it was asked for no launch")
-            self._session.launches.ended(launched_from_proto(request.launched))
-        except KvPoolError as error:
-            self._refuse(request.request_id, error)
 
     async def _answer(self, session: EngineSession, request: Request, after: UsedEvent) -> None:
         note_request(request.request_id)

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
+
 from kvpool.core.errors import KvPoolError, NotServed
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
@@ -19,13 +21,11 @@ from kvpool.cuda.ipc import IpcMappings, open_event
 from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
 from kvpool_gpuagent.adapters.finishing import finished
 from kvpool_gpuagent.adapters.gpu_cache import GpuCache
-from kvpool_gpuagent.adapters.gpu_lent_scratch import LentScratch
 from kvpool_gpuagent.adapters.gpu_peer import PeerPuller
 from kvpool_gpuagent.adapters.gpu_transfers import TransferEngine
 from kvpool_gpuagent.adapters.link_speed import gpu_link
-from kvpool_gpuagent.adapters.page_sums import address_of
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
-from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +40,6 @@ class CudaDevice:
         *,
         ordinal: int = 0,
         scratch_bytes: int = 256 << 20,
-        sum_threads: int = 2,
-        sum_processes: int = 0,
         peer_programs: int = 24,
         on_broken: Callable[[KvPoolError], None] = lambda error: None,
     ) -> None:
@@ -53,8 +51,6 @@ class CudaDevice:
         self._transfers = TransferEngine(
             self.runtime,
             scratch_bytes=scratch_bytes,
-            sum_threads=sum_threads,
-            sum_processes=sum_processes,
             on_broken=on_broken,
         )
         self._peers = PeerPuller(self._runtime_of, programs=peer_programs, on_broken=on_broken)
@@ -84,10 +80,9 @@ class CudaDevice:
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
-        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """See ports.Device.map_cache."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._map, spec, grid, layout, handles, events, launches))
+        work = asyncio.ensure_future(asyncio.to_thread(self._map, spec, grid, layout, handles, events))
         mapped, cancelled = await finished(work)
         if cancelled:
             if mapped.exception() is None:
@@ -109,15 +104,13 @@ class CudaDevice:
 
     def register_segment(self, segment: MappedSegment) -> Callable[[], None]:
         """See ports.Device.register_segment. What cannot be pinned is copied through the driver's staging: slower."""
-        address, size_bytes = address_of(segment.view), len(segment.view)
-        with ExitStack() as undo:
-            undo.callback(self._transfers.sums.register(segment))
-            try:
-                self.runtime.pin(address, size_bytes)
-                undo.callback(self._unpin, address)
-            except CudaError as error:
-                _log.warning("an arena segment of %d bytes could not be pinned: %s", size_bytes, error)
-            return undo.pop_all().close
+        address, size_bytes = int(np.frombuffer(segment.view, dtype=np.uint8).ctypes.data), len(segment.view)
+        try:
+            self.runtime.pin(address, size_bytes)
+        except CudaError as error:
+            _log.warning("an arena segment of %d bytes could not be pinned: %s", size_bytes, error)
+            return lambda: None
+        return lambda: self._unpin(address)
 
     def measure_link(self) -> Mapping[str, float]:
         """See ports.Device.measure_link."""
@@ -141,7 +134,6 @@ class CudaDevice:
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
-        launches: EngineLaunches | None,
     ) -> GpuCache:
         runtime = self.runtime
         runtime.attach()
@@ -156,8 +148,8 @@ class CudaDevice:
                 opened.append(open_event(runtime.driver, event))
                 undo.callback(runtime.driver.event_destroy, opened[-1])
             table = PlaneTable.of(spec, grid, layout, addresses)
-            lent = self._lent(launches, undo)
-            store, load = self._transfers.directions(table, lent)
+            own_shards = list(shards_in(grid.bitmap_for(layout.layer_range, layout.head_range)))
+            store, load = self._transfers.directions(table, own_shards)
             peer = self._peer_memory(spec, layout, handles)
             closing = undo.pop_all()
 
@@ -173,14 +165,6 @@ class CudaDevice:
             closing.close()
 
         return GpuCache(store, load, event_passed, unmap, peer)
-
-    def _lent(self, launches: EngineLaunches | None, undo: ExitStack) -> LentScratch | None:
-        if launches is None or launches.scratch.ipc is None:
-            return None
-        scratch, ordinal = launches.scratch, self.runtime.ordinal
-        address = self._mappings.open(launches.scratch.ipc, scratch.size_bytes, ordinal=ordinal)
-        undo.callback(self._mappings.close, launches.scratch.ipc, ordinal=ordinal)
-        return LentScratch(launches, address)
 
     def _runtime_of(self, ordinal: int) -> CudaRuntime:
         return self.runtime if ordinal == self.runtime.ordinal else CudaRuntime(ordinal)

@@ -8,7 +8,6 @@ import torch
 
 from kvpool.cuda.copies import copy_runs
 from kvpool.cuda.driver import Driver
-from kvpool.kernels.cache_kernels import KernelSpace
 from kvpool_gpuagent.adapters.gpu_runtime import Int64s, Mark, OutOfDeviceMemory, Stream
 from kvpool_gpuagent.adapters.pinned_extents import PinnedExtents
 
@@ -108,13 +107,6 @@ class CudaRuntime:
         """See gpu_runtime.GpuRuntime."""
         try:
             return torch.from_numpy(array.copy()).to(self.device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(str(error)) from error
-
-    def kernel_space(self) -> KernelSpace:
-        """See gpu_runtime.GpuRuntime."""
-        try:
-            return KernelSpace.allocate(self.device)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
 

@@ -1,35 +1,49 @@
-"""One engine's cache on the GPU: which way its pages take, and who waits for what."""
+"""One engine's cache on the GPU: which path its pages take in each direction."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.core.page import PageFault
-from kvpool_gpuagent.adapters.gpu_engine_way import EngineWay
+import numpy as np
+import numpy.typing as npt
+
+from kvpool_gpuagent.adapters.gpu_copies import Mover
 from kvpool_gpuagent.adapters.gpu_lane import Lane
-from kvpool_gpuagent.adapters.gpu_moving import Moved, move_on_lane, until_over
-from kvpool_gpuagent.adapters.gpu_transfer import Mover
 from kvpool_gpuagent.adapters.peer_memory import PeerMemory
-from kvpool_gpuagent.core.ways import Way, WayChooser
-from kvpool_gpuagent.ports import PageCopy, StopFlag
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.ports import StopFlag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Direction:
-    """One direction of a cache: its lane, its movers, and what chooses among them."""
+    """One direction of a cache.
+
+    runs:    the copy engine alone; None if a codec makes other bytes of the rows.
+    kernels: kernels and scratch; None where the GPU has no room for them.
+    by_runs: [shard_count] bool: shards whose runs are long enough for the copy engine alone.
+    """
 
     lane: Lane
-    movers: Mapping[Way, Mover]
-    chooser: WayChooser
-    engine: EngineWay | None = None  # of an engine that offers launches
+    runs: Mover | None
+    kernels: Mover | None
+    by_runs: npt.NDArray[np.bool_]
+
+    def mover(self, batch: CopyBatch) -> Mover:
+        """What moves these pages."""
+        mover = self.runs if self.by_runs[batch.shards].all() else self.kernels
+        mover = mover or self.runs or self.kernels
+        assert mover is not None
+        return mover
+
+    async def move(self, batch: CopyBatch, stop: StopFlag) -> bool:
+        """See Lane.move."""
+        return await self.lane.move(self.mover(batch), batch, stop) if batch.count else True
 
 
 class GpuCache:
     """See ports.EngineCache."""
-
-    batch_bytes = 32 << 20
 
     def __init__(
         self,
@@ -49,15 +63,13 @@ class GpuCache:
         """See ports.EngineCache."""
         return self._event_passed(slot)
 
-    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
+    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
         """See ports.EngineCache."""
-        return await _moved(self.store, copies, stop) is not False
+        return await self.store.move(batch, stop)
 
-    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
+    async def scatter(self, batch: CopyBatch) -> None:
         """See ports.EngineCache."""
-        faults = await _moved(self.load, copies, lambda: False)
-        assert not isinstance(faults, bool)
-        return faults
+        await self.load.move(batch, lambda: False)
 
     async def close(self) -> None:
         """See ports.EngineCache."""
@@ -68,14 +80,3 @@ class GpuCache:
                     await self.peer.close()
             finally:
                 await asyncio.to_thread(self._unmap)
-
-
-async def _moved(direction: Direction, copies: Sequence[PageCopy], stop: StopFlag) -> Moved:
-    """Move pages on the way of the hour. A cancelled caller is told so once nothing is running any more."""
-    if not copies:
-        return []
-    way = direction.chooser.choose(direction.lane.turn_s, sums_are_fast=direction.lane.sums_are_fast())
-    if way is Way.ENGINE:
-        assert direction.engine is not None
-        return await until_over(asyncio.ensure_future(direction.engine.move(copies, stop)))
-    return await move_on_lane(direction.lane, direction.movers[way], copies, stop)

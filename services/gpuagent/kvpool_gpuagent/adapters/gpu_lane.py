@@ -1,45 +1,91 @@
 """One direction of a GPU: transfers in, bursts of pages out, two threads between.
 
 One thread forms bursts and enqueues their work, the other waits for the GPU and settles them: while a burst is on the
-link the next one's kernels run, and what arrives meanwhile goes into the one after.
+link the next one is enqueued, and what arrives meanwhile goes into the one after.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvpool.core.errors import KvPoolError
-from kvpool.core.page import PageFault
+from kvpool.core.spans import Int64s
+from kvpool_gpuagent.adapters.finishing import finished
+from kvpool_gpuagent.adapters.gpu_copies import Issued, Mover
 from kvpool_gpuagent.adapters.gpu_runtime import GpuRuntime
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
-from kvpool_gpuagent.adapters.gpu_transfer import Issued, Mover, Transfer, settle
 from kvpool_gpuagent.core.bursts import BurstSizer
-from kvpool_gpuagent.core.ways import CONTENDED_TURN_S
-from kvpool_gpuagent.ports import PageCopy
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.ports import StopFlag
 
 _log = logging.getLogger(__name__)
 
 DEPTH = 4  # bursts enqueued and not settled: on the link, in kernels, waiting for a turn, being formed
+RUN_BURST_BYTES = 64 << 20  # of bursts without kernels: on the link for a millisecond, as long as enqueuing the next
 _THREADS_END_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One call: its pages, in order. `settled` gets True, or False if `stop` said so."""
+
+    mover: Mover
+    batch: CopyBatch
+    stop: StopFlag
+    settled: asyncio.Future[bool]
+    ends_bytes: Int64s = field(init=False)  # [N]: bytes of a page and all before it
+    issued: int = 0  # leading pages that went into bursts
+    in_flight: int = 0
+    stopped: bool = False
+    error: KvPoolError | None = None
+
+    def __post_init__(self) -> None:
+        self.ends_bytes = np.cumsum(self.mover.sizes_bytes(self.batch))
+
+    @property
+    def issued_bytes(self) -> int:
+        return int(self.ends_bytes[self.issued - 1]) if self.issued else 0
+
+    @property
+    def left_bytes(self) -> int:
+        return int(self.ends_bytes[-1]) - self.issued_bytes
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it is enqueued or will be."""
+        ended = self.stopped or self.error is not None or self.issued == self.batch.count
+        return ended and not self.in_flight
+
+    def take(self, limit_bytes: int, most_pages: int) -> tuple[int, int, int]:
+        """The next pages for a burst with so much room: first, count, bytes; no page if the first is larger."""
+        first, before = self.issued, self.issued_bytes
+        end = int(np.searchsorted(self.ends_bytes, before + limit_bytes, side="right"))
+        count = max(0, min(end - first, most_pages))
+        self.issued += count
+        return first, count, self.issued_bytes - before
 
 
 @dataclass(slots=True, eq=False)
 class _Burst:
     mover: Mover
-    size_bytes: int
-    parts: list[tuple[Transfer, int, int]]  # transfer, first copy, number of copies
+    parts: list[tuple[Transfer, int, int]]  # transfer, first page, number of pages
     scratch: tuple[int, int] | None
+    size_bytes: int = 0
+    page_count: int = 0
     issued: Issued | None = None
 
-    @property
-    def copies(self) -> list[PageCopy]:
-        return [copy for transfer, first, count in self.parts for copy in transfer.copies[first : first + count]]
+    def batch(self) -> CopyBatch:
+        return CopyBatch.joined([transfer.batch.part(first, count) for transfer, first, count in self.parts])
 
 
 class Lane:
@@ -51,14 +97,10 @@ class Lane:
         streams: LaneStreams,
         scratch: Scratch,
         name: str,
-        sums_are_fast: Callable[[], bool],
         on_broken: Callable[[KvPoolError], None],
     ) -> None:
-        """streams: those of its movers. sums_are_fast: whether the CPU sums at the link's speed.
-
-        on_broken: called once if the GPU fails so that no later work can go on.
-        """
-        self.name, self.sums_are_fast = name, sums_are_fast
+        """streams: those of its movers. on_broken: called once if the GPU fails so that no later work can go on."""
+        self.name = name
         self._streams = streams
         self._runtime, self._scratch, self._on_broken = runtime, scratch, on_broken
         self._changed = scratch.changed
@@ -71,17 +113,19 @@ class Lane:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    @property
-    def turn_s(self) -> float:
-        """How long its kernels lately waited for their turn: long beside an engine that keeps the GPU busy."""
-        return self._sizer.turn_s
-
-    def sums_on_cpu(self) -> bool:
-        """Whether the CPU shall sum and verify what an engine's kernels move: a kernel less beside its own work."""
-        return self.sums_are_fast() and self.turn_s > CONTENDED_TURN_S
+    async def move(self, mover: Mover, batch: CopyBatch, stop: StopFlag) -> bool:
+        """Move pages; False if `stop` said so. A cancelled caller gets CancelledError once nothing is running any more.
+        Raises KvPoolError."""
+        transfer = Transfer(mover, batch, stop, asyncio.get_running_loop().create_future())
+        self.submit(transfer)
+        settled, cancelled = await finished(transfer.settled)
+        if cancelled:
+            settled.exception()  # there is no one left to raise it to
+            raise asyncio.CancelledError
+        return settled.result()
 
     def submit(self, transfer: Transfer) -> None:
-        """Start a transfer; its `settled` says when nothing of it is running any more."""
+        """Start a transfer of at least one page; its `settled` says when nothing of it is running any more."""
         with self._changed:
             if self._closed:
                 raise KvPoolError("the GPU device is closed")
@@ -104,7 +148,7 @@ class Lane:
             thread.join(_THREADS_END_S)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Without its thread the lane would leave callers waiting for ever."""
+        """Without its thread the lane would leave callers waiting forever."""
         try:
             work()
         except Exception as error:
@@ -123,7 +167,7 @@ class Lane:
                 self._in_flight.put(None)
                 return
             try:
-                burst.issued = burst.mover.issue(burst.copies, burst.scratch[0] if burst.scratch else 0)
+                burst.issued = burst.mover.issue(burst.batch(), burst.scratch[0] if burst.scratch else 0)
             except Exception as error:
                 self._fail(burst, error)
                 self._places.release()
@@ -147,58 +191,47 @@ class Lane:
             transfer.stopped = True
             self._pending.remove(transfer)
             if transfer.over:
-                settle([transfer])
+                _settle([transfer])
 
     def _form(self) -> _Burst | None:
         """The next burst out of what is pending; None if the scratch has no room for it now."""
         mover = self._pending[0].mover
-        limit_bytes = self._sizer.next_bytes(continuing=self._in_flight_count > 0)
-        first_bytes = mover.page_bytes(self._pending[0].copies[self._pending[0].issued])
-        scratch = None
+        first = self._pending[0]
+        first_bytes = int(first.ends_bytes[first.issued]) - first.issued_bytes
+        limit_bytes, scratch = max(RUN_BURST_BYTES, first_bytes), None
         if mover.needs_scratch:
+            limit_bytes = self._sizer.next_bytes(continuing=self._in_flight_count > 0)
             # Of what there is, not of what was asked for: otherwise a lane would wait for more than ever comes back.
-            limit_bytes = min(limit_bytes, self._scratch.size_bytes // 4)
-            wanted_bytes = self._wanted_bytes(mover, max(limit_bytes, first_bytes))
+            limit_bytes = max(min(limit_bytes, self._scratch.size_bytes // 4), first_bytes)
+            wanted_bytes = self._wanted_bytes(mover, limit_bytes)
             # Not the crumbs between two bursts: each burst costs its launches.
             scratch = self._scratch.take(wanted_bytes, max(first_bytes, wanted_bytes // 2))
             if scratch is None:
                 return None
             limit_bytes = scratch[1]
-        burst = _Burst(mover, 0, [], scratch)
-        pages = 0
+        burst = _Burst(mover, [], scratch)
         while self._pending and self._pending[0].mover is mover:
             transfer = self._pending[0]
-            first = transfer.issued
-            while transfer.issued < len(transfer.copies) and pages < mover.most_pages:
-                size_bytes = mover.page_bytes(transfer.copies[transfer.issued])
-                if pages and burst.size_bytes + size_bytes > limit_bytes:
-                    break
+            start, count, size_bytes = transfer.take(limit_bytes - burst.size_bytes, mover.most_pages - burst.page_count)
+            if count:
                 burst.size_bytes += size_bytes
-                transfer.issued += 1
-                pages += 1
-            taken = transfer.issued - first
-            if taken:
-                transfer.in_flight += taken
-                burst.parts.append((transfer, first, taken))
-            if transfer.issued < len(transfer.copies):
+                burst.page_count += count
+                transfer.in_flight += count
+                burst.parts.append((transfer, start, count))
+            if transfer.issued < transfer.batch.count:
                 break
             self._pending.popleft()
         self._in_flight_count += 1
         return burst
 
     def _wanted_bytes(self, mover: Mover, limit_bytes: int) -> int:
-        """Bytes of what is pending, up to a limit."""
-        total_bytes = pages = 0
+        """Bytes of what is pending for the mover, up to a limit."""
+        total_bytes = 0
         for transfer in self._pending:
-            if transfer.mover is not mover:
+            if transfer.mover is not mover or total_bytes >= limit_bytes:
                 break
-            for copy in transfer.copies[transfer.issued :]:
-                size_bytes = mover.page_bytes(copy)
-                if total_bytes and (total_bytes + size_bytes > limit_bytes or pages == mover.most_pages):
-                    return total_bytes
-                total_bytes += size_bytes
-                pages += 1
-        return total_bytes
+            total_bytes += transfer.left_bytes
+        return min(total_bytes, limit_bytes)
 
     # Settling
 
@@ -207,18 +240,18 @@ class Lane:
         while (burst := self._in_flight.get()) is not None:
             assert burst.issued is not None
             try:
-                faults = burst.issued.finish()
+                burst.issued.finish()
             except Exception as error:
                 self._fail(burst, error)
             else:
                 turn_s = burst.issued.turn_s
                 if turn_s is not None:
                     self._sizer.record(turn_s=turn_s)
-                self._give_back(burst, faults, None)
+                self._give_back(burst, None)
             self._places.release()
 
     def _fail(self, burst: _Burst, error: Exception) -> None:
-        """Part of the burst may be running: wait for it, so that nobody's memory is touched after this."""
+        """Part of the burst may be running: wait for it, so that no memory is touched after this."""
         if isinstance(error, KvPoolError):
             failure = error
         else:
@@ -228,7 +261,7 @@ class Lane:
             self._streams.synchronize()
         except Exception as broken:
             self._break(KvPoolError(f"the GPU does not answer any more ({broken}); restart the agent"))
-        self._give_back(burst, None, failure)
+        self._give_back(burst, failure)
 
     def _break(self, error: KvPoolError) -> None:
         with self._changed:
@@ -238,24 +271,38 @@ class Lane:
             pending, self._pending = list(self._pending), deque()
             for transfer in pending:
                 transfer.error = error
-            settle([transfer for transfer in pending if transfer.over])
+            _settle([transfer for transfer in pending if transfer.over])
         _log.error("%s", error)
         self._on_broken(error)
 
-    def _give_back(self, burst: _Burst, faults: Sequence[PageFault | None] | None, error: KvPoolError | None) -> None:
+    def _give_back(self, burst: _Burst, error: KvPoolError | None) -> None:
         if burst.scratch is not None:
             self._scratch.give(*burst.scratch)
         with self._changed:
             self._in_flight_count -= 1
-            at = 0
-            for transfer, first, count in burst.parts:
-                if faults is not None:
-                    transfer.faults[first : first + count] = faults[at : at + count]
-                at += count
+            for transfer, _, count in burst.parts:
                 transfer.in_flight -= count
                 if error is not None:
                     transfer.error = transfer.error or error
                     if transfer in self._pending:
                         self._pending.remove(transfer)
-            settle([transfer for transfer, _, _ in burst.parts if transfer.over])
+            _settle([transfer for transfer, _, _ in burst.parts if transfer.over])
             self._changed.notify_all()
+
+
+def _settle(transfers: Iterable[Transfer]) -> None:
+    """Resolve the futures of transfers that are over, from any thread; in one wake-up of each event loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[Transfer]] = {}
+    for transfer in transfers:
+        loops.setdefault(transfer.settled.get_loop(), []).append(transfer)
+    for loop, own in loops.items():
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all who waited
+            loop.call_soon_threadsafe(_resolve, own)
+
+
+def _resolve(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        if transfer.error is not None:
+            transfer.settled.set_exception(transfer.error)
+        else:
+            transfer.settled.set_result(not transfer.stopped)

@@ -10,8 +10,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from kvpool.kernels.cache_kernels import KernelSpace
-
 Int64s = npt.NDArray[np.int64]
 
 
@@ -84,10 +82,6 @@ class GpuRuntime(Protocol):
 
     def to_device(self, array: Int64s) -> torch.Tensor:
         """A copy on the device; it has arrived when this returns. Raises OutOfDeviceMemory."""
-        ...
-
-    def kernel_space(self) -> KernelSpace:
-        """What kernels of one stream share."""
         ...
 
     def host_table(self, count: int) -> torch.Tensor:

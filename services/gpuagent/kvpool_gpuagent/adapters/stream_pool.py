@@ -7,18 +7,22 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from kvpool.client.index import IndexClient
 from kvpool.client.transfer import PageToWrite
-from kvpool.core.cluster import ChainQuery, Location, PageMetadata, RemoteSource, StaleLocation
+from kvpool.core.cluster import ChainQuery, Location, RemoteSource, StaleLocation
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, Overloaded, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission, Tier
-from kvpool.core.page import page_bytes
+from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
+from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
-from kvpool_gpuagent.adapters.stream_reading import PageReading
-from kvpool_gpuagent.ports import PageWish, ReadSlot, WriteSlot
+from kvpool_gpuagent.adapters.stream_reading import PageReading, PageWish
+from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages, no_slots
 
 WRITE_TIMEOUT_S = 60.0
 RESERVE_WAIT_S = 5.0  # for other stores of this agent to end
@@ -40,11 +44,18 @@ class StreamBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a reserved page will be written."""
+    """Where reserved pages will be written."""
 
     endpoint: str
     incarnation: int
-    metadata: PageMetadata
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lease:
+    """A buffer that a page is in, and where it will be written to."""
+
+    buffer: memoryview
+    target: _Target | None = None
 
 
 class StreamPool:
@@ -64,7 +75,8 @@ class StreamPool:
     ) -> None:
         self._keyspace, self._spec = keyspace, spec
         grid = ShardGrid.of(spec)
-        self._sizes_bytes = [page_bytes(payload_bytes(spec, grid, shard)) for shard in range(grid.shard_count)]
+        self._payload_bytes = [payload_bytes(spec, grid, shard) for shard in range(grid.shard_count)]
+        self._sizes_bytes = [page_bytes(size_bytes) for size_bytes in self._payload_bytes]
         self._index, self._buffers, self._peers, self._host_id = index, buffers, peers, host_id
         self._reports: set[asyncio.Task[None]] = set()
         fitting = buffers.writes.capacity_bytes // max(self._sizes_bytes)
@@ -73,25 +85,22 @@ class StreamPool:
     async def connect(self) -> None:
         """There is no session to open."""
 
-    async def reserve(
-        self, wishes: Sequence[PageWish], sizes_bytes: Sequence[int]
-    ) -> Sequence[WriteSlot | int | KvPoolError]:
+    async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         """See ports.PagePool. What the index knows already is not written again."""
-        if not wishes:
-            return []
-        nodes = await self._index.place(self._keyspace, wishes[0].chain_head_hash, host_id=self._host_id)
+        nobody = np.zeros(0, dtype=np.int32)
+        if not span.page_count:
+            return ReservedPages(no_slots(), nobody, nobody)
+        nodes = await self._index.place(self._keyspace, chain_head_hash, host_id=self._host_id)
         if not nodes:
             raise ServiceUnavailable("no pagestore is alive to take pages")
-        present = await self._present(wishes)
-        answers: list[WriteSlot | int | KvPoolError] = [int(Admission.EXISTS)] * len(wishes)
-        missing = [at for at, wish in enumerate(wishes) if wish.key.chunk_hash not in present]
-        pages = await self._take([sizes_bytes[at] for at in missing])
+        present = span.positions < await self._present_chunks(span)
+        missing = np.flatnonzero(~present).astype(np.int32)
+        buffers = await self._take([self._sizes_bytes[shard] for shard in span.shards[missing].tolist()])
         # Nothing is awaited from here on: a cancelled caller loses no buffer.
-        for at, page in zip(missing, pages, strict=True):
-            wish = wishes[at]
-            target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation, wish.metadata)
-            answers[at] = WriteSlot(key=wish.key, page=page, lease=target)
-        return answers
+        target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation)
+        leases = [_Lease(buffer, target) for buffer in buffers]
+        slots = _slots(missing, leases, np.zeros(missing.size, dtype=np.uint8))
+        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), nobody)
 
     async def _take(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
         try:
@@ -100,15 +109,18 @@ class StreamPool:
         except TimeoutError:
             raise Overloaded("other stores keep this agent's memory for pages in flight busy") from None
 
-    async def commit(self, slots: Sequence[WriteSlot]) -> Sequence[KvPoolError | None]:
+    async def commit(self, span: PageSpan, slots: PageSlots) -> Sequence[tuple[int, KvPoolError]]:
         """See ports.PagePool. Returns when the pagestores have verified the pages."""
-        results: list[KvPoolError | None] = [ServiceUnavailable(f"page {slot.key} was not written") for slot in slots]
-        groups: dict[tuple[str, int], list[int]] = {}
-        for position, slot in enumerate(slots):
-            groups.setdefault((_target(slot).endpoint, _target(slot).incarnation), []).append(position)
+        keys = [span.page_key(page) for page in slots.pages.tolist()]
+        results: dict[int, KvPoolError] = {
+            index: ServiceUnavailable(f"page {key} was not written") for index, key in enumerate(keys)
+        }
+        groups: dict[_Target, list[int]] = {}
+        for index, lease in enumerate(slots.leases):
+            groups.setdefault(_target(lease), []).append(index)
         jobs = [
-            self._peers.run(partial(self._write, endpoint, incarnation, slots, positions, results))
-            for (endpoint, incarnation), positions in groups.items()
+            self._peers.run(partial(self._write, target, span, slots, keys, indexes, results))
+            for target, indexes in groups.items()
         ]
         # Only when every thread has ended do the buffers have no other user.
         failures = await asyncio.gather(*jobs, return_exceptions=True)
@@ -116,42 +128,55 @@ class StreamPool:
         for failure in failures:
             if isinstance(failure, BaseException) and not isinstance(failure, KvPoolError):
                 raise failure
-        return results
+        return sorted(results.items())
 
     def _write(
         self,
-        endpoint: str,
-        incarnation: int,
-        slots: Sequence[WriteSlot],
-        positions: Sequence[int],
-        results: list[KvPoolError | None],
+        target: _Target,
+        span: PageSpan,
+        slots: PageSlots,
+        keys: Sequence[PageKey],
+        indexes: Sequence[int],
+        results: dict[int, KvPoolError],
     ) -> None:
-        """Runs on a thread of the peers."""
+        """Seal pages and send them, on a thread of the peers. Takes what was written out of results."""
 
         def on_page(item: int, admission: Admission, error: KvPoolError | None) -> None:
-            results[positions[item]] = error if admission is Admission.REJECTED else None
+            if admission is not Admission.REJECTED or error is None:
+                results.pop(indexes[item], None)
+            else:
+                results[indexes[item]] = error
 
-        pages = [
-            PageToWrite(key=slots[at].key, page=slots[at].page, metadata=_target(slots[at]).metadata)
-            for at in positions
-        ]
-        self._peers.get(endpoint).write_pages(
+        pages = []
+        for index in indexes:
+            key, page = keys[index], slots.leases[index].buffer
+            seal(page, key, self._spec.codec, self._payload_bytes[key.shard])
+            metadata = span.metadata[int(span.positions[slots.pages[index]])]
+            pages.append(PageToWrite(key=key, page=page, metadata=metadata))
+        self._peers.get(target.endpoint).write_pages(
             [(self._keyspace, self._spec)],
             pages,
             on_page,
             timeout_s=WRITE_TIMEOUT_S,
-            expected_incarnation=incarnation,
+            expected_incarnation=target.incarnation,
         )
 
-    async def abort(self, slots: Sequence[WriteSlot]) -> None:
+    async def abort(self, slots: PageSlots) -> None:
         """See ports.PagePool."""
-        self._buffers.writes.give_back([slot.page for slot in slots])
+        self._buffers.writes.give_back([lease.buffer for lease in slots.leases])
 
-    async def acquire(
-        self, wishes: Sequence[PageWish], wait_s: float
-    ) -> AsyncGenerator[tuple[int, ReadSlot | KvPoolError | None], None]:
-        """See ports.PagePool. Each page is asked of its sources in turn."""
+    async def acquire(self, span: PageSpan, wait_s: float) -> AsyncGenerator[AcquiredPages, None]:
+        """See ports.PagePool. Each page is asked of its sources in turn, and verified as it came over a network."""
         ends_at_s = asyncio.get_running_loop().time() + wait_s
+        wishes = [
+            PageWish(
+                key=span.page_key(page),
+                metadata=span.metadata[position],
+                payload_bytes=self._payload_bytes[int(span.shards[page])],
+                sources=span.chunk_sources[position],
+            )
+            for page, position in enumerate(span.positions.tolist())
+        ]
         try:
             async with asyncio.timeout_at(ends_at_s):
                 pages = await self._buffers.reads.take([self._sizes_bytes[wish.key.shard] for wish in wishes])
@@ -160,21 +185,26 @@ class StreamPool:
         reading = PageReading(
             (self._keyspace, self._spec), wishes, pages, self._buffers.reads, self._peers, self.report_stale, ends_at_s
         )
+        left = len(wishes)
         try:
-            for _ in wishes:
-                position, answer = await reading.settled.get()
-                if isinstance(answer, ReadSlot):
-                    reading.hand_out(position)
-                yield position, answer
+            while left:
+                settled = [await reading.settled.get()]
+                while not reading.settled.empty():
+                    settled.append(reading.settled.get_nowait())
+                left -= len(settled)
+                came = [position for position, answer in settled if isinstance(answer, memoryview)]
+                leases = [_Lease(reading.hand_out(position)) for position in came]
+                remote = np.full(len(came), int(LoadSource.REMOTE), dtype=np.uint8)
+                failed = tuple(
+                    (position, answer) for position, answer in settled if not isinstance(answer, memoryview)
+                )
+                yield AcquiredPages(_slots(np.array(came, dtype=np.int32), leases, remote), failed)
         finally:
             reading.abandon()
 
-    async def release(self, slots: Sequence[ReadSlot], corrupt: Sequence[ReadSlot] = ()) -> None:
+    async def release(self, slots: PageSlots) -> None:
         """See ports.PagePool."""
-        self._buffers.reads.give_back([slot.page for slot in (*slots, *corrupt)])
-        for slot in corrupt:
-            assert isinstance(slot.lease, tuple)
-            self.report_stale(*slot.lease)
+        self._buffers.reads.give_back([lease.buffer for lease in slots.leases])
 
     async def close(self) -> None:
         """See ports.PagePool."""
@@ -206,23 +236,33 @@ class StreamPool:
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 
-    async def _present(self, wishes: Sequence[PageWish]) -> set[bytes]:
-        """Hashes of leading chunks of which the cluster holds every shard asked for."""
-        chunks = list({wish.key.chunk_hash: wish for wish in wishes}.values())
+    async def _present_chunks(self, span: PageSpan) -> int:
+        """Leading chunks of which the cluster holds every shard asked for."""
         shards = 0
-        for wish in wishes:
-            shards |= 1 << wish.key.shard
+        for shard in np.unique(span.shards).tolist():
+            shards |= 1 << shard
         query = ChainQuery(
             keyspace=self._keyspace,
-            chunk_hashes=b"".join(wish.key.chunk_hash for wish in chunks),
-            first_chunk_index=chunks[0].metadata.chunk_index,
-            group_head_hash=chunks[0].metadata.group_head_hash,
+            chunk_hashes=span.chunk_hashes,
+            first_chunk_index=span.first_chunk_index,
+            group_head_hash=span.metadata[0].group_head_hash,
             shards=shards,
         )
-        match = await self._index.match_stream.match(query)
-        return {wish.key.chunk_hash for wish in chunks[: match.matched_chunks]}
+        return (await self._index.match_stream.match(query)).matched_chunks
 
 
-def _target(slot: WriteSlot) -> _Target:
-    assert isinstance(slot.lease, _Target)
-    return slot.lease
+def _slots(pages: Int32s, leases: Sequence[_Lease], sources: Bytes) -> PageSlots:
+    held = np.empty(len(leases), dtype=object)
+    held[:] = leases
+    addresses = [address_of(lease.buffer) for lease in leases]
+    return PageSlots(pages, np.array(addresses, dtype=np.int64), sources, held)
+
+
+def _target(lease: _Lease) -> _Target:
+    assert lease.target is not None
+    return lease.target
+
+
+def address_of(buffer: memoryview) -> int:
+    """Of its first byte."""
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvpool.client.transfer import PageToRead
-from kvpool.core.cluster import RemoteSource
-from kvpool.core.errors import DeadlineExceeded, KvPoolError
+from kvpool.core.cluster import PageMetadata, RemoteSource
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.page import PageKey, verify
 from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
-from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.ports import PageWish, ReadSlot
 
 _log = logging.getLogger(__name__)
 
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageWish:
+    """One page to be read: its key and size, what is kept beside it, and where a match saw it, best first."""
+
+    key: PageKey
+    metadata: PageMetadata
+    payload_bytes: int
+    sources: tuple[RemoteSource, ...] = ()
+
+
 ReportStale = Callable[[PageWish, RemoteSource], None]
-Answer = ReadSlot | KvPoolError | None
+Answer = memoryview | KvPoolError | None
+"""A page that came and is true, why it did not, or None as no source has it."""
 
 
 class PageReading:
@@ -50,9 +63,9 @@ class PageReading:
         self._work = asyncio.ensure_future(self._run())
         self._work.add_done_callback(self._ended)
 
-    def hand_out(self, position: int) -> None:
-        """The buffer of a settled page is the caller's now."""
-        del self._pages[position]
+    def hand_out(self, position: int) -> memoryview:
+        """The buffer of a settled page, which is the caller's now."""
+        return self._pages.pop(position)
 
     def abandon(self) -> None:
         """Nobody waits any more: what is not handed out goes back when no thread writes into it."""
@@ -102,6 +115,11 @@ class PageReading:
         pages = [PageToRead(key=self._wishes[at].key, destination=self._pages[at]) for at in positions]
 
         def on_page(item: int, error: KvPoolError | None, hit: bool) -> None:
+            if hit:
+                wish = self._wishes[positions[item]]
+                fault = verify(pages[item].destination, wish.key, self._keyspace[1].codec, wish.payload_bytes)
+                if fault is not None:
+                    error, hit = PageCorrupt(f"page {wish.key} fails its check: {fault}"), False
             self._loop.call_soon_threadsafe(self._answered, positions[item], source, error, hit)
 
         def read() -> None:
@@ -122,11 +140,10 @@ class PageReading:
     def _answered(self, position: int, source: RemoteSource, error: KvPoolError | None, hit: bool) -> None:
         wish = self._wishes[position]
         if hit:
-            slot = ReadSlot(
-                key=wish.key, page=self._pages[position], source=int(LoadSource.REMOTE), lease=(wish, source)
-            )
-            self._settle(position, slot)
+            self._settle(position, self._pages[position])
         elif error is not None:
             self._errors[position] = error
+            if isinstance(error, PageCorrupt):
+                self._report_stale(wish, source)
         else:
             self._report_stale(wish, source)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.core.chunks import GROUP_CHUNKS
-from kvpool.core.cluster import PageMetadata
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.page import PageKey, page_bytes
+from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool.core.retention import NO_RETENTION, RetentionRange, retention_of_tokens
 from kvpool.core.retention import Retention as Retention
+from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.core.bandwidth import LoadSource
 
 BlockIds = npt.NDArray[np.int64]
+ValueT = TypeVar("ValueT")
+ChunkSource = tuple[tuple[RemoteSource, ...], int]
+"""Where else than on this host the pages of a chunk may be, best first, and the bitmap of its shards to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +67,10 @@ class ChunkSpan:
         """Head of the group that the chunk at `position` (in the request) falls into."""
         return self.group_heads[(self.first_index + position) // GROUP_CHUNKS - self.first_index // GROUP_CHUNKS]
 
-    def metadata(self, position: int, chunk_tokens: int) -> PageMetadata:
-        """What is kept beside the pages of the chunk at `position`."""
+    def retention_of(self, position: int, chunk_tokens: int) -> Retention:
+        """How the chunk at `position` asks to be kept."""
         first_token = (self.first_index + position) * chunk_tokens
-        kept = retention_of_tokens(first_token, chunk_tokens, self.retention_ranges, self.retention)
-        return PageMetadata(
-            parent_hash=self.chunks[position - 1].chunk_hash if position else self.parent_hash,
-            chunk_index=self.first_index + position,
-            group_head_hash=self.group_head(position),
-            ttl_ms=kept.ttl_ms,
-            priority=kept.priority,
-            pinned_until_us=kept.pinned_until_us,
-            prompt_tokens=self.prompt_tokens,
-        )
+        return retention_of_tokens(first_token, chunk_tokens, self.retention_ranges, self.retention)
 
     @property
     def hashes(self) -> list[bytes]:
@@ -111,16 +109,19 @@ class Rank:
 
     @property
     def shard_list(self) -> list[int]:
-        """Shards of this rank, ascending."""
+        """Shards that this rank writes, ascending."""
         return list(shards_in(self.shards))
 
-    def page_bytes(self, shard: int) -> int:
-        """Header, payload and sum table of one page."""
-        return page_bytes(payload_bytes(self.spec, self.grid, shard))
+    @property
+    def page_sizes(self) -> npt.NDArray[np.int64]:
+        """[shard_count]: bytes of header, payload and sum table of a page of each shard."""
+        return _page_sizes(self.spec, self.grid)
 
-    def key(self, span: ChunkSpan, position: int, shard: int) -> PageKey:
-        """Of one page of the chunk at `position`."""
-        return PageKey(self.keyspace, span.chunks[position].chunk_hash, shard)
+
+@lru_cache(maxsize=64)
+def _page_sizes(spec: KeyspaceSpec, grid: ShardGrid) -> npt.NDArray[np.int64]:
+    sizes = [page_bytes(payload_bytes(spec, grid, shard)) for shard in range(grid.shard_count)]
+    return np.array(sizes, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,11 +151,46 @@ class LoadOutcome:
         return range(self.loaded_chunks, self.chunk_count)
 
 
-def window_of(rank: Rank, window_pages: int, window_bytes: int) -> int:
-    """Pages to ask for at once: about window_bytes of this rank's, and never more than half of window_pages, so that
-    one window can be on its way while another is copied."""
-    largest_bytes = max(rank.page_bytes(shard) for shard in rank.shard_list)
-    return max(1, min(window_pages // 2, window_bytes // largest_bytes))
+def page_span(
+    rank: Rank,
+    span: ChunkSpan,
+    chunks: range,
+    positions: Int32s,
+    shards: Bytes,
+    sources: Sequence[tuple[RemoteSource, ...]] = (),
+) -> PageSpan:
+    """Pages of the chunks at these positions of a request, as a pool is asked for them.
+
+    positions: [N] int32, counted from chunks.start. shards: [N]. sources: of every chunk of the request; loads only.
+    """
+    first = span.first_index + chunks.start
+    groups = range(first // GROUP_CHUNKS, (first + len(chunks) - 1) // GROUP_CHUNKS + 1)
+    first_group = span.first_index // GROUP_CHUNKS
+    retention = [span.retention_of(position, rank.spec.chunk_tokens) for position in chunks]
+    kept = _runs(retention) if any(one != NO_RETENTION for one in retention) else ()
+    elsewhere = sources[chunks.start : chunks.stop]
+    return PageSpan(
+        keyspace=rank.keyspace,
+        chunk_hashes=b"".join(span.chunks[position].chunk_hash for position in chunks),
+        first_chunk_index=first,
+        parent_hash=span.chunks[chunks.start - 1].chunk_hash if chunks.start else span.parent_hash,
+        group_heads=b"".join(span.group_heads[group - first_group] for group in groups),
+        positions=positions,
+        shards=shards,
+        retention=kept,
+        prompt_tokens=span.prompt_tokens,
+        sources=_runs(elsewhere) if any(elsewhere) else (),
+    )
+
+
+def _runs(values: Sequence[ValueT]) -> tuple[tuple[int, ValueT], ...]:
+    return tuple((len(list(same)), value) for value, same in groupby(values))
+
+
+def window_of(rank: Rank, most_pages: int, window_bytes: int) -> int:
+    """Pages of about window_bytes of this rank's, at least one and at most most_pages."""
+    largest_bytes = int(rank.page_sizes[rank.shard_list].max())
+    return max(1, min(most_pages, window_bytes // largest_bytes))
 
 
 def windows(page_counts: Sequence[int], window_pages: int) -> list[range]:
