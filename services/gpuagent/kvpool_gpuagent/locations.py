@@ -65,7 +65,8 @@ class ChainLocations:
 
     async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
         query = self._query(hashes, first_index, group_head)
-        runs = list(source_runs(await self._index.match(query), self._rank.shards, self._pool.local_node_id))
+        match = await self._index.match(query)
+        runs = list(source_runs(match, self._rank.grid, self._rank.shards, self._pool.local_node_id))
         remaining = iter(hashes)
         for run in runs:
             for chunk_hash in itertools.islice(remaining, run.chunk_count):
