@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
+from tests.unit.core.strategies import splits_of
 
 Bytes = npt.NDArray[np.uint8]
 SCALED = (Codec.INT8_GROUP8, Codec.INT4_GROUP8, Codec.FP8_E4M3)
@@ -34,8 +35,7 @@ def small_specs(draw: st.DrawFn) -> KeyspaceSpec:
 @st.composite
 def small_grids(draw: st.DrawFn, spec: KeyspaceSpec) -> ShardGrid:
     heads = spec.group.kv_heads
-    head_groups = draw(st.sampled_from([count for count in range(1, heads + 1) if heads % count == 0]))
-    return ShardGrid(spec.group.layers, heads, draw(st.integers(1, spec.group.layers)), head_groups)
+    return ShardGrid(spec.group.layers, heads, draw(st.integers(1, spec.group.layers)), draw(splits_of(heads)))
 
 
 @dataclass

@@ -57,11 +57,19 @@ def split_at(draw: Callable[[Any], Any], borders: list[int]) -> list[range]:
 
 
 def layer_borders(grid: ShardGrid) -> list[int]:
-    return [grid.layers_of(grid.shard(group, 0)).start for group in range(grid.layer_groups)] + [grid.layers]
+    return [grid.layers_of_group(group).start for group in range(grid.layer_groups)] + [grid.layers]
 
 
 def head_borders(grid: ShardGrid) -> list[int]:
-    return [grid.heads_of(group).start for group in range(grid.head_groups)] + [grid.kv_heads]
+    """Of the finest split."""
+    return list(range(0, grid.kv_heads + 1, grid.kv_heads // grid.splits[-1]))
+
+
+@st.composite
+def splits_of(draw: st.DrawFn, kv_heads: int) -> tuple[int, ...]:
+    """Any splits that a grid of so many heads may have."""
+    divisors = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    return tuple(sorted(draw(st.sets(st.sampled_from(divisors), min_size=1))))
 
 
 @dataclass(frozen=True)

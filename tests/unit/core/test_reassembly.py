@@ -16,7 +16,7 @@ from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup, OpaqueLayo
 from kvpool.core.payload import ShardPayload
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
 from tests.unit.core.engine_caches import EngineCache, make_cache
-from tests.unit.core.strategies import Fleet, fleets
+from tests.unit.core.strategies import Fleet, fleets, splits_of
 
 Bytes = npt.NDArray[np.uint8]
 KEYSPACE, CHUNK = bytes(range(16)), bytes(range(16, 32))
@@ -104,28 +104,23 @@ def check_reader(
         expected = [handle.copy() for handle in cache.handles]
         for handle, old in zip(cache.handles, before, strict=True):
             handle[:] = old
-        for shard in shards_in(grid.bitmap_for(cache.layout.layer_range, cache.layout.head_range)):
+        wanted_shards = grid.bitmap_for(cache.layout.layer_range, cache.layout.head_range)
+        for shard in shards_in(grid.readable(sum(1 << shard for shard in pages), wanted_shards)):
             shape = ShardPayload.of(spec, grid, shard)
             key = page.PageKey(KEYSPACE, CHUNK, shard)
             assert page.verify(pages[shard], key, spec.codec, shape.payload_bytes) is None
             payload = np.asarray(page.payload_view(pages[shard], shape.payload_bytes))
-            for layer in shape.layers:
-                only = range(layer, layer + 1)
-                scatter_payload_reference(
-                    spec, grid, shard, cache.layout, cache.handles, block_ids, payload, skip_tokens, only
-                )
+            scatter_payload_reference(spec, grid, shard, cache.layout, cache.handles, block_ids, payload, skip_tokens)
         for handle, wanted in zip(cache.handles, expected, strict=True):
             assert np.array_equal(handle, wanted)
 
 
 def round_trip(data: st.DataObject, spec: KeyspaceSpec, presets: tuple[str, ...]) -> None:
     layers, kv_heads = spec.group.layers, spec.group.kv_heads
-    head_groups = data.draw(st.sampled_from([count for count in range(1, kv_heads + 1) if kv_heads % count == 0]))
-    grid = ShardGrid(layers, kv_heads, data.draw(st.integers(1, layers)), head_groups)
+    grid = ShardGrid(layers, kv_heads, data.draw(st.integers(1, layers)), data.draw(splits_of(kv_heads)))
     noise = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     world = World.of(spec, noise)
     pages = write_pages(world, grid, data.draw(fleets(spec, grid, presets)), noise)
-    assert sorted(pages) == list(range(grid.shard_count))
     block_tokens = spec.opaque.block_tokens if spec.opaque else 1
     skip_tokens = data.draw(st.integers(0, spec.chunk_tokens // block_tokens - 1)) * block_tokens
     check_reader(world, grid, data.draw(fleets(spec, grid, presets)), pages, noise, skip_tokens)
@@ -178,13 +173,51 @@ def test_opaque_cells_travel_whole(data: st.DataObject) -> None:
 
 
 SPEC = KeyspaceSpec("m", "r", (KvGroup(2, 2, 8),), Dtype.BF16, chunk_tokens=16)
-GRID = ShardGrid(2, 2, 2, 2)
+GRID = ShardGrid(2, 2, 2, (2,))
+
+
+def test_the_canonical_order() -> None:
+    """[unit of 16 tokens][layer][head][token][K, V][element], then the scales in the same order."""
+    spec = KeyspaceSpec("m", "r", (KvGroup(3, 4, 16),), Dtype.BF16, Codec.INT8_GROUP8, chunk_tokens=32)
+    noise = np.random.default_rng(4)
+    world = World.of(spec, noise)
+    cache = make_cache("lightllm_quantized", spec, range(3), range(4), 4, 9, noise)
+    block_ids = noise.permutation(9)[:8].astype(np.int64)
+    world.place(cache, block_ids)
+    grid = ShardGrid(3, 4, 1, (1, 2))
+    for shard, heads in ((0, slice(0, 4)), (2, slice(2, 4))):
+        expected = [
+            part[:, :, :, heads]
+            .reshape(3, 2, 2, 16, heads.stop - heads.start, -1)
+            .transpose(2, 0, 4, 3, 1, 5)
+            .tobytes()
+            for part in (world.data, world.scales)
+        ]
+        payload = gather_payload_reference(spec, grid, shard, cache.layout, cache.handles, block_ids)
+        assert payload.tobytes() == b"".join(expected)
 
 
 def test_a_rank_is_not_asked_for_a_shard_it_does_not_own() -> None:
     cache = make_cache("contiguous", SPEC, range(1), range(2), 16, 1, np.random.default_rng(1))
-    with pytest.raises(PartitionRefused, match="grid of 2 layer groups x 2 head groups"):
+    with pytest.raises(PartitionRefused, match=r"layers range\(1, 2\) are not in the rank's .* grid of 2 layer groups"):
         gather_payload_reference(SPEC, GRID, 3, cache.layout, cache.handles, np.zeros(1, dtype=np.int64))
+
+
+def test_a_page_of_heads_that_the_rank_has_in_part_is_read_but_not_written() -> None:
+    grid = ShardGrid(2, 2, 1, (1, 2))
+    cache = make_cache("contiguous", SPEC, range(2), range(1, 2), 16, 1, np.random.default_rng(1))
+    ids = np.zeros(1, dtype=np.int64)
+    with pytest.raises(PartitionRefused, match="needs head 0, which the rank does not have"):
+        gather_payload_reference(SPEC, grid, 0, cache.layout, cache.handles, ids)
+    payload = np.random.default_rng(2).integers(0, 256, ShardPayload.of(SPEC, grid, 0).payload_bytes, dtype=np.uint8)
+    scatter_payload_reference(SPEC, grid, 0, cache.layout, cache.handles, ids, payload)
+    rows = payload.reshape(2, 2, 16, 2, 16)  # layer, head, token, plane
+    for layer in range(2):
+        for plane in range(2):
+            for token in range(16):
+                assert np.array_equal(cache.rows(layer, plane, 0, token)[0], rows[layer, 1, token, plane])
+    with pytest.raises(PartitionRefused, match="are not of the rank's"):
+        scatter_payload_reference(SPEC, grid, 1, cache.layout, cache.handles, ids, payload)
 
 
 @pytest.mark.parametrize("block_ids", [[0], [0, 1, 2], [0, 3], [-1, 0]])
@@ -201,11 +234,11 @@ def test_a_codec_stands_between_a_cache_and_its_pages(codec: Codec) -> None:
     noise = np.random.default_rng(2)
     cache = make_cache("vllm_nhd", spec, range(2), range(2), 8, 3, noise)
     block_ids, skip_tokens = np.array([2, 0]), 5
-    rows = np.empty((1, 2, 16, 1, 32), dtype=np.uint8)
+    rows = np.empty((16, 2, 32), dtype=np.uint8)  # of one layer and head
     for plane in range(2):
         for position in range(16):
             block, token = int(block_ids[position // 8]), position % 8
-            rows[0, plane, position, 0] = cache.rows(1, plane, block, token)[1]
+            rows[position, plane] = cache.rows(1, plane, block, token)[1]
     payload = gather_payload_reference(spec, GRID, 3, cache.layout, cache.handles, block_ids)
     data, scales = encode_rows(codec, Dtype.FP16, rows)
     assert payload.tobytes() == data.tobytes() + scales.tobytes()
@@ -216,6 +249,6 @@ def test_a_codec_stands_between_a_cache_and_its_pages(codec: Codec) -> None:
     view = expected[1].reshape(2, 3, 8, 2, 32)  # layer 0 is another shard's
     for plane in range(2):
         for position in range(skip_tokens, 16):
-            view[plane, block_ids[position // 8], position % 8, 1] = decoded[0, plane, position, 0]
+            view[plane, block_ids[position // 8], position % 8, 1] = decoded[position, plane]
     for handle, wanted in zip(cache.handles, expected, strict=True):
         assert np.array_equal(handle, wanted)

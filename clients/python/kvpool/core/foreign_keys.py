@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -15,13 +16,25 @@ from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
-from kvpool.core.payload import ByteRange, ShardPayload
+from kvpool.core.payload import ShardPayload
 
 SMALLEST_CELL_BYTES = 4096
 MAX_CELLS = 0xFFFF
 _OBJECT_TOKENS = 16  # the least that a keyspace may have; an object is one block of them, whatever it holds
 _LENGTH = struct.Struct("<I")
 _NAME_MAGIC = b"kvpool foreign name 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes [offset, offset + size) of an object."""
+
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
 
 
 def foreign_chunk_hash(hash_key: bytes, parts: Iterable[bytes]) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.keyspace import KeyspaceSpec
@@ -110,7 +111,8 @@ class ShardGrid:
 
     def readable(self, present: int, wanted: int) -> int:
         """Shards to read, of those present, so that every layer and head of the wanted shards is read once; 0 if some
-        cannot be. For each layer group it is the wanted split itself, else a coarser one, else a finer one."""
+        cannot be. For each layer group they are the wanted ones themselves if they are there, else the fewest that
+        do, of whatever splits; a reader takes from each only the heads that it wants."""
         return _readable(self, present & self.touching(wanted), wanted)
 
     def covers(self, present: int, wanted: int) -> bool:
@@ -218,23 +220,38 @@ def _readable(grid: ShardGrid, present: int, wanted: int) -> int:
         here, needed = present >> shift & in_group, wanted >> shift & in_group
         if not needed:
             continue
-        found = needed if here & needed == needed else _other_split(grid, here, needed)
+        found = needed if here & needed == needed else _fewest(grid, here, needed)
         if not found:
             return 0
         chosen |= found << shift
     return chosen
 
 
-def _other_split(grid: ShardGrid, here: int, needed: int) -> int:
-    """Shards of one split, in layer group 0, that have all heads of the needed ones; coarser splits first."""
-    own = max(grid.split_of(shard) for shard in shards_in(needed))
-    touched = grid.touching(needed)
-    coarser = [split for split in reversed(grid.splits) if split < own]
-    for split in (*coarser, *(split for split in grid.splits if split >= own)):
-        parts = touched & grid._parts(0, split, range(split))
-        if here & parts == parts:
-            return parts
-    return 0
+def _fewest(grid: ShardGrid, here: int, needed: int) -> int:
+    """The fewest of some shards, all in layer group 0, that have all heads of the needed ones; 0 if they have not."""
+    wanted = sorted({head for shard in shards_in(needed) for head in grid.heads_of(shard)})
+    borders = [0, *(at for at in range(1, len(wanted)) if wanted[at] != wanted[at - 1] + 1), len(wanted)]
+    chosen = 0
+    for first, last in pairwise(borders):
+        found = _chain(grid, here, range(wanted[first], wanted[last - 1] + 1))
+        if not found:
+            return 0
+        chosen |= found
+    return chosen
+
+
+def _chain(grid: ShardGrid, here: int, heads: range) -> int:
+    """The fewest shards, cut to these heads, of which each begins where the one before ends; of equally many the finer
+    ones, which have less that is not needed."""
+    best = {heads.start: (0, 0)}  # by the head that comes next: number of shards, bitmap
+    parts = [(max(heads.start, grid.heads_of(shard).start), shard) for shard in shards_in(here)]
+    for start, shard in sorted(parts):
+        stop = min(heads.stop, grid.heads_of(shard).stop)
+        if start in best and start < stop:
+            count, bitmap = best[start][0] + 1, best[start][1] | 1 << shard
+            if stop not in best or count <= best[stop][0]:
+                best[stop] = count, bitmap
+    return best.get(heads.stop, (0, 0))[1]
 
 
 def shards_in(bitmap: int) -> Iterator[int]:

@@ -1,7 +1,8 @@
 """Where each row of a chunk lies in a page's payload. The same for every engine, TP, PP and block size.
 
-Canonical: data [layer][k, v][token][head][element], then scales [layer][k, v][token][head][scale group] if the codec
-has them. MLA: one plane and one head. Opaque: [layer][block][head][cell], one plane, no scales.
+Canonical: data [unit][layer][head][token of the unit][k, v][element], a unit being 16 tokens, then scales
+[unit][layer][head][token of the unit][k, v][scale group] if the codec has them. MLA: one plane and one head. Opaque:
+the same with one position, a block, in a unit, so [block][layer][head][cell]; one plane, no scales.
 """
 
 from __future__ import annotations
@@ -9,22 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import slot_bytes
 
+PAYLOAD_UNIT_TOKENS = 16
+"""The usual block of engines: what lies together in a block-major cache lies together in a page."""
+
+PayloadShape = tuple[int, int, int, int, int, int]
+"""[units, layers, heads, positions of a unit, planes, bytes of a row]."""
+
 
 @dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes [offset, offset + size) of a payload."""
+class RowStrides:
+    """Bytes from a row to the next one along each axis; rows of a plane follow each other at `position`."""
 
-    offset_bytes: int
-    size_bytes: int
+    unit: int
+    layer: int
+    head: int
+    position: int
+    plane: int
 
-    @property
-    def end_bytes(self) -> int:
-        return self.offset_bytes + self.size_bytes
+    def offset(self, *, layer: int = 0, head: int = 0, plane: int = 0) -> int:
+        """Of a row of position 0; all counted from the shard's first."""
+        return layer * self.layer + head * self.head + plane * self.plane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class ShardPayload:
     layers, heads:   of the model, in payload order.
     planes:          2 (K, V) or 1 (MLA, opaque).
     positions:       rows of one layer, plane and head: tokens of a chunk (opaque: blocks).
+    unit_positions:  positions that lie together for each layer and head; divides positions.
     row_bytes:       one row in the data part.
     scale_row_bytes: one row in the scale part; 0 without scales.
     """
@@ -42,6 +52,7 @@ class ShardPayload:
     heads: range
     planes: int
     positions: int
+    unit_positions: int
     row_bytes: int
     scale_row_bytes: int
 
@@ -51,30 +62,39 @@ class ShardPayload:
         return _shard_payload(spec, grid, shard)
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, planes, positions, heads, row_bytes] of the data part as bytes."""
-        return len(self.layers), self.planes, self.positions, len(self.heads), self.row_bytes
+    def shape(self) -> PayloadShape:
+        """Of the data part as bytes."""
+        return self.shape_of_rows(self.row_bytes)
 
     @property
-    def scale_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, planes, positions, heads, scale_row_bytes] of the scale part as bytes."""
-        return len(self.layers), self.planes, self.positions, len(self.heads), self.scale_row_bytes
+    def scale_shape(self) -> PayloadShape:
+        """Of the scale part as bytes."""
+        return self.shape_of_rows(self.scale_row_bytes)
+
+    def shape_of_rows(self, row_bytes: int) -> PayloadShape:
+        """Of all rows, in payload order, if each has so many bytes."""
+        units = self.positions // self.unit_positions
+        return units, len(self.layers), len(self.heads), self.unit_positions, self.planes, row_bytes
+
+    def strides_of_rows(self, row_bytes: int) -> RowStrides:
+        """Between rows of so many bytes in payload order."""
+        position = self.planes * row_bytes
+        head = self.unit_positions * position
+        layer = len(self.heads) * head
+        return RowStrides(len(self.layers) * layer, layer, head, position, row_bytes)
 
     @property
-    def layer_data_bytes(self) -> int:
-        return self.planes * self.positions * len(self.heads) * self.row_bytes
-
-    @property
-    def layer_scale_bytes(self) -> int:
-        return self.planes * self.positions * len(self.heads) * self.scale_row_bytes
+    def row_count(self) -> int:
+        """Rows of the data part, and of the scale part if there is one."""
+        return self.positions * len(self.layers) * len(self.heads) * self.planes
 
     @property
     def data_bytes(self) -> int:
-        return len(self.layers) * self.layer_data_bytes
+        return self.row_count * self.row_bytes
 
     @property
     def scale_bytes(self) -> int:
-        return len(self.layers) * self.layer_scale_bytes
+        return self.row_count * self.scale_row_bytes
 
     @property
     def payload_bytes(self) -> int:
@@ -85,29 +105,6 @@ class ShardPayload:
         """Arena bytes of a page: header, payload and sum table, rounded up to 4 KiB."""
         return slot_bytes(self.payload_bytes)
 
-    def layer_offset(self, layer: int) -> int:
-        """Offset in the payload of a model layer's data."""
-        return self._layer_index(layer) * self.layer_data_bytes
-
-    def layer_scale_offset(self, layer: int) -> int:
-        """Offset in the payload of a model layer's scales (meaningful if there are any)."""
-        return self.data_bytes + self._layer_index(layer) * self.layer_scale_bytes
-
-    def layer_ranges(self, layers: range) -> tuple[ByteRange, ...]:
-        """What a load of consecutive model layers needs: one range of data and, with scales, one of those."""
-        if not len(layers):
-            return ()
-        data = ByteRange(self.layer_offset(layers[0]), len(layers) * self.layer_data_bytes)
-        self._layer_index(layers[-1])
-        if not self.scale_row_bytes:
-            return (data,)
-        return data, ByteRange(self.layer_scale_offset(layers[0]), len(layers) * self.layer_scale_bytes)
-
-    def _layer_index(self, layer: int) -> int:
-        if layer not in self.layers:
-            raise InvalidRequest(f"layer {layer} is not in the shard's [{self.layers.start}, {self.layers.stop})")
-        return layer - self.layers.start
-
 
 @lru_cache(maxsize=65536)
 def _shard_payload(spec: KeyspaceSpec, grid: ShardGrid, shard: int) -> ShardPayload:
@@ -116,6 +113,7 @@ def _shard_payload(spec: KeyspaceSpec, grid: ShardGrid, shard: int) -> ShardPayl
         heads=grid.heads_of(shard),
         planes=spec.planes,
         positions=spec.positions,
+        unit_positions=1 if spec.opaque else PAYLOAD_UNIT_TOKENS,
         row_bytes=spec.data_row_bytes,
         scale_row_bytes=spec.scale_row_bytes,
     )
@@ -124,11 +122,6 @@ def _shard_payload(spec: KeyspaceSpec, grid: ShardGrid, shard: int) -> ShardPayl
 def payload_bytes(spec: KeyspaceSpec, grid: ShardGrid, shard: int) -> int:
     """Bytes of a payload, scales included."""
     return ShardPayload.of(spec, grid, shard).payload_bytes
-
-
-def payload_shape(spec: KeyspaceSpec, grid: ShardGrid, shard: int) -> tuple[int, int, int, int, int]:
-    """[layers, planes, positions, heads, row_bytes] of the data part as bytes."""
-    return ShardPayload.of(spec, grid, shard).shape
 
 
 def chunk_bytes(spec: KeyspaceSpec, grid: ShardGrid, bitmap: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,10 @@ def gather_payload_reference(
     """
     shape = ShardPayload.of(spec, grid, shard)
     copied = np.empty(_copied_bytes(spec, shape, layout), dtype=np.uint8)
-    for handle, at, begin, size_bytes, _ in _rows(spec, grid, shard, layout, block_ids):
-        copied[begin : begin + size_bytes] = handles[handle][at : at + size_bytes]
+    for row in _rows(spec, grid, shard, layout, block_ids):
+        if row.head not in layout.head_range:
+            raise PartitionRefused(f"a page needs head {row.head}, which the rank does not have; {grid.describe()}")
+        copied[row.begin : row.begin + row.size_bytes] = handles[row.handle][row.at : row.at + row.size_bytes]
     if layout.holds_codec_rows(spec):
         return copied
     payload = np.empty(shape.payload_bytes, dtype=np.uint8)
@@ -52,12 +55,11 @@ def scatter_payload_reference(
     block_ids: BlockIds,
     payload: Bytes,
     skip_tokens: int = 0,
-    layers: range | None = None,
 ) -> None:
-    """Write one chunk's page for a shard into the cache.
+    """Write what the rank has of one chunk's page for a shard into the cache: all of its layers, and its heads as far
+    as they are the rank's.
 
     skip_tokens: leading tokens of the chunk that stay untouched; opaque: a multiple of the block.
-    layers:      model layers to write; None = all of the shard's.
     The rest is as for the gather.
     """
     if not 0 <= skip_tokens <= spec.chunk_tokens or (spec.opaque and skip_tokens % spec.opaque.block_tokens):
@@ -65,26 +67,37 @@ def scatter_payload_reference(
     skip_positions = skip_tokens * spec.positions // spec.chunk_tokens
     if not layout.holds_codec_rows(spec):
         payload = decode_payload(spec, ShardPayload.of(spec, grid, shard), payload)
-    for handle, at, begin, size_bytes, (layer, position) in _rows(spec, grid, shard, layout, block_ids):
-        if position >= skip_positions and (layers is None or layer in layers):
-            handles[handle][at : at + size_bytes] = payload[begin : begin + size_bytes]
+    for row in _rows(spec, grid, shard, layout, block_ids):
+        if row.position >= skip_positions and row.head in layout.head_range:
+            handles[row.handle][row.at : row.at + row.size_bytes] = payload[row.begin : row.begin + row.size_bytes]
 
 
-def _rows(
-    spec: KeyspaceSpec, grid: ShardGrid, shard: int, layout: EngineLayout, block_ids: BlockIds
-) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-    """(handle, offset in it, offset in what is copied, bytes, (model layer, position in the chunk)) of every row."""
+class _Row(NamedTuple):
+    """at: offset in the handle, meaningless for a head that is not the rank's. begin: offset in what is copied."""
+
+    handle: int
+    at: int
+    begin: int
+    size_bytes: int
+    position: int
+    head: int
+
+
+def _rows(spec: KeyspaceSpec, grid: ShardGrid, shard: int, layout: EngineLayout, block_ids: BlockIds) -> Iterator[_Row]:
+    """Every row of the page, in payload order."""
     shape = ShardPayload.of(spec, grid, shard)
     _check(spec, shape, layout, block_ids, grid)
     begin = 0
     for part in ("planes", "scales"):
-        for layer in shape.layers:
-            for plane in getattr(layout.layers[layer - layout.first_layer], part):
-                for position in range(shape.positions):
-                    for head in shape.heads:
-                        at = _row_offset(spec, layout, plane, block_ids, position, head)
-                        yield plane.handle, at, begin, plane.row_bytes, (layer, position)
-                        begin += plane.row_bytes
+        for unit in range(0, shape.positions, shape.unit_positions):
+            for layer in shape.layers:
+                planes = getattr(layout.layers[layer - layout.first_layer], part)
+                for head in shape.heads:
+                    for position in range(unit, unit + shape.unit_positions):
+                        for plane in planes:
+                            at = _row_offset(spec, layout, plane, block_ids, position, head)
+                            yield _Row(plane.handle, at, begin, plane.row_bytes, position, head)
+                            begin += plane.row_bytes
     if begin != _copied_bytes(spec, shape, layout):
         raise AssertionError(f"{begin} bytes of rows for a payload of {shape.payload_bytes}")
 
@@ -107,9 +120,11 @@ def _row_offset(
 
 
 def _check(spec: KeyspaceSpec, shape: ShardPayload, layout: EngineLayout, block_ids: BlockIds, grid: ShardGrid) -> None:
-    for wanted, here in ((shape.layers, layout.layer_range), (shape.heads, layout.head_range)):
-        if wanted.start < here.start or wanted.stop > here.stop:
-            raise PartitionRefused(f"the shard's {wanted} is not in the rank's {here}; {grid.describe()}")
+    layers, heads = layout.layer_range, layout.head_range
+    if shape.layers.start < layers.start or shape.layers.stop > layers.stop:
+        raise PartitionRefused(f"the shard's layers {shape.layers} are not in the rank's {layers}; {grid.describe()}")
+    if shape.heads.start >= heads.stop or shape.heads.stop <= heads.start:
+        raise PartitionRefused(f"the shard's heads {shape.heads} are not of the rank's {heads}; {grid.describe()}")
     if block_ids.shape != (spec.chunk_tokens // layout.block_tokens,):
         raise InvalidRequest(
             f"block_ids must name {spec.chunk_tokens // layout.block_tokens} blocks, got {block_ids.shape}"
