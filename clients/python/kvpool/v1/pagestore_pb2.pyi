@@ -145,6 +145,7 @@ class SessionOpen(_message.Message):
     EXPECTED_INCARNATION_FIELD_NUMBER: _builtins.int
     WANTS_ARENA_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TRUSTS_ARENA_FIELD_NUMBER: _builtins.int
     peer_name: _builtins.str
     """Peer's name for logs and status, for example "agent-0". At most 128 characters."""
     previous_session_id: _builtins.bytes
@@ -155,6 +156,10 @@ class SessionOpen(_message.Message):
     """Incarnation the peer expects, or 0 for any."""
     wants_arena: _builtins.bool
     """True to get segment descriptors over the raw unix socket (same host only)."""
+    trusts_arena: _builtins.bool
+    """True if the session takes pages that nothing has summed yet and does not verify what it reads: pages that were committed
+    `unsealed` are granted to it as they are. False: they are sealed before they are granted.
+    """
     @_builtins.property
     def keyspaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKeyspace]:
         """Keyspaces the session may use: each must belong to the caller's tenant. More may be added by `add_keyspace`."""
@@ -173,10 +178,11 @@ class SessionOpen(_message.Message):
         expected_incarnation: _builtins.int = ...,
         wants_arena: _builtins.bool = ...,
         version: _common_pb2.PeerVersion | None = ...,
+        trusts_arena: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "peer_name", b"peer_name", "previous_drained", b"previous_drained", "previous_session_id", b"previous_session_id", "version", b"version", "wants_arena", b"wants_arena"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_incarnation", b"expected_incarnation", "keyspaces", b"keyspaces", "peer_name", b"peer_name", "previous_drained", b"previous_drained", "previous_session_id", b"previous_session_id", "trusts_arena", b"trusts_arena", "version", b"version", "wants_arena", b"wants_arena"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,24 +417,304 @@ class ReserveResponse(_message.Message):
 Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
+class PageSpan(_message.Message):
+    """Consecutive chunks of one chain, and pages of them by packed arrays: page i is shard `shards[i]` of chunk `positions[i]`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_CHUNK_INDEX_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte id. The session must have named it."""
+    chunk_hashes: _builtins.bytes
+    """Hashes of the chunks in chain order, 16 bytes each; at least one, at most as many as the window."""
+    first_chunk_index: _builtins.int
+    """Position of the first of them in its chain, >= 0."""
+    parent_hash: _builtins.bytes
+    """16-byte hash of the chunk before the first one; 16 zero bytes for the first chunk of a chain."""
+    group_head_hashes: _builtins.bytes
+    """Heads of the groups of 16 chunks that the chunks fall into, in order, 16 bytes each."""
+    shards: _builtins.bytes
+    """Per page: its shard, one byte each, in the keyspace's grid."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt that the pages are stored for, >= 0; 0 means unknown."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per page: which of the chunks it is of, 0-based. At most as many pages as the window."""
+
+    @_builtins.property
+    def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionRun]:
+        """Only to write: runs that cover all of the chunks in order. Empty: the defaults of the keyspace."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRun]:
+        """Only to read: runs that cover all of the chunks in order. Empty: only this node is asked."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        chunk_hashes: _builtins.bytes = ...,
+        first_chunk_index: _builtins.int = ...,
+        parent_hash: _builtins.bytes = ...,
+        group_head_hashes: _builtins.bytes = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        shards: _builtins.bytes = ...,
+        retention: _abc.Iterable[Global___RetentionRun] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SourceRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "keyspace_id", b"keyspace_id", "parent_hash", b"parent_hash", "positions", b"positions", "prompt_tokens", b"prompt_tokens", "retention", b"retention", "shards", b"shards", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageSpan: _TypeAlias = PageSpan  # noqa: Y015
+
+@_typing.final
+class RetentionRun(_message.Message):
+    """Retention of consecutive chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """> 0."""
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """Unset means the defaults of the keyspace."""
+
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        retention: _common_pb2.Retention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "retention", b"retention"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetentionRun: _TypeAlias = RetentionRun  # noqa: Y015
+
+@_typing.final
+class SourceRun(_message.Message):
+    """Where else the pages of consecutive chunks may be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """> 0."""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemoteSource]:
+        """Best first, at most 16; tried in order for pages that are not on this node. Empty: only this node is asked."""
+
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        sources: _abc.Iterable[Global___RemoteSource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceRun: _TypeAlias = SourceRun  # noqa: Y015
+
+@_typing.final
+class ReserveSpanRequest(_message.Message):
+    """Asks for slots to write the pages of a span into; a page's size follows from keyspace and shard. One `span_answer`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def span(self) -> Global___PageSpan:
+        """The pages."""
+
+    def __init__(
+        self,
+        *,
+        span: Global___PageSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveSpanRequest: _TypeAlias = ReserveSpanRequest  # noqa: Y015
+
+@_typing.final
+class AcquireSpanRequest(_message.Message):
+    """Asks for the pages of a span to read. Promotes from disk and pulls from other nodes; single flight per page. Answered by
+    `span_answer` as pages become ready.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPAN_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
+    """Give up on pages that are not ready within this many milliseconds (DEADLINE_EXCEEDED); 0 means 30000."""
+    @_builtins.property
+    def span(self) -> Global___PageSpan:
+        """The pages."""
+
+    def __init__(
+        self,
+        *,
+        span: Global___PageSpan | None = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["span", b"span", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcquireSpanRequest: _TypeAlias = AcquireSpanRequest  # noqa: Y015
+
+@_typing.final
+class SpanAnswer(_message.Message):
+    """What became of pages of a span; each page is named once, in one of the answers. Pages are named by their position in
+    `PageSpan.positions`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    EXISTS_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    FINAL_FIELD_NUMBER: _builtins.int
+    sources: _builtins.bytes
+    """Where the bytes of a page to be read came from: one byte each, a number of Source. Zeroes for writes."""
+    final: _builtins.bool
+    """True on the last answer to a request."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Pages that a lease was granted on; the next four fields speak of the same pages, in the same order."""
+
+    @_builtins.property
+    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lease ids, unique in the session, > 0."""
+
+    @_builtins.property
+    def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Segments to map."""
+
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Byte offsets of the pages' headers in their segments, multiples of 4096."""
+
+    @_builtins.property
+    def exists(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Writes only: pages that are here already."""
+
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Writes only: pages that another session is writing now."""
+
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanFailure]:
+        """Pages that were not granted."""
+
+    def __init__(
+        self,
+        *,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        lease_ids: _abc.Iterable[_builtins.int] | None = ...,
+        segment_ids: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _builtins.bytes = ...,
+        exists: _abc.Iterable[_builtins.int] | None = ...,
+        pending: _abc.Iterable[_builtins.int] | None = ...,
+        failed: _abc.Iterable[Global___SpanFailure] | None = ...,
+        final: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exists", b"exists", "failed", b"failed", "final", b"final", "lease_ids", b"lease_ids", "offsets", b"offsets", "pages", b"pages", "pending", b"pending", "segment_ids", b"segment_ids", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpanAnswer: _TypeAlias = SpanAnswer  # noqa: Y015
+
+@_typing.final
+class SpanFailure(_message.Message):
+    """A page of a span that was not granted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    page: _builtins.int
+    """Which."""
+    @_builtins.property
+    def error(self) -> _common_pb2.ItemError:
+        """The cause, as in ReserveResult and AcquireResult; unset for a page to be read that is nowhere to be had."""
+
+    def __init__(
+        self,
+        *,
+        page: _builtins.int = ...,
+        error: _common_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "page", b"page"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpanFailure: _TypeAlias = SpanFailure  # noqa: Y015
+
+@_typing.final
 class CommitRequest(_message.Message):
-    """Makes written pages visible. Each page's header and sum table must be in place; the pagestore verifies them before it answers."""
+    """Makes written pages visible. Each page's header and sum table must be in place; the pagestore verifies them before it
+    answers. Unless the pages are `unsealed`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: _builtins.int
+    UNSEALED_FIELD_NUMBER: _builtins.int
+    unsealed: _builtins.bool
+    """True if only the payload is in place: header and sum table are the pagestore's to write, before the page leaves this
+    host's memory or is granted to a session that does not trust the arena. Only sessions that said `trusts_arena`.
+    """
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leases from `reserve`."""
+        """Leases from `reserve` or `reserve_span`."""
 
     def __init__(
         self,
         *,
         lease_ids: _abc.Iterable[_builtins.int] | None = ...,
+        unsealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "unsealed", b"unsealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,7 +779,7 @@ class AbortRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leases from `reserve`. Unknown ones are ignored."""
+        """Leases from `reserve` or `reserve_span`. Unknown ones are ignored."""
 
     def __init__(
         self,
@@ -692,6 +978,52 @@ class AcquireResponse(_message.Message):
 Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
 @_typing.final
+class PrepareRequest(_message.Message):
+    """Asks that so much of the arena be assigned to the session's tenant now, ready to be mapped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARE_BYTES_FIELD_NUMBER: _builtins.int
+    share_bytes: _builtins.int
+    """Bytes of segments that the tenant is to have, those it has included, > 0."""
+    def __init__(
+        self,
+        *,
+        share_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["share_bytes", b"share_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class PrepareResponse(_message.Message):
+    """Answer of `prepare`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All segments of the tenant. They may be fewer bytes than were asked for."""
+
+    def __init__(
+        self,
+        *,
+        segment_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_ids", b"segment_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     """Ends read leases. The peer must have finished all reads of these slots."""
 
@@ -701,7 +1033,7 @@ class ReleaseRequest(_message.Message):
     CORRUPT_LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leases from `acquire`. Unknown ones are ignored."""
+        """Leases from `acquire` or `acquire_span`. Unknown ones are ignored."""
 
     @_builtins.property
     def corrupt_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -788,6 +1120,9 @@ class SessionRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
+    RESERVE_SPAN_FIELD_NUMBER: _builtins.int
+    ACQUIRE_SPAN_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, echoed in the answers; 0 for heartbeat and close."""
@@ -828,6 +1163,18 @@ class SessionRequest(_message.Message):
         """Normal end."""
 
     @_builtins.property
+    def prepare(self) -> Global___PrepareRequest:
+        """Segments for the tenant."""
+
+    @_builtins.property
+    def reserve_span(self) -> Global___ReserveSpanRequest:
+        """Slots to write, for many pages of a chain."""
+
+    @_builtins.property
+    def acquire_span(self) -> Global___AcquireSpanRequest:
+        """Many pages of a chain to read."""
+
+    @_builtins.property
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that the request belongs to. Unset: none."""
 
@@ -844,13 +1191,16 @@ class SessionRequest(_message.Message):
         release: Global___ReleaseRequest | None = ...,
         heartbeat: Global___SessionHeartbeat | None = ...,
         close: Global___SessionClose | None = ...,
+        prepare: Global___PrepareRequest | None = ...,
+        reserve_span: Global___ReserveSpanRequest | None = ...,
+        acquire_span: Global___AcquireSpanRequest | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "reserve", b"reserve", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "acquire_span", b"acquire_span", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "prepare", b"prepare", "release", b"release", "reserve", b"reserve", "reserve_span", b"reserve_span", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "acquire_span", b"acquire_span", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "prepare", b"prepare", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "reserve_span", b"reserve_span", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "add_keyspace", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "close"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "add_keyspace", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "close", "prepare", "reserve_span", "acquire_span"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -872,6 +1222,8 @@ class SessionResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
+    SPAN_ANSWER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request; 0 for heartbeats."""
     @_builtins.property
@@ -910,6 +1262,14 @@ class SessionResponse(_message.Message):
     def error(self) -> _common_pb2.ItemError:
         """The request as a whole was refused; the session goes on."""
 
+    @_builtins.property
+    def prepare(self) -> Global___PrepareResponse:
+        """Answer of prepare."""
+
+    @_builtins.property
+    def span_answer(self) -> Global___SpanAnswer:
+        """Answer of reserve_span, or part of the answer of acquire_span."""
+
     def __init__(
         self,
         *,
@@ -923,12 +1283,14 @@ class SessionResponse(_message.Message):
         heartbeat: Global___SessionHeartbeat | None = ...,
         closed: Global___SessionClose | None = ...,
         error: _common_pb2.ItemError | None = ...,
+        prepare: Global___PrepareResponse | None = ...,
+        span_answer: Global___SpanAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "closed", b"closed", "commit", b"commit", "error", b"error", "heartbeat", b"heartbeat", "kind", b"kind", "opened", b"opened", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "closed", b"closed", "commit", b"commit", "error", b"error", "heartbeat", b"heartbeat", "kind", b"kind", "opened", b"opened", "prepare", b"prepare", "release", b"release", "reserve", b"reserve", "span_answer", b"span_answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "closed", b"closed", "commit", b"commit", "error", b"error", "heartbeat", b"heartbeat", "kind", b"kind", "opened", b"opened", "release", b"release", "request_id", b"request_id", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "closed", b"closed", "commit", b"commit", "error", b"error", "heartbeat", b"heartbeat", "kind", b"kind", "opened", b"opened", "prepare", b"prepare", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "span_answer", b"span_answer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "closed", "error"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "closed", "error", "prepare", "span_answer"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
