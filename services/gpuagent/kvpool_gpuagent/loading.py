@@ -208,7 +208,12 @@ class LoadRun:
             self._first_failed, self._error = position, error
 
     def _outcome(self) -> LoadOutcome:
-        outcome = LoadOutcome(chunk_count=len(self._span.chunks), loaded_chunks=self._first_failed, error=self._error)
+        outcome = LoadOutcome(
+            chunk_count=len(self._span.chunks),
+            loaded_chunks=self._first_failed,
+            error=self._error,
+            copying_s=self.copying_s,
+        )
         tokens = self._rank.spec.chunk_tokens - self._skip_tokens[: self._first_failed]
         sources = self._source_of[: self._first_failed]
         for source in LoadSource:

@@ -163,4 +163,5 @@ def load_done_to_proto(outcome: LoadOutcome) -> gpuagent_pb2.EngineLoadDone:
             disk=outcome.tokens[LoadSource.DISK],
             remote=outcome.tokens[LoadSource.REMOTE],
         ),
+        copy_ms=outcome.copying_s * 1e3,
     )

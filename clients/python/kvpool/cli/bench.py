@@ -23,10 +23,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     pages.set_defaults(run=run_pages)
     match = benches.add_parser("match", help="the longest prefix of 16 to 2048 chunks, on an open stream")
     match.set_defaults(run=run_match)
-    gpu = benches.add_parser("gpu", help="pages between a GPU cache and an arena, beside the link itself; needs a GPU")
-    gpu.set_defaults(run=run_gpu)
-    gpu.add_argument("--only", type=_sections, metavar="SECTION,...", help="link, shapes, beside, codecs, peer, ways")
-    for bench, quick in ((pages, "20 s"), (match, "20 s"), (gpu, "a minute, where all takes under four")):
+    for bench, quick in ((pages, "20 s"), (match, "20 s")):
         bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
         bench.add_argument("--quick", action="store_true", help=f"less data and fewer rounds: under {quick}")
     _declare_serve(benches)
@@ -65,21 +62,6 @@ def run_match(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def run_gpu(arguments: argparse.Namespace) -> int:
-    """Measure the GPU path: the device alone, in processes of its own, whatever cluster runs."""
-    from kvpool.cli.bench_gpu import measure_gpu
-    from kvpool.cli.bench_gpu_plan import FULL, QUICK, SECTIONS
-
-    def show(text: str) -> None:
-        print(text, flush=True)
-
-    command = " ".join(["kvpool", *arguments.argv])
-    report = measure_gpu(QUICK if arguments.quick else FULL, arguments.only or list(SECTIONS), command, show)
-    if arguments.json:
-        report.write(arguments.json)
-    return EXIT_FAILED if report.failed else EXIT_OK
-
-
 def run_serve(arguments: argparse.Namespace) -> int:
     """Measure a server from outside, whatever runs there."""
     code: int = _serve_command().run_serve(arguments)
@@ -97,15 +79,6 @@ def _serve_command() -> ModuleType:
         return import_module("kvpool.cli.bench_serve.command")
     except ModuleNotFoundError as error:
         raise CommandFailed(f"{error.name} is missing: pip install 'kvpool[bench]'") from error
-
-
-def _sections(text: str) -> list[str]:
-    from kvpool.cli.bench_gpu import sections_from_text
-
-    try:
-        return sections_from_text(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def running_state_dir(arguments: argparse.Namespace) -> Path | None:

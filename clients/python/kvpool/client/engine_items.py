@@ -98,6 +98,7 @@ class LoadOutcome:
     failed: tuple[int, ...] = ()
     error: KvPoolError | None = None
     tokens: TierTokens = TierTokens()
+    copy_s: float = 0.0  # from the beginning of the first copy to the end of the last; 0 if nothing was copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,4 +194,5 @@ def load_outcome_from_proto(message: gpuagent_pb2.EngineLoadDone) -> LoadOutcome
         failed=tuple(message.failed_chunks),
         error=item_error_from_proto(message.error) if message.HasField("error") else None,
         tokens=TierTokens(message.tokens.staging, message.tokens.disk, message.tokens.remote),
+        copy_s=message.copy_ms / 1e3 if 0 < message.copy_ms < inf else 0.0,
     )

@@ -15,7 +15,6 @@ from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.ipc import IpcMemory
 from kvpool.core.keyspace import KeyspaceSpec
-from kvpool.core.launches import Launch, Launched
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
@@ -39,20 +38,6 @@ class GpuRegion:
     memory: IpcMemory
 
 
-class Launcher(Protocol):
-    """Launches an agent's kernels in this process; kvpool.client.gpu_launch has one. Outlives its sessions."""
-
-    @property
-    def scratch(self) -> GpuRegion:
-        """Memory that the agent may map."""
-        ...
-
-    def start(self, launch: Launch, ended: Callable[[Launched], None]) -> None:
-        """Begin a launch. Neither blocks nor raises; `ended` is called once, from any thread, when nothing of the
-        launch is running any more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """How an engine rank registers. regions: the memory of layout.handle_sizes, in order, all of one kind."""
@@ -64,7 +49,6 @@ class EnginePlan:
     layout: EngineLayout
     regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
     events: EventSlots | None = None  # of GPU work that stores and loads may have to come after
-    launcher: Launcher | None = None  # for an agent's kernels, so that they take no turns with this process's
     load_only: bool = False
     match_only: bool = False  # an engine's scheduler: there are no regions, and nothing can be stored or loaded
     layers_per_progress: int = 0  # 0: one report per layer group of the grid
@@ -73,8 +57,8 @@ class EnginePlan:
     def check(self) -> None:
         """raises: InvalidRequest naming what does not fit."""
         if self.match_only:
-            if self.regions or self.events is not None or self.launcher is not None:
-                raise InvalidRequest("match_only: leave regions, events and launcher out")
+            if self.regions or self.events is not None:
+                raise InvalidRequest("match_only: leave regions and events out")
             return
         sizes = tuple(region.size_bytes for region in self.regions)
         if sizes != self.layout.handle_sizes:
@@ -84,10 +68,6 @@ class EnginePlan:
                 region.memory.check(f"regions[{number}]", region.size_bytes)
             if isinstance(region, GpuRegion) != isinstance(self.regions[0], GpuRegion):
                 raise InvalidRequest("regions must be all shared memory or all GPU memory")
-        if self.launcher is not None:
-            if not isinstance(self.regions[0], GpuRegion):
-                raise InvalidRequest("launcher is for caches on a GPU; leave it out for shared memory")
-            self.launcher.scratch.memory.check("launcher.scratch", self.launcher.scratch.size_bytes)
 
     def new_hold(self) -> MemoryHold:
         """To know when the agent of one session has let go of the memory."""
@@ -137,7 +117,6 @@ def register_to_proto(plan: EnginePlan) -> gpuagent_pb2.EngineRegister:
         events=[ipc_event_to_proto(event) for event in plan.events.handles] if plan.events is not None else [],
         match_only=plan.match_only,
         hold_file=any(isinstance(region, GpuRegion) for region in plan.regions),
-        scratch=_handle_to_proto(plan.launcher.scratch) if plan.launcher is not None else None,
         version=own_version_to_proto(),
     )
 

@@ -19,7 +19,6 @@ from kvpool.client.engine_items import (
     match_from_proto,
     store_to_proto,
 )
-from kvpool.client.engine_launches import SessionLaunches
 from kvpool.client.engine_registration import EnginePlan, OfferFd, Registration, lend, register_to_proto
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.fds import offer_fd
@@ -73,7 +72,6 @@ class EngineSession:
             on_broken=self._on_broken,
             on_unasked=self._on_unasked,
         )
-        self._launches = SessionLaunches(plan.launcher, self.blocks_per_chunk, self._stream.send_soon)
 
     @classmethod
     async def open(cls, plan: EnginePlan, config: ClientConfig, *, offer: OfferFd = offer_fd) -> EngineSession:
@@ -236,12 +234,7 @@ class EngineSession:
 
         `released` says whether the holds have ended; it may not be set when the agent neither confirms nor lets go.
         """
-        ended_well = False
-        self._launches.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.call_timeout_s):
-                await self._launches.idle()
-            ended_well = await self._stream.finish(_Request(close=gpuagent_pb2.EngineClose()))
+        ended_well = await self._stream.finish(_Request(close=gpuagent_pb2.EngineClose()))
         await self._stream.abort("the session was closed")
         if ended_well:
             self._release()
@@ -254,11 +247,6 @@ class EngineSession:
     async def reopen(self) -> EngineSession:
         """End this session and register the same engine again; may be repeated after a failure. raises: as `open`."""
         await self._stream.abort("the session is reopened")
-        try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                await self._launches.idle()  # its kernels write the scratch that the successor lends
-        except TimeoutError:
-            raise DeadlineExceeded("kernels that the old session launched are still running on this GPU") from None
         plan = replace(self._plan, previous_session_id=self.session_id)
         successor = await EngineSession.open(plan, self._config, offer=self._offer)
         if not self.released.is_set() and self._hold.ends_with_successor:
@@ -266,15 +254,12 @@ class EngineSession:
         return successor
 
     def _on_broken(self, error: KvPoolError) -> None:
-        self._launches.stop()
         if self._releasing is None and not self.released.is_set():
             self._releasing = asyncio.create_task(self._watch_release(), name="engine session release")
 
     def _on_unasked(self, response: _Response) -> None:
         if response.HasField("event_waited"):
             self._events.waited(engine_event_from_proto(response.event_waited), self)
-        elif response.HasField("launch"):
-            self._launches.take(response.launch)
 
     async def _stop_watching(self) -> None:
         """The holds end with `reopen` or never."""
@@ -285,7 +270,6 @@ class EngineSession:
 
     async def _watch_release(self) -> None:
         await self._hold.ended()
-        await self._launches.idle()
         self._release()
 
     def _release(self) -> None:

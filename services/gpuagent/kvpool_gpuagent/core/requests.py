@@ -137,12 +137,14 @@ class StoreOutcome:
 class LoadOutcome:
     """End of a load: leading chunks that are in; everything after them is failed, `error` says why the first one is.
 
-    tokens: of loaded chunks, by the slowest source that a chunk needed.
+    tokens: of loaded chunks, by the slowest source that a chunk needed. copying_s: from the beginning of the first
+    copy to the end of the last one.
     """
 
     chunk_count: int
     loaded_chunks: int = 0
     error: KvPoolError | None = None
+    copying_s: float = 0.0
     tokens: dict[LoadSource, int] = field(default_factory=lambda: dict.fromkeys(LoadSource, 0))
 
     @property
