@@ -105,3 +105,20 @@ async def test_a_cancelled_taker_loses_no_slot() -> None:
         await taking
     assert some.free_count == 1
     assert await some.take_async(1.0) == EngineEvent(slot=0, generation=3)
+
+
+def test_a_shared_event_is_free_when_all_its_holders_have_given_it_back() -> None:
+    some = slots(1)
+    event = some.try_take()
+    assert event is not None
+    some.share(event)
+    some.give_back(event)
+    assert some.announce(event, SESSION), "the other holder may still name it"
+    some.waited(event, SESSION)
+    assert some.try_take() is None
+    some.give_back(event)
+    assert some.free_count == 1
+    with pytest.raises(InvalidRequest, match="is not taken"):
+        some.share(event)
+    with pytest.raises(InvalidRequest, match="has no events"):
+        slots(0).try_take()

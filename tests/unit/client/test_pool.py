@@ -146,6 +146,20 @@ async def test_a_load_cut_off_by_the_deadline_keeps_its_hold() -> None:
         await asyncio.wait_for(report.hold.wait(), PATIENCE_S)
 
 
+async def test_loads_that_run_at_once_keep_apart_what_computing_them_would_cost() -> None:
+    async with pool() as (cache, stream, _):
+        chain = cache.chain(TOKENS)
+        loading = [
+            asyncio.create_task(cache.load(chain, BLOCKS, first_chunk=0, end_chunk=4, compute_us_per_token=cost))
+            for cost in (7.0, 0.0, 9.0)
+        ]
+        requests = [await stream.next("load") for _ in loading]
+        assert [request.load.compute_us_per_token for request in requests] == [7.0, 0.0, 9.0]
+        for request in requests:
+            stream.send(load_done(request, 4))
+        await asyncio.gather(*loading)
+
+
 async def test_a_load_that_is_stopped_ends_when_the_agent_says_so_and_asks_for_no_more() -> None:
     async with pool(max_request_chunks=2) as (cache, stream, _):
         stop = LoadStop()

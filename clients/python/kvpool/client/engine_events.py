@@ -17,7 +17,7 @@ from kvpool.core.ipc import EngineEvent, IpcEvent
 @dataclass(slots=True)
 class _Slot:
     generation: int = 0
-    held: bool = False  # by whoever took it: requests may still name it
+    holders: int = 0  # who took it, and whom it was shared with: requests may still name it
     session: object = None  # that this generation was announced to
     looked_at: bool = False  # by that session's agent, perhaps
 
@@ -56,6 +56,19 @@ class EventSlots:
                 raise self._too_late(timeout_s) from None
             raise
 
+    def try_take(self) -> EngineEvent | None:
+        """An event to record, if one is free now. raises: InvalidRequest without events."""
+        self._check_any()
+        with self._lock:
+            return self._hand_out(self._free.popleft()) if self._free else None
+
+    def share(self, event: EngineEvent) -> None:
+        """One more holder gives the event back. The caller holds it, so it is not free meanwhile."""
+        with self._lock:
+            if not self._is_held(event):
+                raise _not_taken(event)
+            self._slots[event.slot].holders += 1
+
     async def take_async(self, timeout_s: float) -> EngineEvent:
         """The same for event loops."""
         future = self._ask()
@@ -69,11 +82,10 @@ class EventSlots:
             raise
 
     def give_back(self, event: EngineEvent) -> None:
-        """The taker names the event in no further request. Idempotent."""
+        """One holder names the event in no further request. Does nothing once all of them have given it back."""
         with self._lock:
-            slot = self._slots[event.slot]
-            if slot.generation == event.generation and slot.held:
-                slot.held = False
+            if self._is_held(event):
+                self._slots[event.slot].holders -= 1
                 self._free_if_unused(event.slot)
 
     def announce(self, event: EngineEvent, session: object) -> bool:
@@ -82,11 +94,8 @@ class EventSlots:
         raises: InvalidRequest for an event that was given back, or is none of these.
         """
         with self._lock:
-            known = 0 <= event.slot < len(self._slots)
-            if not known or self._slots[event.slot].generation != event.generation or not self._slots[event.slot].held:
-                raise InvalidRequest(
-                    f"event {event.slot} (generation {event.generation}) is not taken; take and record one first"
-                )
+            if not self._is_held(event):
+                raise _not_taken(event)
             slot = self._slots[event.slot]
             first = slot.session is not session
             if first:
@@ -120,16 +129,23 @@ class EventSlots:
             self._free_if_unused(number)
 
     def _free_if_unused(self, number: int) -> None:
-        if self._slots[number].held or self._slots[number].looked_at:
+        if self._slots[number].holders or self._slots[number].looked_at:
             return
         while self._waiting:
             if self._serve(self._waiting.popleft(), number):
                 return
         self._free.append(number)
 
-    def _ask(self) -> Future[EngineEvent]:
+    def _is_held(self, event: EngineEvent) -> bool:
+        known = 0 <= event.slot < len(self._slots)
+        return known and self._slots[event.slot].generation == event.generation and self._slots[event.slot].holders > 0
+
+    def _check_any(self) -> None:
         if not self._slots:
             raise InvalidRequest("this engine has no events; make some (kvpool.client.gpu) before it registers")
+
+    def _ask(self) -> Future[EngineEvent]:
+        self._check_any()
         future: Future[EngineEvent] = Future()
         with self._lock:
             if self._free:
@@ -144,8 +160,13 @@ class EventSlots:
             future.set_result(EngineEvent(slot=number, generation=slot.generation + 1))
         except InvalidStateError:  # its taker has left
             return False
-        slot.generation, slot.held, slot.session = slot.generation + 1, True, None
+        self._hand_out(number)
         return True
+
+    def _hand_out(self, number: int) -> EngineEvent:
+        slot = self._slots[number]
+        slot.generation, slot.holders, slot.session = slot.generation + 1, 1, None
+        return EngineEvent(slot=number, generation=slot.generation)
 
     def _abandon(self, future: Future[EngineEvent]) -> None:
         """Its taker has left: an event that came in the same instant goes back."""
@@ -159,3 +180,9 @@ class EventSlots:
             f"none of {len(self._slots)} events became free within {timeout_s:g} s: the agent waits for engine work "
             f"that has not ended; make more events, or store less often"
         )
+
+
+def _not_taken(event: EngineEvent) -> InvalidRequest:
+    return InvalidRequest(
+        f"event {event.slot} (generation {event.generation}) is not taken; take and record one first"
+    )

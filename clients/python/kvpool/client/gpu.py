@@ -191,7 +191,14 @@ class GpuEvents:
         raises: DeadlineExceeded if no event becomes free in time: then store without, after the stream is synchronized,
         or not at all.
         """
-        event = self.slots.take(timeout_s)
+        return self._recorded(self.slots.take(timeout_s), stream)
+
+    def try_record(self, stream: Stream | None = None) -> EngineEvent | None:
+        """The same without waiting: None if no event is free now."""
+        event = self.slots.try_take()
+        return self._recorded(event, stream) if event is not None else None
+
+    def _recorded(self, event: EngineEvent, stream: Stream | None) -> EngineEvent:
         try:
             self._driver.use_device(self._ordinal)
             self._events.record(event.slot, _address_of(stream, self._ordinal))

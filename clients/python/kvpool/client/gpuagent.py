@@ -57,7 +57,6 @@ class EngineSession:
         self._hold = plan.new_hold()
         self._holds: set[StoreHandle | LoadHandle] = set()
         self._releasing: asyncio.Task[None] | None = None
-        self.compute_us_per_token = 0.0  # of the engine's own prefills, if its owner measures them: for metrics alone
         self.released = asyncio.Event()  # after the end: the agent touches no block of this session any more
         self._registered, self._ready = gpuagent_pb2.EngineRegistered(), gpuagent_pb2.EngineReady()
         self._grid = ShardGrid.of(plan.spec)
@@ -194,10 +193,13 @@ class EngineSession:
         wait_s: float,
         on_progress: Callable[[int, tuple[int, ...]], None] | None = None,
         after: EngineEvent | None = None,
+        compute_us_per_token: float = 0.0,
     ) -> LoadHandle:
-        """Begin a load, as `store` does. after: GPU work that may still read what the blocks held before."""
+        """Begin a load, as `store` does. after: GPU work that may still use the blocks.
+
+        compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown."""
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
-        load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, self.compute_us_per_token)
+        load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, compute_us_per_token)
         await self._begin(_Request(load=load), handle, after)
         return handle
 

@@ -100,12 +100,14 @@ class KvPool:
         on_progress: OnProgress | None = None,
         after: EngineEvent | None = None,
         stop: LoadStop | None = None,
+        compute_us_per_token: float = 0.0,
     ) -> LoadReport:
         """Load chunks [first_chunk, end_chunk) into the engine's blocks.
 
         skip_tokens: of the first chunk, to leave untouched. on_progress: called with layers that are in and failed
         chunks (indexes in the chain), for loads that fit into one request. after: GPU work that may still read what the
         blocks held before, an event that was taken and recorded; it is given back here. stop: ends it early.
+        compute_us_per_token: see EngineSession.load.
         raises: InvalidRequest for a range outside of the chain.
         """
         chunks = range(first_chunk, end_chunk)
@@ -116,6 +118,7 @@ class KvPool:
             after=after,
             stop=stop or LoadStop(),
             explain=self._explain,
+            compute_us_per_token=compute_us_per_token,
         )
         try:
             with self._span("load", len(chunks)) as span:
@@ -136,6 +139,7 @@ class KvPool:
         skip_tokens: int = 0,
         timeout_s: float | None = None,
         after: EngineEvent | None = None,
+        compute_us_per_token: float = 0.0,
     ) -> LoadTicket:
         """Begin a load whose first layers can be used before its last ones are in. Arguments as for `load`."""
         return LoadTicket(
@@ -148,6 +152,7 @@ class KvPool:
                 timeout_s=timeout_s,
                 on_progress=on_progress,
                 after=after,
+                compute_us_per_token=compute_us_per_token,
             )
         )
 

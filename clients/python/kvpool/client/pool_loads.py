@@ -16,7 +16,8 @@ from kvpool.core.ipc import EngineEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTerms:
-    """Of one load. grace_s: after its time, for the agent to say so. explain: what callers are told of an error."""
+    """Of one load. grace_s: after its time, for the agent to say so. explain: what callers are told of an error.
+    compute_us_per_token: see EngineSession.load."""
 
     timeout_s: float
     grace_s: float
@@ -24,6 +25,7 @@ class LoadTerms:
     after: EngineEvent | None
     stop: LoadStop
     explain: Callable[[KvPoolError], KvPoolError]
+    compute_us_per_token: float = 0.0
 
 
 async def load_windows(
@@ -65,7 +67,13 @@ async def _load_span(
     try:
         wait_s = max(0.001, ends_at_s - loop.time())
         async with asyncio.timeout(wait_s):
-            handle = await session.load(span, wait_s=wait_s, on_progress=on_progress, after=terms.after)
+            handle = await session.load(
+                span,
+                wait_s=wait_s,
+                on_progress=on_progress,
+                after=terms.after,
+                compute_us_per_token=terms.compute_us_per_token,
+            )
         handles.append(handle)
         terms.stop.begun(handle.cancel)
         return await handle.done(max(0.0, ends_at_s - loop.time()) + terms.grace_s)

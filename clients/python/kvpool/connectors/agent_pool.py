@@ -104,7 +104,6 @@ class AgentPool:
         pool, after, started_s = self._reached(), self._memory.record(), time.perf_counter()
 
         async def begin() -> LoadTicket:
-            pool.session.compute_us_per_token = compute_us_per_token
             return pool.begin_load(
                 self._chain(span.chain),
                 _block_table(span),
@@ -112,6 +111,7 @@ class AgentPool:
                 end_chunk=len(span.chain),
                 timeout_s=timeout_s,
                 after=after,
+                compute_us_per_token=compute_us_per_token,
             )
 
         ticket = self._loop.run(begin)
