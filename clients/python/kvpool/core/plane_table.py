@@ -17,12 +17,13 @@ from kvpool.core.geometry import check_count
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, RowPlane
-from kvpool.core.payload import ShardPayload
+from kvpool.core.payload import PAYLOAD_UNIT_TOKENS, ShardPayload
 
 Int64s = npt.NDArray[np.int64]
 
 PLANE_COLUMNS = 8
-ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAYLOAD_OFFSET, SCALE_PAYLOAD_OFFSET = range(6)
+ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE = range(4)
+PAYLOAD_OFFSET, SCALE_PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE, SCALE_PAYLOAD_UNIT_STRIDE = range(4, 8)
 LARGEST_UNIT_BYTES = 16
 _MAX_ADDRESS = (1 << 62) - 1
 
@@ -31,48 +32,52 @@ _MAX_ADDRESS = (1 << 62) - 1
 class ShardPlanes:
     """One shard's rows of the table, and what its pages look like.
 
-    layers, heads:      of the model.
+    layers, heads:      of the model; those heads of the shard that the rank has.
+    is_whole:           whether the rank has all heads of the shard: only then can it fill a page.
     first_plane:        row of the first data plane; plane_count of them, layer by layer.
     first_scale_plane:  the same for planes that hold an engine's own scales; scale_plane_count is 0 without any.
+    payload_bytes:      of a page, with the heads that the rank does not have.
     """
 
     shard: int
     layers: range
     heads: range
+    is_whole: bool
     first_plane: int
     plane_count: int
     first_scale_plane: int
     scale_plane_count: int
     payload_bytes: int
 
-    def of_layers(self, layers: range) -> tuple[range, range]:
-        """Table rows of the data planes and of the scale planes of some consecutive model layers.
+    @property
+    def data_rows(self) -> slice:
+        """Of the table."""
+        return slice(self.first_plane, self.first_plane + self.plane_count)
 
-        raises: InvalidRequest for layers outside of the shard.
-        """
-        if len(layers) and (layers.start < self.layers.start or layers.stop > self.layers.stop):
-            raise InvalidRequest(f"layers {layers} are not in the shard's [{self.layers.start}, {self.layers.stop})")
-        first, count = layers.start - self.layers.start, len(layers)
-        step, scale_step = self.plane_count // len(self.layers), self.scale_plane_count // len(self.layers)
-        data, scales = self.first_plane + first * step, self.first_scale_plane + first * scale_step
-        return range(data, data + count * step), range(scales, scales + count * scale_step)
+    @property
+    def scale_rows(self) -> slice:
+        """Of the table."""
+        return slice(self.first_scale_plane, self.first_scale_plane + self.scale_plane_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlaneTable:
-    """All planes of a rank.
+    """All planes of a rank, once for each shard of any split that has layers and heads of the rank.
 
-    planes:            [P, 8] int64, C-contiguous, not to be written. Columns: address of (block 0, token 0, the shard's
-                       first head); block, token and head stride; payload offset of the plane's data; payload offset of
-                       the scales that a codec makes of it (0 if none); 0; 0. A stride along which there is one item
-                       is 0. Shard by shard, data planes before scale planes; a scale plane's payload offset is that of
-                       its scale rows.
+    planes:            [P, 8] int64, C-contiguous, not to be written. Columns: address of (block 0, token 0, first head
+                       of the shard that the rank has); block, token and head stride; payload offset of the plane's
+                       data from that head on; payload offset of the scales that a codec makes of it (0 if none);
+                       bytes from a unit of the payload to the next in the data, and in such scales. A stride along
+                       which there is one item is 0. Shard by shard, data planes before scale planes; a scale plane's
+                       payload offset and unit stride are those of its scale rows.
     handles:           [P] int64: of each plane. Memory of two handles may be adjacent and yet be two allocations.
     shards:            by shard number, ascending.
     unit_bytes:        power of two, at most 16, that divides whatever locates or sizes a data row, in the cache and in
                        the payload.
     scale_unit_bytes:  the same of scale rows: the engine's own, or those that a codec writes; 16 without scales.
     block_rows:        rows along a block's token axis.
+    unit_rows:         positions of a payload's unit. Within a unit rows of a plane and head are spec.planes rows apart,
+                       and heads unit_rows times that.
     cache_row_bytes:   one row of data in the cache; row_bytes: the same in the payload, which differs if bytes are not
                        only copied. scale_row_bytes: scales of one row; 0 without.
     """
@@ -85,6 +90,7 @@ class PlaneTable:
     unit_bytes: int
     scale_unit_bytes: int
     block_rows: int
+    unit_rows: int
     cache_row_bytes: int
     row_bytes: int
     scale_row_bytes: int
@@ -102,13 +108,16 @@ class PlaneTable:
         shards: dict[int, ShardPlanes] = {}
         handles: list[int] = []
         is_data: list[bool] = []
-        for shard in shards_in(grid.bitmap_for(layout.layer_range, layout.head_range)):
+        own_heads = layout.head_range
+        for shard in shards_in(grid.touching(grid.bitmap_for(layout.layer_range, own_heads))):
             payload = ShardPayload.of(spec, grid, shard)
-            data, scales = _rows_of(spec, layout, payload, handle_addresses)
+            heads = range(max(payload.heads.start, own_heads.start), min(payload.heads.stop, own_heads.stop))
+            data, scales = _rows_of(spec, layout, payload, heads, handle_addresses)
             shards[shard] = ShardPlanes(
                 shard=shard,
                 layers=payload.layers,
-                heads=payload.heads,
+                heads=heads,
+                is_whole=heads == payload.heads,
                 first_plane=len(rows),
                 plane_count=len(data),
                 first_scale_plane=len(rows) + len(data),
@@ -131,17 +140,20 @@ class PlaneTable:
             unit_bytes=units[0],
             scale_unit_bytes=units[1],
             block_rows=layout.rows_of_block(spec),
+            unit_rows=1 if spec.opaque else PAYLOAD_UNIT_TOKENS,
             cache_row_bytes=layout.layers[0].planes[0].row_bytes,
             row_bytes=spec.data_row_bytes,
             scale_row_bytes=spec.scale_row_bytes,
         )
 
     def of_shard(self, shard: int) -> ShardPlanes:
-        """raises: InvalidRequest for a shard that the rank does not own."""
+        """raises: InvalidRequest for a shard of which the rank has nothing."""
         try:
             return self.shards[shard]
         except KeyError:
-            raise InvalidRequest(f"shard {shard} is not one of the rank's {list(self.shards)}") from None
+            raise InvalidRequest(
+                f"shard {shard} has no layer and head of the rank; these have: {list(self.shards)}"
+            ) from None
 
 
 def _check_addresses(spec: KeyspaceSpec, layout: EngineLayout, handle_addresses: Sequence[int]) -> None:
@@ -163,51 +175,60 @@ def _check_addresses(spec: KeyspaceSpec, layout: EngineLayout, handle_addresses:
 
 
 def _rows_of(
-    spec: KeyspaceSpec, layout: EngineLayout, payload: ShardPayload, handle_addresses: Sequence[int]
+    spec: KeyspaceSpec,
+    layout: EngineLayout,
+    payload: ShardPayload,
+    heads: range,
+    handle_addresses: Sequence[int],
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Table rows of one shard: data planes, scale planes."""
-    plane_rows = payload.positions * len(payload.heads)
     data: list[list[int]] = []
     scales: list[list[int]] = []
-    made = 0 if layout.holds_codec_rows(spec) else payload.scale_row_bytes
-    for layer in payload.layers:
+    strides = payload.strides_of_rows(payload.row_bytes)
+    scale_strides = payload.strides_of_rows(payload.scale_row_bytes)
+    are_scales_made = payload.scale_row_bytes > 0 and not layout.holds_codec_rows(spec)
+    head = heads.start - payload.heads.start
+    for number, layer in enumerate(payload.layers):
         here = layout.layers[layer - layout.first_layer]
-        offset, scale_offset = payload.layer_offset(layer), payload.layer_scale_offset(layer)
-        for number, plane in enumerate(here.planes):
-            skipped = number * plane_rows
-            made_offset = scale_offset + skipped * made if made else 0
-            located = _located(spec, layout, payload, plane, handle_addresses)
-            data.append([*located, offset + skipped * payload.row_bytes, made_offset, 0, 0])
-        for number, plane in enumerate(here.scales):
-            located = _located(spec, layout, payload, plane, handle_addresses)
-            scales.append([*located, scale_offset + number * plane_rows * payload.scale_row_bytes, 0, 0, 0])
+        for index, plane in enumerate(here.planes):
+            offset = strides.offset(layer=number, head=head, plane=index)
+            made = [0, strides.unit, 0]
+            if are_scales_made:
+                made_offset = scale_strides.offset(layer=number, head=head, plane=index)
+                made = [payload.data_bytes + made_offset, strides.unit, scale_strides.unit]
+            data.append([*_located(spec, layout, heads, plane, handle_addresses), offset, *made])
+        for index, plane in enumerate(here.scales):
+            offset = payload.data_bytes + scale_strides.offset(layer=number, head=head, plane=index)
+            located = _located(spec, layout, heads, plane, handle_addresses)
+            scales.append([*located, offset, 0, scale_strides.unit, 0])
     return data, scales
 
 
 def _located(
     spec: KeyspaceSpec,
     layout: EngineLayout,
-    payload: ShardPayload,
+    heads: range,
     plane: RowPlane,
     handle_addresses: Sequence[int],
 ) -> tuple[int, int, int, int]:
-    """ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE of a plane, from the shard's first head on."""
-    first_head = payload.heads.start - layout.first_head
+    """ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE of a plane, from the first of some heads on."""
+    first_head = heads.start - layout.first_head
     return (
         handle_addresses[plane.handle] + plane.offset_bytes + first_head * plane.head_stride_bytes,
         plane.block_stride_bytes if layout.block_count > 1 else 0,
         plane.token_stride_bytes if layout.rows_of_block(spec) > 1 else 0,
-        plane.head_stride_bytes if len(payload.heads) > 1 else 0,
+        plane.head_stride_bytes if len(heads) > 1 else 0,
     )
 
 
 def _units(spec: KeyspaceSpec, layout: EngineLayout, planes: Int64s, is_data: npt.NDArray[np.bool_]) -> tuple[int, int]:
     """Units of data rows and of scale rows. The lowest bit set in any of the numbers is the largest power of two that
     divides them all."""
+    copied = (ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE)
+    made = (SCALE_PAYLOAD_OFFSET, SCALE_PAYLOAD_UNIT_STRIDE)
     data, scales = planes[is_data], planes[~is_data]
-    scaled = SCALE_PAYLOAD_OFFSET
-    bits = int(np.bitwise_or.reduce(data[:, :scaled], axis=None)) | LARGEST_UNIT_BYTES
+    bits = int(np.bitwise_or.reduce(data[:, copied], axis=None)) | LARGEST_UNIT_BYTES
     bits |= layout.layers[0].planes[0].row_bytes | spec.data_row_bytes
-    scale_bits = int(np.bitwise_or.reduce(np.append(scales[:, :scaled], data[:, scaled]))) | LARGEST_UNIT_BYTES
+    scale_bits = int(np.bitwise_or.reduce(np.append(scales[:, copied], data[:, made]))) | LARGEST_UNIT_BYTES
     scale_bits |= spec.scale_row_bytes
     return bits & -bits, scale_bits & -scale_bits
