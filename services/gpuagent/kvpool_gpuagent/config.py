@@ -43,7 +43,9 @@ class GpuAgentConfig(TlsSettings):
     tenant: Annotated[str, "tenant of all engines, until tokens name it"] = "default"
     device: Annotated[str, "where engines keep their KV: cpu or cuda"] = "cpu"
     device_ordinal: Annotated[int, "which of the GPUs visible to this process works for its engines"] = 0
-    scratch_bytes: Annotated[int, "GPU memory that pages pass through where an engine's layout needs kernels, for both directions together"] = 256 << 20
+    scratch_bytes: Annotated[
+        int, "GPU memory that pages pass through where an engine's layout needs kernels, both directions together"
+    ] = 256 << 20
     peer_programs: Annotated[int, "multiprocessors of a GPU that pulls from other ranks' caches take at most"] = 24
     copy_threads: Annotated[int, "threads that copy (cpu)"] = 2
     prepare_s: Annotated[

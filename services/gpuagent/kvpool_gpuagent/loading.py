@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageMissing, Stopped
 from kvpool.core.grid import shards_in
-from kvpool.core.spans import Bytes, Int32s, Int64s, PageSpan
+from kvpool.core.spans import Bytes, Int32s, Int64s
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, page_span, window_of
@@ -168,7 +168,9 @@ class LoadRun:
                 chunks = positions[wanted]
                 began_s = loop.time()
                 await self._cache.scatter(
-                    CopyBatch(slots.addresses[wanted], shards[wanted], self._block_ids[chunks], self._skip_tokens[chunks])
+                    CopyBatch(
+                        slots.addresses[wanted], shards[wanted], self._block_ids[chunks], self._skip_tokens[chunks]
+                    )
                 )
                 self._copy_began_s = min(self._copy_began_s, began_s)
                 self.copying_s = loop.time() - self._copy_began_s

@@ -34,7 +34,8 @@ class ChainLocations:
         return await self._lookup(hashes[held_chunks:], held_chunks, group_head)
 
     async def sources_of(self, span: ChunkSpan, stop: asyncio.Event, ends_at_s: float) -> list[ChunkSource]:
-        """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent match named. Never raises."""
+        """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
+        match named. Never raises."""
         hashes = span.hashes
         if any(chunk_hash not in self._sources for chunk_hash in hashes):
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())

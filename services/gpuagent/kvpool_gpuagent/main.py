@@ -200,9 +200,7 @@ def _engine(
     return GpuAgentEngine(config, device, index, pools, metrics, agents, calling.tracer), arena
 
 
-def _arena(
-    config: GpuAgentConfig, calling: ClientConfig, device: Device, stack: AsyncExitStack
-) -> ArenaLink | None:
+def _arena(config: GpuAgentConfig, calling: ClientConfig, device: Device, stack: AsyncExitStack) -> ArenaLink | None:
     if not config.pagestore_socket:
         return None
     plan = SessionPlan(endpoint=f"unix:{config.pagestore_socket}", peer_name=f"agent {config.device}")

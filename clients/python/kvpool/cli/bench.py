@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kvpool.cli.bench_serve import options
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, say
+from kvpool.cli.output import EXIT_OK, CommandFailed, say
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

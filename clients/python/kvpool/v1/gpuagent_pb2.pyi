@@ -48,30 +48,6 @@ ENGINE_SOURCE_REMOTE: EngineSource.ValueType  # 3
 """Another node."""
 Global___EngineSource: _TypeAlias = EngineSource  # noqa: Y015
 
-class _LaunchKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _LaunchKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaunchKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    LAUNCH_KIND_UNSPECIFIED: _LaunchKind.ValueType  # 0
-    """Never sent."""
-    LAUNCH_KIND_GATHER: _LaunchKind.ValueType  # 1
-    """Pages' payloads from the cache into the scratch."""
-    LAUNCH_KIND_SCATTER: _LaunchKind.ValueType  # 2
-    """Payloads in the scratch, those without a fault, into the cache."""
-
-class LaunchKind(_LaunchKind, metaclass=_LaunchKindEnumTypeWrapper):
-    """What an engine launches."""
-
-LAUNCH_KIND_UNSPECIFIED: LaunchKind.ValueType  # 0
-"""Never sent."""
-LAUNCH_KIND_GATHER: LaunchKind.ValueType  # 1
-"""Pages' payloads from the cache into the scratch."""
-LAUNCH_KIND_SCATTER: LaunchKind.ValueType  # 2
-"""Payloads in the scratch, those without a fault, into the cache."""
-Global___LaunchKind: _TypeAlias = LaunchKind  # noqa: Y015
-
 @_typing.final
 class MemoryHandle(_message.Message):
     """A handle through which the agent maps engine memory. All handles of a session are of one kind."""
@@ -322,7 +298,6 @@ class EngineRegister(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
     HOLD_FILE_FIELD_NUMBER: _builtins.int
-    SCRATCH_FIELD_NUMBER: _builtins.int
     MATCH_ONLY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
@@ -342,7 +317,7 @@ class EngineRegister(_message.Message):
     """
     match_only: _builtins.bool
     """True: an engine's scheduler, which has no cache and only asks what exists. `handles` have sizes that fit `layout` but no memory behind them: nothing is offered or mapped, on
-    whatever device, and stores and loads are refused with INVALID_ARGUMENT. `events` and `scratch` must be empty.
+    whatever device, and stores and loads are refused with INVALID_ARGUMENT. `events` must be empty.
     """
     @_builtins.property
     def spec(self) -> _common_pb2.KeyspaceSpec:
@@ -361,10 +336,6 @@ class EngineRegister(_message.Message):
         """Interprocess events of this session, at most 1024: see EngineEvent. UNIMPLEMENTED from an agent whose device is the CPU."""
 
     @_builtins.property
-    def scratch(self) -> Global___MemoryHandle:
-        """GPU memory that the engine lends for `launch`, by CUDA IPC on the device of `handles`; its first byte divisible by 16. Unset: the engine launches nothing for the agent."""
-
-    @_builtins.property
     def version(self) -> _common_pb2.PeerVersion:
         """What the engine's client speaks; unset: an early release."""
 
@@ -381,13 +352,12 @@ class EngineRegister(_message.Message):
         events: _abc.Iterable[Global___CudaIpcEventHandle] | None = ...,
         previous_session_id: _builtins.bytes = ...,
         hold_file: _builtins.bool = ...,
-        scratch: Global___MemoryHandle | None = ...,
         match_only: _builtins.bool = ...,
         version: _common_pb2.PeerVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "scratch", b"scratch", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "scratch", b"scratch", "spec", b"spec", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_name", b"engine_name", "events", b"events", "handles", b"handles", "hold_file", b"hold_file", "keyspace_name", b"keyspace_name", "layers_per_progress", b"layers_per_progress", "layout", b"layout", "load_only", b"load_only", "match_only", b"match_only", "previous_session_id", b"previous_session_id", "spec", b"spec", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,8 +856,11 @@ class EngineLoadDone(_message.Message):
     FAILED_CHUNKS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    COPY_MS_FIELD_NUMBER: _builtins.int
     loaded_chunks: _builtins.int
     """Leading chunks that are completely in."""
+    copy_ms: _builtins.float
+    """Milliseconds from the beginning of the first copy into the engine's memory to the end of the last; 0 if nothing was copied."""
     @_builtins.property
     def failed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions (in the request) of chunks that are not usable: the first that failed and all after it."""
@@ -907,151 +880,15 @@ class EngineLoadDone(_message.Message):
         failed_chunks: _abc.Iterable[_builtins.int] | None = ...,
         error: _common_pb2.ItemError | None = ...,
         tokens: _common_pb2.TierTokens | None = ...,
+        copy_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "failed_chunks", b"failed_chunks", "loaded_chunks", b"loaded_chunks", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_ms", b"copy_ms", "error", b"error", "failed_chunks", b"failed_chunks", "loaded_chunks", b"loaded_chunks", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineLoadDone: _TypeAlias = EngineLoadDone  # noqa: Y015
-
-@_typing.final
-class LaunchPage(_message.Message):
-    """One page of a launch."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARD_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
-    SCRATCH_OFFSET_FIELD_NUMBER: _builtins.int
-    SKIP_TOKENS_FIELD_NUMBER: _builtins.int
-    shard: _builtins.int
-    """Shard of the rank: it says what the payload is."""
-    chunk: _builtins.int
-    """Index of its chunk among those of the launch."""
-    scratch_offset: _builtins.int
-    """Byte offset of the payload in EngineRegister.scratch, divisible by 16; payload and sum table lie inside of it, and overlap those of no other page."""
-    skip_tokens: _builtins.int
-    """A scatter leaves the first this many tokens of the chunk untouched; 0 to chunk_tokens - 1."""
-    def __init__(
-        self,
-        *,
-        shard: _builtins.int = ...,
-        chunk: _builtins.int = ...,
-        scratch_offset: _builtins.int = ...,
-        skip_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "scratch_offset", b"scratch_offset", "shard", b"shard", "skip_tokens", b"skip_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LaunchPage: _TypeAlias = LaunchPage  # noqa: Y015
-
-@_typing.final
-class EngineLaunch(_message.Message):
-    """Kernels that the agent asks the engine to launch in its own process, where they take no turns with the engine's. Only to an engine that lent `scratch`; several may be asked for at once,
-    and none waits for another. The engine answers each with `launched` once nothing of it is running any more, whatever comes of it. Launches that it has not begun when it sends `close`
-    it never begins, and it sends `close` only after those that it began have ended: `close` answers all that are left. The same holds when the stream breaks; the agent need not wait then.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TICKET_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    PAGES_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    SUMS_FIELD_NUMBER: _builtins.int
-    ticket: _builtins.int
-    """Chosen by the agent, > 0, unique in the session."""
-    kind: Global___LaunchKind.ValueType
-    """What is to be done."""
-    block_ids: _builtins.bytes
-    """Block ids of its chunks as little-endian int64, chunk after chunk, chunk_tokens / block_tokens of each."""
-    sums: _builtins.bool
-    """True: a gather writes sum tables behind the payloads, a scatter verifies against them. False: the agent sums or has verified, on its CPU, which leaves the engine more of its GPU."""
-    @_builtins.property
-    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaunchPage]:
-        """Its pages, at most 1024."""
-
-    def __init__(
-        self,
-        *,
-        ticket: _builtins.int = ...,
-        kind: Global___LaunchKind.ValueType = ...,
-        pages: _abc.Iterable[Global___LaunchPage] | None = ...,
-        block_ids: _builtins.bytes = ...,
-        sums: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "kind", b"kind", "pages", b"pages", "sums", b"sums", "ticket", b"ticket"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EngineLaunch: _TypeAlias = EngineLaunch  # noqa: Y015
-
-@_typing.final
-class LaunchFault(_message.Message):
-    """A page that failed verification and was left out of a scatter."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PAGE_FIELD_NUMBER: _builtins.int
-    BLOCK_FIELD_NUMBER: _builtins.int
-    page: _builtins.int
-    """Index of the page in the launch."""
-    block: _builtins.int
-    """Block of its payload whose sum is wrong."""
-    def __init__(
-        self,
-        *,
-        page: _builtins.int = ...,
-        block: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "page", b"page"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LaunchFault: _TypeAlias = LaunchFault  # noqa: Y015
-
-@_typing.final
-class EngineLaunched(_message.Message):
-    """A launch has ended."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TICKET_FIELD_NUMBER: _builtins.int
-    FAULTS_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    ticket: _builtins.int
-    """Of the launch."""
-    @_builtins.property
-    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaunchFault]:
-        """Pages of a scatter that were left out, ascending."""
-
-    @_builtins.property
-    def error(self) -> _common_pb2.ItemError:
-        """Why the launch failed: its pages are not where they should be. The agent asks for no more launches and moves them, and all others, itself."""
-
-    def __init__(
-        self,
-        *,
-        ticket: _builtins.int = ...,
-        faults: _abc.Iterable[Global___LaunchFault] | None = ...,
-        error: _common_pb2.ItemError | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "faults", b"faults", "ticket", b"ticket"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EngineLaunched: _TypeAlias = EngineLaunched  # noqa: Y015
 
 @_typing.final
 class EngineCancel(_message.Message):
@@ -1125,10 +962,9 @@ class EngineRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
-    LAUNCHED_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of, `launched` 0."""
+    """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of."""
     @_builtins.property
     def register(self) -> Global___EngineRegister:
         """Must be first, once."""
@@ -1166,10 +1002,6 @@ class EngineRequest(_message.Message):
         """The event was recorded: requests that come after this may name it."""
 
     @_builtins.property
-    def launched(self) -> Global___EngineLaunched:
-        """A launch has ended."""
-
-    @_builtins.property
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that a match, store or load belongs to. Unset: none."""
 
@@ -1186,14 +1018,13 @@ class EngineRequest(_message.Message):
         heartbeat: Global___EngineHeartbeat | None = ...,
         close: Global___EngineClose | None = ...,
         event_recorded: Global___EngineEvent | None = ...,
-        launched: Global___EngineLaunched | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "launched", b"launched", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "launched"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1217,9 +1048,8 @@ class EngineResponse(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EVENT_WAITED_FIELD_NUMBER: _builtins.int
-    LAUNCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Of the request; 0 for heartbeats, event_waited and launch."""
+    """Of the request; 0 for heartbeats and event_waited."""
     @_builtins.property
     def registered(self) -> Global___EngineRegistered:
         """Registered; offer descriptors now."""
@@ -1264,10 +1094,6 @@ class EngineResponse(_message.Message):
     def event_waited(self) -> Global___EngineEvent:
         """The agent looks at this recording no more: its slot may be recorded again."""
 
-    @_builtins.property
-    def launch(self) -> Global___EngineLaunch:
-        """Launch kernels."""
-
     def __init__(
         self,
         *,
@@ -1283,13 +1109,12 @@ class EngineResponse(_message.Message):
         closed: Global___EngineClose | None = ...,
         error: _common_pb2.ItemError | None = ...,
         event_waited: Global___EngineEvent | None = ...,
-        launch: Global___EngineLaunch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "launch", b"launch", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "launch", b"launch", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited", "launch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

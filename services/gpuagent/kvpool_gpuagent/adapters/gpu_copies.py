@@ -62,7 +62,9 @@ class RunCopies:
     needs_scratch = False
     most_pages = MOST_RUN_PAGES
 
-    def __init__(self, runs: RunTable, payload_bytes: Int64s, runtime: GpuRuntime, stream: Stream, *, out: bool) -> None:
+    def __init__(
+        self, runs: RunTable, payload_bytes: Int64s, runtime: GpuRuntime, stream: Stream, *, out: bool
+    ) -> None:
         """payload_bytes: [shard_count]. out: from the cache to pages."""
         self._runs, self._payload_bytes, self._runtime, self._stream = runs, payload_bytes, runtime, stream
         self._out = out
@@ -94,7 +96,7 @@ class _Copied:
 
 
 class KernelBursts:
-    """Kernels gather and scatter rows of any layout between the cache and scratch, the copy engine moves whole payloads.
+    """Kernels gather and scatter rows of any layout between cache and scratch, the copy engine moves whole payloads.
 
     Kernels of two processes take turns, so beside a busy engine few large bursts cost it least.
     """

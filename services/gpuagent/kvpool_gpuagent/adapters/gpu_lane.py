@@ -212,7 +212,9 @@ class Lane:
         burst = _Burst(mover, [], scratch)
         while self._pending and self._pending[0].mover is mover:
             transfer = self._pending[0]
-            start, count, size_bytes = transfer.take(limit_bytes - burst.size_bytes, mover.most_pages - burst.page_count)
+            start, count, size_bytes = transfer.take(
+                limit_bytes - burst.size_bytes, mover.most_pages - burst.page_count
+            )
             if count:
                 burst.size_bytes += size_bytes
                 burst.page_count += count

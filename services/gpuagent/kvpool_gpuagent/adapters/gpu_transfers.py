@@ -24,8 +24,8 @@ from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
 _log = logging.getLogger(__name__)
 
 _SCRATCH_PAGES = 4  # two of each direction: one on the link, one in kernels
-# From this run length on the copy engine alone is as fast as any other path: measured on an H200, runs of 16 / 32 / 64 /
-# 256 KiB reach 34 / 53 / 53.6 / 54.4 of 55.3 GB/s, and cost an engine beside them nothing.
+# From this run length on the copy engine alone is as fast as any other path: measured on an H200, runs of 16 / 32 / 64
+# / 256 KiB reach 34 / 53 / 53.6 / 54.4 of 55.3 GB/s, and cost an engine beside them nothing.
 LONG_RUN_BYTES = 32 << 10
 
 

@@ -14,9 +14,7 @@ from kvpool_gpuagent.ports import PagePool
 class ConfiguredPools:
     """See ports.PoolFactory: the arena of the local pagestore if there is one, else streams through bounce buffers."""
 
-    def __init__(
-        self, index: IndexClient, config: ClientConfig, *, arena: ArenaLink | None, bounce_bytes: int
-    ) -> None:
+    def __init__(self, index: IndexClient, config: ClientConfig, *, arena: ArenaLink | None, bounce_bytes: int) -> None:
         """arena: the link to this host's pagestore; None: there is none."""
         self._index, self._config, self._arena = index, config, arena
         self._buffers = StreamBuffers.of(bounce_bytes)

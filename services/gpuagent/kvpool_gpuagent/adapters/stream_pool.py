@@ -195,9 +195,7 @@ class StreamPool:
                 came = [position for position, answer in settled if isinstance(answer, memoryview)]
                 leases = [_Lease(reading.hand_out(position)) for position in came]
                 remote = np.full(len(came), int(LoadSource.REMOTE), dtype=np.uint8)
-                failed = tuple(
-                    (position, answer) for position, answer in settled if not isinstance(answer, memoryview)
-                )
+                failed = tuple((position, answer) for position, answer in settled if not isinstance(answer, memoryview))
                 yield AcquiredPages(_slots(np.array(came, dtype=np.int32), leases, remote), failed)
         finally:
             reading.abandon()

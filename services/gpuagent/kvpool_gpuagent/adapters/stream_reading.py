@@ -17,7 +17,6 @@ from kvpool_gpuagent.adapters.bounce import BounceBuffers, PeerClients
 _log = logging.getLogger(__name__)
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWish:
     """One page to be read: its key and size, what is kept beside it, and where a match saw it, best first."""

@@ -88,9 +88,7 @@ class CopyBatch:
     def part(self, first: int, count: int) -> CopyBatch:
         """Pages [first, first + count)."""
         chosen = slice(first, first + count)
-        return CopyBatch(
-            self.addresses[chosen], self.shards[chosen], self.block_ids[chosen], self.skip_tokens[chosen]
-        )
+        return CopyBatch(self.addresses[chosen], self.shards[chosen], self.block_ids[chosen], self.skip_tokens[chosen])
 
     @classmethod
     def joined(cls, batches: Sequence[CopyBatch]) -> CopyBatch:
