@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.core import layout_presets
-from kvpool.core.copy_runs import run_bytes_of
+from kvpool.core.copy_runs import RunTable
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup
 from kvpool.core.grid import ShardGrid, shards_in
@@ -69,15 +69,14 @@ class CachePlan:
         addresses = [
             (number + 1) << 40 for number in range(len(self.layout.handle_sizes))
         ]  # only their distance counts
-        table = PlaneTable.of(self.spec, self.grid, self.layout, addresses)
-        return min(run_bytes_of(table, shard) for shard in table.shards)
+        runs = RunTable.of(PlaneTable.of(self.spec, self.grid, self.layout, addresses))
+        return min(runs.run_bytes(shard) for shard in self.payloads)
 
     def logical_bytes(self, shard: int) -> int:
         """What a page of the shard has in the engine's cache."""
         payload = ShardPayload.of(self.spec, self.grid, shard)
         row_elements = self.spec.group.latent_dim or self.spec.group.head_dim
-        rows = len(payload.layers) * payload.planes * payload.positions * len(payload.heads)
-        return rows * row_elements * _ELEMENT_BYTES
+        return payload.row_count * row_elements * _ELEMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
