@@ -3,8 +3,8 @@
 Slab-like: a segment belongs to one tenant and one slot size (together: a class). Inside a class, the page that has been
 out of use for longest makes room. Between classes, whole segments move, and only when nothing in them is in use.
 
-Segments that were prepared, their memory in place before anything needs it, belong to no tenant until a class takes one or
-until they are assigned to a tenant ahead of use. An assigned segment is cut into slots when a class of the tenant takes it.
+Segments that were prepared, their memory in place before anything needs it, belong to no tenant until a class takes one
+or until they are assigned to a tenant ahead of use. A class of that tenant that takes one cuts it into slots.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class SegmentTable:
     def assign(self, tenant: str, share_bytes: int, *, alone: bool) -> list[Segment]:
         """Give prepared segments to a tenant ahead of use; returns all of its segments.
 
-        share_bytes: what the tenant is to have in all, rounded up to whole segments; 0: everything. If it is not `alone`,
-        it may have at most half of what no page was ever in, counting what it was assigned before.
+        share_bytes: what the tenant is to have in all, rounded up to whole segments; 0: everything. If it is not
+        `alone`, it may have at most half of what no page was ever in, counting what it was assigned before.
         """
         own = [one for one in self._segments.values() if one.state is SegmentState.LIVE and one.tenant == tenant]
         own_bytes = sum(one.size_bytes for one in own)
@@ -374,7 +374,7 @@ class SegmentTable:
         return SpaceNeed.RETIREMENT
 
     def _retire_prepared(self, slot_bytes: int) -> bool:
-        """Take prepared segments out of service, all of them smaller than such a slot, if one that holds it fits then."""
+        """Take prepared segments, all smaller than such a slot, out of service if one that holds it fits then."""
         left_bytes = self.capacity_bytes - self.segment_total_bytes
         if not self.growth_allowed or left_bytes + self.prepared_bytes < slot_bytes:
             return False

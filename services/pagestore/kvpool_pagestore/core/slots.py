@@ -106,10 +106,10 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One piece of shared memory, cut into equal slots. It belongs to one tenant from its first use on, for all its life.
+    """One piece of shared memory, cut into equal slots. Once it belongs to a tenant, it does so for all its life.
 
-    tenant is empty while it is PREPARED. slot_bytes is 0 until it is used for the first time. `slots` has those that were
-    handed out at least once, so that cutting a large segment takes no time.
+    tenant is empty while it is PREPARED. slot_bytes is 0 until it is used for the first time. `slots` has those that
+    were handed out at least once, so that cutting a large segment takes no time.
     """
 
     segment_id: int
