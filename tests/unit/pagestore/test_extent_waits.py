@@ -68,7 +68,7 @@ def test_nobody_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch:
 
 def small(keyspace: bytes, number: int) -> PageWrite:
     write = page_write(number, b"small")
-    return replace(write, key=replace(write.key, keyspace=keyspace))
+    return replace(write, key=write.key._replace(keyspace=keyspace))
 
 
 def put_small(store: RocksPageStore, keyspace: bytes, count: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,26 +38,32 @@ _DIGEST_BYTES = 16
 Buffer = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PageKey:
-    """Identity of a page everywhere. keyspace, chunk_hash: 16 bytes each; shard: number in the grid."""
-
+class _KeyFields(NamedTuple):
     keyspace: bytes
     chunk_hash: bytes
     shard: int
 
-    def __post_init__(self) -> None:
-        if len(self.keyspace) != 16 or len(self.chunk_hash) != 16:
+
+class PageKey(_KeyFields):
+    """Identity of a page everywhere. keyspace, chunk_hash: 16 bytes each; shard: number in the grid.
+
+    A tuple, because it is hashed and compared many times for each page, which tuples do without running Python code.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, keyspace: bytes, chunk_hash: bytes, shard: int) -> PageKey:
+        if len(keyspace) != 16 or len(chunk_hash) != 16:
             raise InvalidRequest(
-                "page key wants 16 bytes each of keyspace id and chunk hash, "
-                f"got {len(self.keyspace)} and {len(self.chunk_hash)}"
+                f"page key wants 16 bytes each of keyspace id and chunk hash, got {len(keyspace)} and {len(chunk_hash)}"
             )
-        if not 0 <= self.shard <= 0xFFFF:
-            raise InvalidRequest(f"page key shard must be a u16, got {self.shard}")
+        if not 0 <= shard <= 0xFFFF:
+            raise InvalidRequest(f"page key shard must be a u16, got {shard}")
+        return super().__new__(cls, keyspace, chunk_hash, shard)
 
     def pack(self) -> bytes:
         """34 bytes: keyspace id, chunk hash, shard u16 little endian."""
-        return _KEY.pack(self.keyspace, self.chunk_hash, self.shard)
+        return _KEY.pack(*self)
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> PageKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,14 @@ class PageSpan:
     def page_key(self, page: int) -> PageKey:
         """Of page number `page`."""
         return PageKey(self.keyspace, self.chunk_hash(int(self.positions[page])), int(self.shards[page]))
+
+    @cached_property
+    def page_keys(self) -> list[PageKey]:
+        """[N], in one pass."""
+        hashes = self.chunk_hashes
+        by_chunk = [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+        chunks = map(by_chunk.__getitem__, self.positions.tolist())
+        return list(map(PageKey._make, zip(repeat(self.keyspace), chunks, self.shards.tolist(), strict=False)))
 
     @cached_property
     def metadata(self) -> tuple[PageMetadata, ...]:

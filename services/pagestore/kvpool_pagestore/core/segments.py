@@ -135,6 +135,18 @@ class SegmentTable:
             else:
                 pages.hold(slot.name)
 
+    def hold(self, slot: Slot) -> None:
+        """A visible page has come into use: what `settle` would do, in less time."""
+        if slot.idle:
+            slot.idle = False
+            slot.segment.idle_count -= 1
+            self._class_of(slot).pages.hold(slot.name)
+
+    def note_use(self, slot: Slot) -> None:
+        """The page has just become visible: the policy counts that as a use by itself."""
+        self._tick += 1
+        slot.segment.last_used = self._tick
+
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
         if slot.name:
