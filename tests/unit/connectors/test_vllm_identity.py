@@ -51,8 +51,12 @@ def configured(
     mla: bool = False,
     load_format: str = "auto",
     overrides: Any = None,
+    text_config: dict[str, Any] | None = None,
+    max_model_len: int = 4096,
+    fitted: bool = False,
 ) -> Any:
-    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64."""
+    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64. fitted: with max_model_len -1."""
+    values = {"rope_theta": 1e4, "_name_or_path": "somewhere"} | (text_config or {})
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1
@@ -67,7 +71,9 @@ def configured(
             use_mla=mla,
             hf_config=SimpleNamespace(_commit_hash=None),
             hf_overrides=overrides or {},
-            hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "somewhere"}),
+            hf_text_config=SimpleNamespace(to_dict=lambda: values, **values),
+            max_model_len=max_model_len,
+            original_max_model_len=-1 if fitted else max_model_len,
             get_total_num_hidden_layers=lambda: 8,
             get_total_num_kv_heads=lambda: 8,
             get_head_size=lambda: 64,
@@ -119,6 +125,57 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert model_spec(SETTINGS, configured(overrides={"vision_config": {"patch_size": 16}}), ROWS) != one
     by_function = model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS)
     assert by_function == model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS) != one
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+def salt_of(rope: dict[str, Any], **configuration: Any) -> bytes:
+    return model_spec(SETTINGS, configured(text_config={"rope_parameters": rope}, **configuration), ROWS).salt
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"full_attention": LONGROPE}])
+def test_engines_share_longrope_on_the_same_side_of_its_threshold_only(rope: dict[str, Any]) -> None:
+    short = salt_of(rope, max_model_len=4096)
+    assert short == salt_of(rope, max_model_len=2048)
+    long = salt_of(rope, max_model_len=4097)
+    assert long == salt_of(rope, max_model_len=131072) != short
+
+
+def test_a_longrope_engine_that_fitted_its_length_to_memory_shares_with_its_like() -> None:
+    # The model was built before its length was fitted: which factors it took cannot be seen any more.
+    fitted = salt_of(LONGROPE, max_model_len=2048, fitted=True)
+    assert fitted == salt_of(LONGROPE, max_model_len=3000, fitted=True)
+    assert fitted not in (salt_of(LONGROPE, max_model_len=2048), salt_of(LONGROPE, max_model_len=8192))
+
+
+def test_a_longrope_threshold_may_stand_beside_the_rope() -> None:
+    def salt(max_model_len: int) -> bytes:
+        config = {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096}
+        return model_spec(SETTINGS, configured(text_config=config, max_model_len=max_model_len), ROWS).salt
+
+    assert salt(4096) == salt(1024) != salt(8192)
+
+
+@pytest.mark.parametrize(
+    ("rope", "same"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        ({"rope_type": "dynamic", "alpha": 1000.0}, True),
+        ({"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 4096}, False),
+        ({"rope_type": "default", "use_fope": True}, False),
+        ({"rope_type": "default", "use_fope": True, "num_inv_freq": 32}, True),
+    ],
+)
+def test_the_length_of_requests_counts_where_the_rope_depends_on_it(rope: dict[str, Any], same: bool) -> None:
+    assert (salt_of(rope, max_model_len=2048) == salt_of(rope, max_model_len=8192)) is same
+
+
+def test_what_a_model_writes_into_its_config_as_it_is_built_does_not_part_workers_from_the_scheduler() -> None:
+    scheduler, worker = configured(), configured(text_config={"max_model_len": 4096})
+    assert model_spec(SETTINGS, scheduler, ROWS) == model_spec(SETTINGS, worker, ROWS)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ _NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 # Of a config: where it came from, not what it computes.
 _PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
+_WRITTEN_BY_MODELS = ("max_model_len", "attn_temperature_tuning")  # into their config, in the workers only
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16, "float32": Dtype.FP32}
 
 
@@ -153,13 +154,44 @@ def _salt(settings: VllmSettings, vllm_config: Any) -> bytes:
     """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
     whether they are real ones."""
     model = vllm_config.model_config
-    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _PROVENANCE}
+    left_out = (*_PROVENANCE, *_WRITTEN_BY_MODELS)
+    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in left_out}
     overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
     quantization = [model.quantization, str(vllm_config.cache_config.cache_dtype)]
-    parts = [settings.salt, config, overrides, str(model.dtype), quantization]
+    parts = [settings.salt, config, overrides, str(model.dtype), quantization, *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _length_parts(model: Any) -> list[str]:
+    """What the rotary embeddings take from `max_model_len`, normalized; nothing for most kinds of them."""
+    ropes = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if "rope_type" not in ropes and "rope_theta" not in ropes:
+        ropes = [rope for rope in ropes.values() if isinstance(rope, dict)]  # one for each kind of layer
+    else:
+        ropes = [ropes]
+    return [part for rope in ropes for part in _length_part(model, rope)]
+
+
+def _length_part(model: Any, rope: dict[str, Any]) -> list[str]:
+    kind, limit = rope.get("rope_type"), None
+    if kind == "longrope":  # short or long factors for all tokens, by the engine's limit
+        limit = rope.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", None
+        )
+    elif not (
+        # Some architectures make their tables for max_model_len positions; these kinds choose frequencies by that.
+        (kind == "dynamic" and "alpha" not in rope and "max_trained_positions" in rope)
+        or (rope.get("use_fope") and rope.get("num_inv_freq") is None)
+    ):
+        return []
+    if getattr(model, "original_max_model_len", None) == -1:
+        # The model was built before vLLM fitted the length to the memory. What it was then follows from the config.
+        return ["length fitted"]
+    if limit is not None:
+        return ["long" if model.max_model_len > limit else "short"]
+    return [f"length {model.max_model_len}"]
 
 
 def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
