@@ -38,6 +38,7 @@ from kvpool_pagestore.engine_quarantine import Quarantine
 from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_spans import SpanCalls
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
@@ -149,6 +150,7 @@ class PageStoreEngine:
             metrics,
             parts.tracer,
         )
+        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, metrics)
         self.movement.attach(self._announcer, self.pages)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
