@@ -82,9 +82,9 @@ def to_document(sizes: KeyspaceSize, arena_bytes: int, segment_bytes: int, disk_
         "token_bytes": sizes.token_bytes,
         "chunk": {
             "tokens": sizes.spec.chunk_tokens,
-            "pages": grid.shard_count,
+            "pages": grid.all_shards.bit_count(),
             "layer_groups": grid.layer_groups,
-            "head_groups": grid.head_groups,
+            "splits": list(grid.splits),
             "tp_degrees": list(sizes.tp_degrees),
             "largest_page_bytes": sizes.largest_page_bytes,
             "staging_bytes": sizes.chunk_staging_bytes,
@@ -104,7 +104,7 @@ def render(document: Mapping[str, Any]) -> str:
         if geometry["latent_dim"]
         else f"{geometry['kv_heads']} KV heads of {geometry['head_dim']}"
     )
-    cut = f"{chunk['pages']} pages ({chunk['layer_groups']} layer groups x {chunk['head_groups']} head groups)"
+    cut = f"{chunk['pages']} pages ({chunk['layer_groups']} layer groups x {chunk['splits'][0]} parts of the heads)"
     most = size(chunk["largest_page_bytes"])
     degrees = f"{', '.join(map(str, chunk['tp_degrees']))}, and multiples of the KV heads"
     lines = [

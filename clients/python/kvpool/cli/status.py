@@ -170,7 +170,7 @@ def _keyspace(keyspace: NamedKeyspace) -> dict[str, Any]:
         "payload": spec.payload.name.lower(),
         "chunk_tokens": spec.chunk_tokens,
         "layer_groups": grid.layer_groups,
-        "head_groups": grid.head_groups,
+        "splits": list(grid.splits),
     }
 
 
@@ -260,7 +260,7 @@ def _keyspace_table(keyspaces: Sequence[dict[str, Any]]) -> str:
             f"{keyspace['model_id']}@{keyspace['model_revision']}",
             f"{keyspace['dtype']}, {keyspace['payload']}",
             keyspace["chunk_tokens"],
-            f"{keyspace['layer_groups']} x {keyspace['head_groups']}",
+            f"{keyspace['layer_groups']} x {','.join(map(str, keyspace['splits']))}",
         ]
         for keyspace in keyspaces
     ]

@@ -95,7 +95,7 @@ class Manifest:
             "encoding": encode_keyspace(self.tenant, self.spec).hex(),
             "keyspace_id": self.keyspace.hex(),
             "layer_groups": grid.layer_groups,
-            "head_groups": grid.head_groups,
+            "splits": list(grid.splits),
             "key_check": self.key_check.hex(),
             "created_by": self.created_by,
         }
@@ -133,7 +133,7 @@ def manifest_of(head: bytes, rest: bytes) -> Manifest:
             created_by=_text(document, "created_by"),
         )
         claimed = bytes.fromhex(_text(document, "keyspace_id"))
-        told = (document["layer_groups"], document["head_groups"])
+        cut = (document["layer_groups"], tuple(document["splits"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ExportRefused(f"the manifest cannot be read: {error}") from error
     except ExportRefused:
@@ -143,10 +143,10 @@ def manifest_of(head: bytes, rest: bytes) -> Manifest:
     grid = ShardGrid.of(spec)
     if claimed != manifest.keyspace or len(manifest.key_check) != SUM_BYTES:
         raise ExportRefused("the manifest contradicts itself about its keyspace")
-    if told != (grid.layer_groups, grid.head_groups):
+    if cut != (grid.layer_groups, grid.splits):
         raise ExportRefused(
-            f"its pages lie on a grid of {told[0]} x {told[1]}, which this kvpool cuts {grid.layer_groups} x "
-            f"{grid.head_groups}; import with the version that exported ({manifest.created_by or 'unknown'})"
+            f"its pages lie on a grid of {cut[0]} layer groups x {cut[1]} parts, which this kvpool cuts "
+            f"{grid.layer_groups} x {grid.splits}; import with the version that exported ({manifest.created_by or 'unknown'})"
         )
     return manifest
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import ShardPayload
@@ -57,7 +57,8 @@ class KeyspaceSize:
     @property
     def tp_degrees(self) -> tuple[int, ...]:
         """TP degrees whose ranks have whole shards; beyond the KV heads, ranks share them."""
-        return tuple(count for count in range(1, self.grid.head_groups + 1) if self.grid.head_groups % count == 0)
+        finest = self.grid.splits[-1]
+        return tuple(count for count in range(1, finest + 1) if finest % count == 0)
 
     def staging_tokens(self, arena_bytes: int, segment_bytes: int) -> int:
         """Tokens that an arena holds: each segment is cut into slots of one size, and what is left of it is lost.
@@ -82,7 +83,7 @@ class KeyspaceSize:
     @property
     def _shards(self) -> list[ShardPayload]:
         grid = self.grid
-        return [ShardPayload.of(self.spec, grid, shard) for shard in range(grid.shard_count)]
+        return [ShardPayload.of(self.spec, grid, shard) for shard in shards_in(grid.all_shards)]
 
 
 def _disk_bytes(size_bytes: int) -> int:

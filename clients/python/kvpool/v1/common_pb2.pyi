@@ -469,20 +469,22 @@ class ShardGrid(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
-    HEAD_GROUPS_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
     layer_groups: _builtins.int
-    """Layer groups; shard = layer_group * head_groups + head_group."""
-    head_groups: _builtins.int
-    """KV-head groups."""
+    """Layer groups; shard = layer_group * (sum of splits) + (sum of coarser splits) + part."""
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of equal parts that the KV heads are cut into, ascending: a rank writes pages of the first one whose parts it owns whole."""
+
     def __init__(
         self,
         *,
         layer_groups: _builtins.int = ...,
-        head_groups: _builtins.int = ...,
+        splits: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_groups", b"head_groups", "layer_groups", b"layer_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_groups", b"layer_groups", "splits", b"splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

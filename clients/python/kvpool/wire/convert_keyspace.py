@@ -104,16 +104,16 @@ def _opaque_from_proto(message: common_pb2.OpaqueLayout) -> OpaqueLayout:
 
 def grid_to_proto(grid: ShardGrid) -> common_pb2.ShardGrid:
     """The grid as it travels."""
-    return common_pb2.ShardGrid(layer_groups=grid.layer_groups, head_groups=grid.head_groups)
+    return common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits)
 
 
 def grid_from_proto(message: common_pb2.ShardGrid, spec: KeyspaceSpec) -> ShardGrid:
     """The grid of `spec`. raises: InvalidRequest if the peer computed another one (a version with other grid rules)."""
     grid = ShardGrid.of(spec)
-    if (message.layer_groups, message.head_groups) != (grid.layer_groups, grid.head_groups):
+    if (message.layer_groups, tuple(message.splits)) != (grid.layer_groups, grid.splits):
         raise InvalidRequest(
-            f"peer has a grid of {message.layer_groups} x {message.head_groups}, here it is the {grid.describe()}; "
-            "run one version of kvpool everywhere"
+            f"peer has a grid of {message.layer_groups} layer groups x {list(message.splits)} parts, here it is the "
+            f"{grid.describe()}; run one version of kvpool everywhere"
         )
     return grid
 
