@@ -7,7 +7,6 @@ import gc
 import logging
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,23 +17,13 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import HEADER_BYTES
 from kvpool.core.payload import ShardPayload
-from kvpool.core.payload_codec import decode_payload, encode_payload, engine_rows_bytes
+from kvpool.core.payload_codec import decode_payload, encode_payload
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
-from kvpool_gpuagent.adapters.cpu_rows import Bytes, RowPart, ShardRows
+from kvpool_gpuagent.adapters.cpu_rows import Bytes, ShardRows
 from kvpool_gpuagent.core.pages import CopyBatch
 from kvpool_gpuagent.ports import StopFlag
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ShardCopies:
-    """What copies of one shard need. parts: its data, and the scales that the engine keeps itself. copied_bytes: of all
-    parts; the payload's if no codec stands in between."""
-
-    payload: ShardPayload
-    parts: tuple[ShardRows, ...]
-    copied_bytes: int
 
 
 class CpuCache:
@@ -53,7 +42,10 @@ class CpuCache:
         self._memory: list[Bytes] = [np.frombuffer(mapping, dtype=np.uint8) for mapping in mappings]
         self._copies_payload = layout.holds_codec_rows(spec)
         touched = grid.touching(grid.bitmap_for(layout.layer_range, layout.head_range))
-        self._shards = {shard: self._copies_of(shard) for shard in shards_in(touched)}
+        self._payloads = {shard: ShardPayload.of(spec, grid, shard) for shard in shards_in(touched)}
+        self._rows = {
+            shard: ShardRows(spec, layout, self._memory, payload) for shard, payload in self._payloads.items()
+        }
 
     async def event_passed(self, slot: int) -> bool:
         """See ports.EngineCache. A CPU engine's writes are in place when it asks: it has no events to register."""
@@ -77,46 +69,30 @@ class CpuCache:
         return [batch.part(start, share) for start in range(0, batch.count, share)]
 
     def _gather_part(self, batch: CopyBatch, stop: StopFlag) -> bool:
-        for address, shard_number, block_ids in zip(
+        for address, shard, block_ids in zip(
             batch.addresses.tolist(), batch.shards.tolist(), batch.block_ids, strict=True
         ):
             if stop():
                 return False
-            shard = self._shards[shard_number]
-            payload = _payload_at(address, shard.payload.payload_bytes)
-            copied = payload if self._copies_payload else np.empty(shard.copied_bytes, dtype=np.uint8)
-            for part in shard.parts:
-                part.gather(copied, block_ids)
+            shape, rows = self._payloads[shard], self._rows[shard]
+            payload = _payload_at(address, shape.payload_bytes)
+            copied = payload if self._copies_payload else np.empty(rows.copied_bytes, dtype=np.uint8)
+            rows.gather(block_ids, copied)
             if not self._copies_payload:
-                encode_payload(self._spec, shard.payload, copied, payload)
+                encode_payload(self._spec, shape, copied, payload)
         return True
 
     def _scatter_part(self, batch: CopyBatch) -> None:
-        for address, shard_number, block_ids, skip_tokens in zip(
+        for address, shard, block_ids, skip_tokens in zip(
             batch.addresses.tolist(), batch.shards.tolist(), batch.block_ids, batch.skip_tokens.tolist(), strict=True
         ):
-            shard = self._shards[shard_number]
-            payload = _payload_at(address, shard.payload.payload_bytes)
-            copied = payload if self._copies_payload else decode_payload(self._spec, shard.payload, payload)
-            for part in shard.parts:
-                part.scatter(copied, block_ids, skip_tokens * self._spec.positions // self._spec.chunk_tokens)
-
-    def _copies_of(self, shard: int) -> _ShardCopies:
-        payload = ShardPayload.of(self._spec, self._grid, shard)
-        layers = [self._layout.layers[layer - self._layout.first_layer] for layer in payload.layers]
-        block_rows = self._layout.rows_of_block(self._spec)
-        row_bytes = layers[0].planes[0].row_bytes
-        parts = [RowPart(planes=[layer.planes for layer in layers], row_bytes=row_bytes, begin_bytes=0)]
-        if layers[0].scales:
-            scale_row_bytes = layers[0].scales[0].row_bytes
-            planes = [layer.scales for layer in layers]
-            parts.append(RowPart(planes=planes, row_bytes=scale_row_bytes, begin_bytes=payload.data_bytes))
-        rows = tuple(ShardRows(self._layout, block_rows, payload, part, self._memory) for part in parts)
-        copied_bytes = payload.payload_bytes if self._copies_payload else engine_rows_bytes(self._spec, payload)
-        return _ShardCopies(payload, rows, copied_bytes)
+            shape = self._payloads[shard]
+            payload = _payload_at(address, shape.payload_bytes)
+            copied = payload if self._copies_payload else decode_payload(self._spec, shape, payload)
+            self._rows[shard].scatter(block_ids, copied, skip_tokens)
 
     def _unmap(self) -> None:
-        self._shards = {}
+        self._rows = {}
         self._memory = []
         mappings, self._mappings = self._mappings, []
         if not close_mappings(mappings):
