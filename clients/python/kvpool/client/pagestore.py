@@ -24,7 +24,7 @@ from kvpool.client.page_items import (
 )
 from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import SessionStream
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.tracing import NO_SPAN, PAGES, Span, SpanKind, rpc_attributes
 from kvpool.v1 import pagestore_pb2
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
 
 _log = logging.getLogger(__name__)
+
+_PREPARE_POLL_S = 0.1  # some hundred MiB more are in place by then
 
 _RPC = rpc_attributes("PageStoreService", "Session")
 _Request = pagestore_pb2.SessionRequest
@@ -55,6 +57,7 @@ class SessionPlan:
     expected_incarnation: int = 0  # 0: any
     previous_session_id: bytes = b""
     previous_drained: bool = False
+    trusts_arena: bool = False  # takes pages that nothing has summed yet, and does not verify what it reads
 
 
 class PageStoreSession:
@@ -109,6 +112,7 @@ class PageStoreSession:
                     previous_drained=plan.previous_drained,
                     expected_incarnation=plan.expected_incarnation,
                     wants_arena=plan.wants_arena,
+                    trusts_arena=plan.trusts_arena,
                     version=own_version_to_proto(),
                 )
             ),
@@ -241,6 +245,27 @@ class PageStoreSession:
     def release_soon(self, lease_ids: Sequence[int]) -> None:
         """The same without waiting; a broken session needs none."""
         self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)))
+
+    async def prepare(self, share_bytes: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Have segments assigned to the tenant ahead of use, and map them: all segments of the tenant.
+
+        share_bytes: what the tenant is to have in all; 0: everything, or half of what is free beside other tenants.
+        Returns when the pagestore, which puts the memory in place after its start, has no more to come; segments are
+        mapped as they come. They may be less than asked for. timeout_s: of one question. raises: InvalidRequest, and
+        what breaks the session.
+        """
+        if self._segments is None:
+            raise InvalidRequest("this session has no arena; open it with wants_arena")
+        message = _Request(prepare=pagestore_pb2.PrepareRequest(share_bytes=share_bytes))
+        while True:
+            answer = (await self._stream.ask(message, timeout_s)).prepare
+            try:
+                await self._segments.map(answer.segment_ids)
+            except LeaseLost:  # one that we did not map yet went to another tenant
+                continue
+            if not answer.more:
+                return tuple(answer.segment_ids)
+            await asyncio.sleep(_PREPARE_POLL_S)
 
     def slot_view(self, slot: Slot) -> memoryview:
         """Writable bytes of a slot that this session granted (exactly page_bytes). raises: LeaseLost when unmapped."""
