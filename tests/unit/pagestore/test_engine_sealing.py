@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-import kvpool_pagestore.engine_sealing as sealing_module
 from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
 from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
-from kvpool.core.page import HEADER_BYTES, verify
+from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
 from kvpool_pagestore.core.ledger import Grant
@@ -256,14 +255,14 @@ async def test_a_page_that_cannot_be_sealed_now_is_a_miss_for_a_plain_reader_and
 async def test_a_page_that_is_dropped_while_it_is_sealed_is_a_miss_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, go_on, seal = threading.Event(), threading.Event(), sealing_module.seal
+    begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(*args: object) -> None:
+    def slowly(buffer: memoryview, key: PageKey, codec: int, payload_len: int) -> None:
         begun.set()
         go_on.wait()
-        seal(*args)  # type: ignore[arg-type]
+        seal(buffer, key, codec, payload_len)
 
-    monkeypatch.setattr(sealing_module, "seal", slowly)
+    monkeypatch.setattr("kvpool_pagestore.engine_sealing.seal", slowly)
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
             await store_unsealed(running, await trusting(running), [1])
