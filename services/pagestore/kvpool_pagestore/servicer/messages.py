@@ -45,6 +45,7 @@ def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionR
         previous_session_id=check_optional_id(message.previous_session_id, "previous_session_id"),
         previous_drained=message.previous_drained,
         wants_arena=message.wants_arena,
+        trusts_arena=message.trusts_arena,
     )
 
 
