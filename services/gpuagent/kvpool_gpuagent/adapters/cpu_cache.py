@@ -101,7 +101,7 @@ class CpuCache:
 
 def _payload_at(address: int, payload_bytes: int) -> Bytes:
     """The payload of a page that begins at an address of this process."""
-    return np.frombuffer((ctypes.c_ubyte * payload_bytes).from_address(address + HEADER_BYTES), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_ubyte * payload_bytes).from_address(address + HEADER_BYTES))
 
 
 def close_mappings(mappings: Sequence[mmap.mmap]) -> bool:
