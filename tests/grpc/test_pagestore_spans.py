@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,7 +315,7 @@ async def test_the_window_bounds_leases_page_by_page() -> None:
             assert [type(error) for _, error in more.failed] == [SessionBusy] * 2
             await session.abort(np.concatenate((reserved.granted.lease_ids, more.granted.lease_ids)))
             await release(session, [*held, *answers])
-            many = {"positions": np.zeros(5, np.int32), "shards": np.zeros(5, np.uint8)}
+            many: dict[str, Any] = {"positions": np.zeros(5, np.int32), "shards": np.zeros(5, np.uint8)}
             with pytest.raises(InvalidRequest, match="positions"):
                 await session.reserve_span(page_span(0, 2, **many))
             few = {name: values[:1] for name, values in many.items()}
