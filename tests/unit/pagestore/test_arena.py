@@ -208,3 +208,16 @@ def test_huge_pages_are_asked_for_where_the_system_gives_them(
     assert arena_module._huge_pages_may_be_asked_for() is asked_for
     monkeypatch.setattr(arena_module, "_HUGE_PAGES", tmp_path / "missing")
     assert not arena_module._huge_pages_may_be_asked_for()
+
+
+def test_the_memory_of_an_arena_that_ends_is_given_back_at_once_whoever_still_looks(directory: Path) -> None:
+    arena = opened(directory)
+    for segment_id in range(3):
+        assert arena.prepare_segment(segment_id, MIB, lambda: True)
+    descriptor = os.dup(arena.descriptor(1))
+    view = arena.view(1, 0, 16)
+    view[:] = bytes(range(16))
+    arena.close(remove=True)
+    assert os.fstat(descriptor).st_blocks == 0 and not directory.exists()
+    assert bytes(view) == bytes(16)  # still mapped: no crash
+    os.close(descriptor)
