@@ -24,7 +24,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The connector's module over stand-ins of vLLM's."""
     vllm_modules.install(monkeypatch)
     imported = importlib.import_module("kvpool.connectors.vllm.connector")
-    monkeypatch.setattr(wiring, "layer_numbers", lambda kv_caches: {})
+    monkeypatch.setattr(wiring, "layer_numbers", lambda *_: {})
     return imported
 
 

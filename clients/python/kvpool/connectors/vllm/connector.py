@@ -93,7 +93,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def _register(self, kv_caches: dict[str, Any]) -> None:
-        self._layer_numbers = wiring.layer_numbers(kv_caches)
+        self._layer_numbers = wiring.layer_numbers(self._vllm_config, self._kv_cache_config, kv_caches)
         self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
         self._close.append(close)
 

@@ -8,8 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvpool.client.engine_registration import EnginePlan
-from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
-from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
+from kvpool.connectors.vllm.cache_memory import cache_memory
+from kvpool.connectors.vllm.identity import (
+    CacheFacts,
+    cache_facts,
+    keyspace_name,
+    layer_order,
+    model_spec,
+    part_of_rank,
+)
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -62,7 +69,7 @@ def scheduler_side(
     link.wait_tried(settings.start_wait_s)
     parallel = vllm_config.parallel_config
     events = vllm_config.kv_events_config
-    layer_count = vllm_config.model_config.get_total_num_hidden_layers()
+    layer_count = vllm_config.model_config.get_total_num_hidden_layers() + facts.draft_layers
     heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
     side = SchedulerSide(
         settings,
@@ -72,6 +79,7 @@ def scheduler_side(
         worker_count=parallel.world_size,
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         tells_changes=events is not None and bool(events.enable_kv_cache_events),
+        volatile_tokens=facts.volatile_tokens,
     )
     return side, link.close
 
@@ -83,10 +91,12 @@ def worker_side(
     facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
-    geometry = model_spec(_named(settings), vllm_config, facts)
+    geometry = model_spec(settings, vllm_config, facts, read_weights=False)
     part = part_of_rank(geometry, vllm_config, rank)
-    tensors = layers_in_order(kv_caches, len(part.layers))
-    memory = cache_memory(tensors, geometry, part, facts.block_tokens, kv_cache_config.num_blocks)
+    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(part.layers), facts.draft_layers)
+    memory = cache_memory(
+        [kv_caches[name] for name in names], geometry, part, facts.block_tokens, kv_cache_config.num_blocks
+    )
 
     def plan() -> EnginePlan:
         spec = model_spec(settings, vllm_config, facts)
@@ -143,17 +153,11 @@ def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
     )
 
 
-def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
+def layer_numbers(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
     """Of each layer's name, counted from this rank's first layer."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    numbers = {name: extract_layer_index(name) for name in kv_caches}
-    first = min(numbers.values())
-    return {name: number - first for name, number in numbers.items()}
-
-
-def _named(settings: VllmSettings) -> VllmSettings:
-    return settings if settings.model_revision else replace(settings, model_revision="not known yet")
+    draft_layers = cache_facts(vllm_config, kv_cache_config).draft_layers
+    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(kv_caches), draft_layers)
+    return {name: number for number, name in enumerate(names)}
 
 
 def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:
