@@ -48,7 +48,12 @@ RULES: dict[str, Rule] = {
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     # The subclasses that vLLM asks for; nothing of ours imports them before vLLM is there.
     "kvpool.connectors.vllm": Rule(
-        inside_functions=("kvpool.connectors.vllm.connector", "kvpool.connectors.vllm.compatibility", "vllm")
+        inside_functions=(
+            "kvpool.connectors.vllm.connector",
+            "kvpool.connectors.vllm.compatibility",
+            "kvpool.connectors.vllm.switched_off",
+            "vllm",
+        )
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),

@@ -15,6 +15,7 @@ import torch
 from kvpool.connectors.vllm.identity import (
     CacheFacts,
     cache_facts,
+    check_ranks,
     keyspace_name,
     layer_order,
     model_revision,
@@ -22,7 +23,7 @@ from kvpool.connectors.vllm.identity import (
     part_of_rank,
 )
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.geometry import PayloadKind
 from kvpool.core.keyspace import Codec, Dtype
 
@@ -439,6 +440,21 @@ def test_ranks_share_out_heads_and_doubled_ones_only_load() -> None:
     assert [part_of_rank(spec, configured(tp=2), rank).heads for rank in range(2)] == [range(4), range(4, 8)]
     doubled = [part_of_rank(spec, configured(tp=16), rank) for rank in range(2)]
     assert [(part.heads, part.load_only) for part in doubled] == [(range(1), False), (range(1), True)]
+
+
+def test_degrees_that_the_grid_cannot_serve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = model_spec(SETTINGS, configured(), ROWS)
+    check_ranks(spec, configured(tp=4))
+    with pytest.raises(PartitionRefused, match="3 TP ranks x 1 pipeline stages"):
+        check_ranks(spec, configured(tp=3))
+    stages: Any = ModuleType("vllm.distributed.utils")
+    stages.get_pp_indices = lambda layers, stage, count: (stage * layers // count, (stage + 1) * layers // count)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
+    monkeypatch.setitem(sys.modules, stages.__name__, stages)
+    config = configured()
+    config.parallel_config.pipeline_parallel_size = 2  # eight layers of this size are one layer group
+    with pytest.raises(PartitionRefused, match=r"1 TP ranks x 2 pipeline stages.*grid of 1 layer groups"):
+        check_ranks(spec, config)
 
 
 def test_a_name_is_one_that_the_index_takes() -> None:

@@ -118,6 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "KVConnectorBase_V1": Base,
             "KVConnectorRole": Role,
             "SupportsHMA": SupportsHMA,
+            "KVConnectorHandshakeMetadata": empty,
             "KVConnectorMetadata": empty,
             "KVConnectorWorkerMetadata": empty,
         },

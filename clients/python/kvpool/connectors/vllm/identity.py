@@ -16,8 +16,9 @@ from typing import Any
 
 from kvpool.connectors.vllm.adapters import directory_digest
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
 from kvpool.core.partition import RankPart, rank_part
 
@@ -339,6 +340,20 @@ def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
         ]
         stages = [end - start for start, end in borders]
     return rank_part(spec.group, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_layers=stages)
+
+
+def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
+    """raises: PartitionRefused naming the grid and the degrees if pages cannot be cut as the ranks are."""
+    parallel, grid = vllm_config.parallel_config, ShardGrid.of(spec)
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    for rank in range(tp_size * pp_size):
+        try:
+            part = part_of_rank(spec, vllm_config, rank)
+            grid.bitmap_for(part.layers, part.heads)
+        except PartitionRefused as error:
+            raise PartitionRefused(
+                f"{tp_size} TP ranks x {pp_size} pipeline stages are not served: {error.message}; choose other degrees"
+            ) from error
 
 
 def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:
