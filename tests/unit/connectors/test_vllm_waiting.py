@@ -16,7 +16,7 @@ from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
-from tests.unit.connectors.vllm_worlds import BLOCKS, World
+from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
 
@@ -106,6 +106,36 @@ def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
     assert order.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
 
 
+def test_a_load_that_cannot_be_ordered_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("planted")
+
+    world = World(FakePool(3))
+    request = a_request(120)
+    tokens = world.match(request)
+    assert tokens == 96
+    monkeypatch.setattr(world.side._loads, "begin", fail)
+    world.side.allocated(request, BLOCKS[:6], tokens)
+    orders = world.build()
+    assert [(order.request_id, order.failed_blocks(0, 32, 16)) for order in orders.loads] == [("r", set(BLOCKS[:6]))]
+    assert "planted" in caplog.text
+    world.ended(orders, 0)
+    assert world.side.matched_tokens(request, 0) == 0, "it is not tried again"
+
+
+def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    assert world.match(request) == 96
+    world.side.not_chosen(request)
+    world.side.not_chosen(a_request(120, "unknown"))
+    world.side.allocated(request, BLOCKS[:6], 96)
+    (order,) = world.build().loads
+    assert not order.hashes
+
+
 def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
     world = World(FakePool(3))
     world.side.heard(world.build().step, [], ready=False)
@@ -166,7 +196,7 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
     assert not world.side.finished(begun, BLOCKS, "FINISHED_STOPPED")
     (order,) = world.build().stores
-    assert (order.request_id, order.hashes) == ("new", asked[-1])
+    assert (order.request_id, hashes_of(order)) == ("new", asked[-1])
 
 
 def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:

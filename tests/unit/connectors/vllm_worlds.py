@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.connectors.vllm.orders import LoadEnd, StepOrders, StoreEnd
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, chain_of
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.testing import ManualClock
@@ -15,13 +15,25 @@ CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
 BLOCKS = list(range(100, 200))
 
 
+def hashes_of(order: LoadOrder | StoreOrder) -> tuple[bytes, ...]:
+    """Of its chunks."""
+    return chain_of(order, CHUNK).hashes
+
+
 class World:
     """A scheduler's side over a scripted pool."""
 
     def __init__(self, pool: FakePool | None, **settings: Any) -> None:
         self.clock = ManualClock()
         self.link = FakeLink(pool)
-        wanted = {"agent": "unix:/x", "chunk_tokens": CHUNK, "min_load_tokens": 1, "lookup_wait_ms": 0.0, **settings}
+        wanted = {
+            "agent": "unix:/x",
+            "chunk_tokens": CHUNK,
+            "min_load_tokens": 1,
+            "lookup_wait_ms": 0.0,
+            "store": "finish",
+            **settings,
+        }
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
         tells_changes = wanted.pop("tells_changes", True)
         self.side = SchedulerSide(

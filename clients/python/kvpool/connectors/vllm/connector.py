@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvpool.connectors.vllm import wiring
+from kvpool.connectors.vllm.engine_facts import loads_wait_for_work, outer_config, wanted_layout
 from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
 from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.seldom import Seldom
@@ -56,13 +57,15 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         wiring.check_version()
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = wiring.settings_of(vllm_config)
+        self._outer_config = outer_config(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
         self._layer_numbers: dict[str, int] = {}  # among this rank's layers
         if role is KVConnectorRole.SCHEDULER:
-            # With vLLM's own default a request fails when a load does; vLLM reads it after this.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            # With vLLM's own default a request fails when a load does; vLLM reads it after this, of the outer config.
+            for config in (self._vllm_config, self._outer_config):
+                config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._start_scheduler()
 
     @_guarded()
@@ -86,7 +89,13 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     @_guarded()
     def _register(self, kv_caches: dict[str, Any]) -> None:
         self._layer_numbers = wiring.layer_numbers(kv_caches)
-        self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker, close = wiring.worker_side(
+            self._settings,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
+        )
         self._close.append(close)
 
     @_guarded()
@@ -161,8 +170,12 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     @_guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
-        if self._scheduler is not None and num_external_tokens:
+        if self._scheduler is None:
+            return
+        if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        else:
+            self._scheduler.not_chosen(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
@@ -216,6 +229,12 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         """See the base class."""
         data = self._scheduler.tally.take() if self._scheduler is not None else {}
         return PoolStats(data=data) if data else None
+
+    @classmethod
+    @_guarded()
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """See the base class."""
+        return wanted_layout(wiring.settings_of(vllm_config), vllm_config, outer_config(vllm_config))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

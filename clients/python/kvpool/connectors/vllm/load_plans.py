@@ -9,7 +9,7 @@ from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed, packed_blocks
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
@@ -99,9 +99,9 @@ class LoadPlans:
         end_chunk = min(plan.end_chunk, chain.chunks_of(end_token))
         order = LoadOrder(
             request_id=request_id,
-            hashes=chain.hashes[:end_chunk],
+            hashes=packed(chain.hashes[:end_chunk]),
             token_count=chain.token_count,
-            block_ids=tuple(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
+            block_ids=packed_blocks(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
             first_chunk=plan.first_token // chunk_tokens,
             end_chunk=end_chunk,
             first_token=plan.first_token,
@@ -117,16 +117,16 @@ class LoadPlans:
         self._queued_bytes += size_bytes
         self.cost.load_begun()
         until_s = self._now_s() + order.timeout_s + _LATE_S
-        self._first_chunks[order.hashes[order.first_chunk]] = (request_id, until_s)
+        self._first_chunks[chain.hashes[order.first_chunk]] = (request_id, until_s)
         return order
 
     def hopeless(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
         """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
         return LoadOrder(
             request_id=request_id,
-            hashes=(),
+            hashes=b"",
             token_count=0,
-            block_ids=tuple(block_ids),
+            block_ids=packed_blocks(block_ids),
             first_chunk=0,
             end_chunk=0,
             first_token=0,
@@ -142,7 +142,11 @@ class LoadPlans:
         running.worker_s = max(running.worker_s, end.duration_s)
         running.failed |= end.failed_chunks > 0
         running.late |= end.late
-        return running.order.hashes[running.order.end_chunk - end.failed_chunks :] if end.failed_chunks else ()
+        return (
+            running.plan.chain.hashes[running.order.end_chunk - end.failed_chunks : running.order.end_chunk]
+            if end.failed_chunks
+            else ()
+        )
 
     def received(self, request_id: str) -> None:
         """All workers' parts have ended."""
@@ -150,7 +154,7 @@ class LoadPlans:
         if running is None:
             return
         self._queued_bytes -= running.size_bytes
-        first_chunk = running.order.hashes[running.order.first_chunk]
+        first_chunk = running.plan.chain.hashes[running.order.first_chunk]
         if self._first_chunks.get(first_chunk, ("", 0.0))[0] == request_id:
             del self._first_chunks[first_chunk]
         if running.late:

@@ -23,6 +23,7 @@ from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFI
 from kvpool.connectors.vllm.step_clock import StepClock
 from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
+from kvpool.core.errors import InvalidRequest
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_REPETITION")
@@ -124,15 +125,26 @@ class SchedulerSide:
         return state.plan.token_count if state.plan is not None else 0
 
     def allocated(self, request: Request, block_ids: Sequence[int], loaded_tokens: int) -> None:
-        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now."""
+        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now, whatever
+        happens here: what cannot be begun is ordered as a load that fails at once."""
         state = self._states.get(request.request_id)
-        if state is None or state.plan is None:
-            _log.error("kvpool: a load was begun that was not planned; request %s computes", request.request_id)
-            self._orders.append(self._loads.hopeless(request.request_id, block_ids))
-            return
-        self._orders.append(self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens))
-        state.plan, state.loaded_at_preemption = None, request.num_preemptions
-        state.loading = not self._settings.layerwise  # else its step has waited for the load when anything is heard
+        try:
+            if state is None or state.plan is None:
+                raise InvalidRequest("a load was begun that was not planned")
+            order = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
+        except Exception:
+            _log.exception("kvpool: request %s computes instead of loading", request.request_id)
+            order = self._loads.hopeless(request.request_id, block_ids)
+        self._orders.append(order)
+        if state is not None:
+            state.plan, state.loaded_at_preemption = None, request.num_preemptions
+            state.loading = not self._settings.layerwise  # else its step has waited when anything is heard
+
+    def not_chosen(self, request: Request) -> None:
+        """The engine has blocks for the request and loads nothing of it from here: another connector may."""
+        state = self._states.get(request.request_id)
+        if state is not None:
+            state.plan = None
 
     def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
         """The orders of a step that computes so many tokens of each request."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
 from kvpool.connectors.vllm.compatibility import missing, not_served
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.granted_layout import granted_layout
 from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
@@ -91,9 +93,14 @@ def scheduler_side(
 
 
 def worker_side(
-    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    settings: VllmSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    loads_wait: bool,
 ) -> tuple[WorkerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest, StartupFailed."""
+    """And what closes it. loads_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest, StartupFailed."""
     facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
@@ -101,6 +108,13 @@ def worker_side(
     part = part_of_rank(geometry, vllm_config, rank)
     tensors = layers_in_order(kv_caches, len(part.layers))
     memory = cache_memory(tensors, geometry, part, facts.block_tokens, kv_cache_config.num_blocks)
+
+    if not facts.opaque:
+        granted = granted_layout(memory.layout, geometry, part)
+        _log.info(
+            "kvpool: vLLM's KV cache has layout %s: runs of %d KiB in a block, copied by %s",
+            *(granted.name, granted.run_bytes >> 10, granted.way),
+        )
 
     def plan() -> EnginePlan:
         spec = model_spec(settings, vllm_config, facts)
@@ -111,21 +125,22 @@ def worker_side(
             spec=spec,
             layout=memory.layout,
             regions=memory.regions,
-            events=memory.slots,
+            events=memory.work.slots,
             load_only=part.load_only,
         )
 
-    config = settings.client_config(rank, on_gpu=memory.events is not None)
+    config = settings.client_config(rank, on_gpu=memory.work.slots is not None)
     link = PoolLink(plan, config)
     link.wait_tried(settings.start_wait_s)
     side = WorkerSide(
         settings,
         link,
+        memory.work,
         block_tokens=facts.block_tokens,
         chunk_bytes=geometry.head_bytes * len(part.heads) * len(part.layers),
         load_only=part.load_only,
         split=memory.split,
-        record=memory.record,
+        loads_wait=loads_wait,
     )
 
     def close() -> None:
@@ -150,10 +165,10 @@ def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
     return WorkerSide(
         settings,
         cast(PoolLink, _NoLink()),
+        EngineWork(None),
         block_tokens=vllm_config.cache_config.block_size,
         chunk_bytes=0,
         load_only=False,
-        record=lambda: None,
     )
 
 
