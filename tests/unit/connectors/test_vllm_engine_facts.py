@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.connectors.vllm.engine_facts import loads_wait_for_work
+from kvpool.connectors.vllm.engine_facts import WeightsEpoch, WeightVersion, loads_wait_for_work
 from tests.unit.connectors import vllm_modules
+from tests.unit.connectors.vllm_fakes import FakePool, a_request
 from tests.unit.connectors.vllm_modules import Role, VllmConfig, a_config
+from tests.unit.connectors.vllm_worlds import World
 
 
 @pytest.fixture
@@ -80,3 +82,63 @@ def test_failed_loads_are_recomputed_also_beside_other_connectors(module: Any, m
     outer = several()
     vllm_modules.multi_connector().make(outer, a_config().kv_transfer_config, module.KvPoolConnector, Role.SCHEDULER)
     assert outer.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+class Core:
+    """vLLM's engine core, as far as a connector sees it."""
+
+    def __init__(self, connector: Any) -> None:
+        self.scheduler, self.connector, self.version = object(), connector, "default"
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def add_request(self) -> None:
+        self.connector()
+
+
+def test_the_weight_version_is_found_where_vllm_keeps_it() -> None:
+    version = WeightVersion()
+    assert version() is None
+    version.look_for_core()
+    assert version() is None, "no engine core calls here"
+    core = Core(version.look_for_core)
+    core.add_request()
+    assert version() == "default"
+    core.version = "step 7"
+    assert version() == "step 7"
+
+
+def test_engines_share_by_the_version_of_their_weights_and_alone_without_one() -> None:
+    core = Core(None)
+    epoch, replica = WeightsEpoch(core.get_weight_version), WeightsEpoch(core.get_weight_version)
+    assert epoch.epoch() == replica.epoch() == b""
+    for one in (epoch, replica):
+        one.reset()  # vLLM resets first, then takes new weights, then their version
+    assert len(epoch.epoch()) == 16
+    assert epoch.epoch() != replica.epoch()
+    core.version = "7"
+    seventh = epoch.epoch()
+    assert seventh == replica.epoch()
+    assert len(seventh) == 16
+    assert "version 7" in epoch.shared_with()
+    epoch.reset()
+    assert epoch.epoch() not in (seventh, replica.epoch()), "the version may not be set again"
+    assert "no other" in epoch.shared_with()
+    core.version = "8"
+    assert epoch.epoch() == replica.epoch() != seventh
+    core.version = "default"
+    assert epoch.epoch() != replica.epoch()
+
+
+def test_requests_follow_the_version_of_the_weights() -> None:
+    core = Core(None)
+    world = World(FakePool(3), weights=WeightsEpoch(core.get_weight_version))
+    waiting, running = a_request(120, "waiting"), a_request(120, "running")
+    assert [world.match(request) for request in (waiting, running)] == [96, 96]
+    running.num_computed_tokens = 64
+    core.version = "2"
+    assert world.side.matched_tokens(waiting, 0) == 96
+    assert world.side.matched_tokens(running, 0) == 0, "its KV is of both weights"
+    before, _, after = (chain.hashes for chain, _ in world.link.pool.asked)
+    assert not set(before) & set(after)

@@ -29,7 +29,7 @@ def test_held_tokens_inside_of_a_chunk_are_left_alone() -> None:
     world = World(FakePool(3))
     (order,) = world.load(a_request(120), held_tokens=48).loads
     assert (order.first_chunk, order.first_token) == (1, 48)
-    assert world.link.pool.asked[0][1] == 1
+    assert world.link.pool.asked[0][1] == 0, "it was asked when the request came"
 
 
 def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
@@ -47,15 +47,19 @@ def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     assert world.match(request, held_tokens=64) == 32
+    world.clock.advance(11.0)
+    assert world.side.matched_tokens(request, 64) == 32
     assert world.side.matched_tokens(request, 0) == 96
-    assert [held for _, held in world.link.pool.asked] == [2, 0]
+    assert [held for _, held in world.link.pool.asked] == [0, 2, 0]
 
 
 def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
     world = World(FakePool(3))
-    world.link.held = True
     request = a_request(120)
-    assert world.match(request, held_tokens=64) is None
+    world.match(request)
+    world.clock.advance(11.0)
+    world.link.held = True
+    assert world.side.matched_tokens(request, 64) is None
     world.link.go()
     world.link.held = False
     assert world.side.matched_tokens(request, 0) is None
@@ -86,9 +90,31 @@ def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
     assert [world.side.matched_tokens(request, 0) for _ in range(5)] == [96] * 5
     assert len(world.link.pool.asked) == 1
     assert world.side.tally.take() == {"lookups": 1, "offered_chunks": 3}
-    world.clock.advance(2.0)
+    world.clock.advance(11.0)
     assert world.side.matched_tokens(request, 0) == 96
     assert len(world.link.pool.asked) == 2
+
+
+def test_a_request_is_hashed_and_looked_up_once_while_it_waits_for_its_turn() -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    world.side.on_new_request(request)
+    world.link.go()
+    assert [held for _, held in world.link.pool.asked] == [0]
+    assert world.side.matched_tokens(request, 0) == 96
+    assert len(world.link.pool.asked) == 1
+
+
+def test_an_engine_that_only_stores_hashes_prompts_beside_its_own_thread() -> None:
+    world = World(FakePool(3), load="never", store="prefill")
+    world.link.held = True
+    request = a_request(120)
+    world.side.on_new_request(request)
+    world.link.go()
+    assert world.side.matched_tokens(request, 0) == 0
+    assert world.link.pool.asked == []
+    assert world.build({"r": 120}).stores[0].end_chunk == 3
 
 
 @pytest.mark.parametrize(

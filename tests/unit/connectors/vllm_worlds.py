@@ -35,7 +35,7 @@ class World:
             **settings,
         }
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
-        tells_changes = wanted.pop("tells_changes", True)
+        tells_changes, weights = wanted.pop("tells_changes", True), wanted.pop("weights", None)
         self.side = SchedulerSide(
             VllmSettings(**wanted),
             self.link,  # type: ignore[arg-type]
@@ -45,6 +45,7 @@ class World:
             shares_blocks=self.shares_blocks,
             tells_changes=tells_changes,
             now_s=self.clock.monotonic_s,
+            weights=weights,
         )
 
     def match(self, request: FakeRequest, held_tokens: int = 0) -> int | None:

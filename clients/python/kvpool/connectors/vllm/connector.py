@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvpool.connectors.vllm import wiring
-from kvpool.connectors.vllm.engine_facts import loads_wait_for_work, outer_config, wanted_layout
+from kvpool.connectors.vllm.engine_facts import WeightVersion, loads_wait_for_work, outer_config, wanted_layout
 from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
 from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.seldom import Seldom
@@ -58,6 +58,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = wiring.settings_of(vllm_config)
         self._outer_config = outer_config(vllm_config)
+        self._weight_version = WeightVersion()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
@@ -70,7 +71,9 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     @_guarded()
     def _start_scheduler(self) -> None:
-        self._scheduler, close = wiring.scheduler_side(self._settings, self._vllm_config, self._kv_cache_config)
+        self._scheduler, close = wiring.scheduler_side(
+            self._settings, self._vllm_config, self._kv_cache_config, self._weight_version
+        )
         self._close.append(close)
 
     @property
@@ -157,6 +160,7 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
     def on_new_request(self, request: Any) -> None:
         """See the base class."""
         if self._scheduler is not None:
+            self._weight_version.look_for_core()
             self._scheduler.on_new_request(request)
 
     @_guarded(otherwise=(0, False))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
 from kvpool.connectors.vllm.compatibility import missing, not_served
+from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.engine_work import EngineWork
 from kvpool.connectors.vllm.granted_layout import granted_layout
 from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
@@ -55,9 +56,9 @@ def settings_of(vllm_config: Any) -> VllmSettings:
 
 
 def scheduler_side(
-    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, weight_version: Callable[[], str | None]
 ) -> tuple[SchedulerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest."""
+    """And what closes it. weight_version: None if vLLM has none. raises: GeometryUnsupported, InvalidRequest."""
     facts = cache_facts(vllm_config, kv_cache_config)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
 
@@ -88,6 +89,7 @@ def scheduler_side(
         worker_count=parallel.world_size,
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         tells_changes=events is not None and bool(events.enable_kv_cache_events),
+        weights=WeightsEpoch(weight_version),
     )
     return side, link.close
 
