@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.client.engine_items import EngineSource
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
 from tests.unit.connectors.vllm_worlds import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, World
@@ -182,17 +183,24 @@ def test_an_engine_that_shares_no_blocks_loads_for_each_request() -> None:
     assert world.match(a_request(120, "b")) == 96
 
 
+def knows_slow_loads(world: World) -> None:
+    """Of 50 ms, where computing takes 1 ms."""
+    world.side.cost.note_prefill(1000, 0.01)
+    for _ in range(3):
+        world.side.cost.note_load(EngineSource.STAGING, 3 * CHUNK_BYTES, 0.05)
+
+
 def test_computing_is_chosen_where_it_is_quicker() -> None:
-    world = World(FakePool(3, estimated_ms=50.0))
-    world.side.cost.note_prefill(1000, 0.01, 0.0)
+    world = World(FakePool(3))
+    knows_slow_loads(world)
     assert world.match(a_request(120)) == 0
     assert world.side.tally.take()["declined_chunks"] == 3
 
 
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
 def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
-    world = World(FakePool(3, estimated_ms=50.0), load=load)
-    world.side.cost.note_prefill(1000, 0.01, 0.0)
+    world = World(FakePool(3), load=load)
+    knows_slow_loads(world)
     assert world.match(a_request(120)) == tokens
 
 
@@ -209,4 +217,4 @@ def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     orders = world.build({"r": 1000})
     world.clock.advance(2.0)
     world.side.heard(orders.step, [])
-    assert world.side.cost.prefill.ms(1000) == pytest.approx(2000)
+    assert world.side.cost.compute_ms(1000) == pytest.approx(2000)

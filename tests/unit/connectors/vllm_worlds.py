@@ -62,7 +62,15 @@ class World:
         return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
 
     def ended(
-        self, orders: StepOrders, loaded_chunks: int, *, late: bool = False, gone: bool = True, cancelled: bool = False
+        self,
+        orders: StepOrders,
+        loaded_chunks: int,
+        *,
+        late: bool = False,
+        gone: bool = True,
+        cancelled: bool = False,
+        copy_s: float = 0.0,
+        remote_chunks: int = 0,
     ) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
@@ -72,6 +80,9 @@ class World:
                 failed_chunks=order.end_chunk - order.first_chunk - loaded_chunks,
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
+                copy_s=copy_s,
+                staging_tokens=(loaded_chunks - remote_chunks) * CHUNK,
+                remote_tokens=remote_chunks * CHUNK,
                 late=late,
                 cancelled=cancelled,
                 gone=gone,

@@ -48,6 +48,7 @@ class Lookup:
     found: PrefixMatch | None = None
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
+    tried: bool = False  # it is loaded though computing was taken to be quicker
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
     @property
@@ -133,7 +134,8 @@ class Lookups:
         if found.match is None:  # only its chain was wanted until now
             self.begin(lookup, pool, lambda: found.chain, 0, held_chunks=held_chunks)
             return None
-        lookup.found, lookup.found_at_s, lookup.counted = found.match, now_s, False
+        lookup.found, lookup.found_at_s = found.match, now_s
+        lookup.counted = lookup.tried = False
         if found.match.error is not None:
             self._failed(found.match.error)
         else:

@@ -208,7 +208,7 @@ class SchedulerSide:
             self._unready_until_s = self._now_s() + _UNREADY_S
         sample = self._steps.end(step)
         if sample is not None:
-            self.cost.note_prefill(*sample, self._now_s())
+            self.cost.note_prefill(*sample)
         for end in ends:
             self.tally.count(end)
             if isinstance(end, LoadEnd):

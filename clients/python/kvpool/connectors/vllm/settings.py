@@ -39,7 +39,7 @@ class VllmSettings:
     lookup_wait_ms: float = 3.0  # the scheduler waits so long for a match; then the request waits without the batch
     match_timeout_s: float = 0.3  # a match that takes longer is none
     load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes
-    load_timeout_min_s: float = 0.8  # later ones may take as long as computing would, but so long at least
+    load_timeout_min_s: float = 1.0  # later ones may take several times what is expected, but so long at least
     load_bytes_in_flight_max: int = 8 << 30  # requests beyond it are computed
     store_bytes_in_flight_max: int = 4 << 30  # what is beyond it waits
     store_hold_max_s: float = 20.0  # blocks of a finished request are not kept from the engine for longer
