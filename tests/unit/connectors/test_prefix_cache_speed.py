@@ -80,43 +80,42 @@ def fast_gpu(token_count: int) -> float:
     return 20.0 + 0.001 * token_count
 
 
+def computing_fast(load_ms: Milliseconds) -> TimedEngine:
+    """An engine that has computed a prompt of its own."""
+    engine = TimedEngine(fast_gpu, load_ms)
+    engine.cache.note_prefill(2000, fast_gpu(2000))
+    return engine
+
+
 @pytest.mark.parametrize("rest", [1, 5, 40, 64])
 @pytest.mark.parametrize("chunks", [4, 30, 120])
 def test_a_gpu_that_computes_a_small_model_in_no_time_soon_does_so(rest: int, chunks: int) -> None:
-    engine = TimedEngine(fast_gpu, lambda count: 150.0)
+    engine = computing_fast(lambda count: 150.0)
     times_ms = [engine.first_token_ms(chunks * CHUNK + rest, pause_s=0.5) for _ in range(40)]
-    assert sum(duration_ms > 30 for duration_ms in times_ms[:6]) <= 4, times_ms
-    assert max(times_ms[6:]) < 30, times_ms
+    assert sum(duration_ms > 30 for duration_ms in times_ms[:6]) <= 2, times_ms
+    assert sum(duration_ms > 30 for duration_ms in times_ms) <= 4, "a load is tried every ten seconds"
     assert max(times_ms) < 200, "what is tried costs no more than a load"
 
 
 def test_prompts_of_many_lengths_teach_the_same() -> None:
-    engine = TimedEngine(fast_gpu, lambda count: 150.0)
+    engine = computing_fast(lambda count: 150.0)
     lengths = [2000, 90, 130, 1700, 300, 64, 2200, 150, 1900, 100]
     times_ms = [engine.first_token_ms(tokens, pause_s=0.5) for tokens in lengths * 4]
     assert statistics.median(times_ms[:10]) < 30
-    assert max(times_ms[10:]) < 30
-
-
-@pytest.mark.parametrize("rest", [1, 30, 64])
-@pytest.mark.parametrize("load_ms", [12.0, 24.0])
-def test_it_is_learnt_though_a_load_takes_no_longer_than_any_prefill(load_ms: float, rest: int) -> None:
-    """Each load comes beside a prefill of the rest, which takes as long as that of all."""
-    engine = TimedEngine(fast_gpu, lambda count: load_ms)
-    times_ms = [engine.first_token_ms(30 * CHUNK + rest, pause_s=0.5) for _ in range(40)]
-    assert max(times_ms[12:]) < 30, times_ms
+    assert sum(duration_ms > 30 for duration_ms in times_ms[10:]) <= 2
 
 
 def test_loads_are_tried_again_but_seldom() -> None:
-    engine = TimedEngine(fast_gpu, lambda count: 150.0)
+    engine = computing_fast(lambda count: 150.0)
     times_ms = [engine.first_token_ms(2000, pause_s=1.0) for _ in range(1000)]
     slow = sum(duration_ms > 30 for duration_ms in times_ms)
-    assert 3 < slow < 15
+    assert 50 < slow < 105, "every ten seconds"
 
 
 def test_loads_that_become_quick_are_found_out() -> None:
     load_ms = 300.0
     engine = TimedEngine(lambda count: 20.0 + 0.05 * count, lambda count: load_ms)
+    engine.cache.note_prefill(2000, 120.0)
     before = [engine.first_token_ms(2000, pause_s=1.0) for _ in range(10)]
     assert before[-1] > 100
     load_ms = 10.0
@@ -138,7 +137,7 @@ def test_where_computing_is_slow_loads_go_on(prefill_ms: Milliseconds, load_ms: 
     engine = TimedEngine(prefill_ms, load_ms)
     loaded_ms = load_ms(120) + prefill_ms(rest)
     times_ms = [engine.first_token_ms(120 * CHUNK + rest, pause_s=3.0) for _ in range(400)]
-    assert max(times_ms) <= 2.05 * loaded_ms, "what is learnt costs no more than a load"
+    assert max(times_ms) <= 1.01 * loaded_ms
     assert sum(times_ms) <= 1.01 * loaded_ms * len(times_ms)
     assert statistics.median(times_ms[:6]) == pytest.approx(loaded_ms, rel=0.02)
 
@@ -147,8 +146,11 @@ def test_an_engine_that_becomes_quick_is_found_out() -> None:
     """It shared its machine with others, say, when it was measured."""
     slowness = 50.0
     engine = TimedEngine(lambda tokens: slowness * fast_gpu(tokens), lambda count: 150.0)
-    for _ in range(20):
-        engine.first_token_ms(2000, pause_s=1.0)
-    slowness = 1.0
-    times_ms = [engine.first_token_ms(2000, pause_s=1.0) for _ in range(800)]
-    assert sum(duration_ms > 30 for duration_ms in times_ms[700:]) < 5
+    times_ms: list[float] = []
+    for number in range(100):
+        slowness = 50.0 if number < 20 else 1.0
+        if number % 5 == 0:  # a prompt that the pool does not have
+            engine.cache.note_prefill(500, engine.prefill_ms(500))
+        times_ms.append(engine.first_token_ms(2000, pause_s=1.0))
+    assert min(times_ms[5:20]) > 1000
+    assert sum(duration_ms > 30 for duration_ms in times_ms[80:]) < 5

@@ -14,7 +14,7 @@ import pytest
 
 from kvpool.connectors.vllm import compatibility, wiring
 from kvpool.connectors.vllm.agent_choice import WorkerPlace
-from kvpool.connectors.vllm.orders import LoadOrder, StepOrders, StoreOrder
+from kvpool.connectors.vllm.orders import LoadOrder, StepOrders, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.switched_off import switched_off_connector
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from tests.unit.connectors import vllm_modules
@@ -30,16 +30,16 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return imported
 
 
-def refused(*arguments: Any) -> Any:
+def refused(*arguments: Any, **values: Any) -> Any:
     raise GeometryUnsupported("a hybrid model")
 
 
 def orders() -> StepOrders:
     load = LoadOrder(
         request_id="a",
-        hashes=(b"h" * 16,),
+        hashes=b"h" * 16,
         token_count=40,
-        block_ids=(1, 2),
+        block_ids=packed_blocks((1, 2)),
         first_chunk=0,
         end_chunk=1,
         first_token=0,
@@ -47,7 +47,13 @@ def orders() -> StepOrders:
         timeout_s=1.0,
     )
     store = StoreOrder(
-        number=7, request_id="b", hashes=(b"h" * 16,), token_count=40, block_ids=(3, 4), first_chunk=0, end_chunk=1
+        number=7,
+        request_id="b",
+        hashes=b"h" * 16,
+        token_count=40,
+        block_ids=packed_blocks((3, 4)),
+        first_chunk=0,
+        end_chunk=1,
     )
     return StepOrders(step=1, loads=[load], stores=[store], release=["b"])
 

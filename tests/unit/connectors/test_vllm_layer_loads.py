@@ -9,15 +9,15 @@ import pytest
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport
 from kvpool.connectors.vllm.layer_loads import LayerLoads
-from kvpool.connectors.vllm.orders import LoadOrder
+from kvpool.connectors.vllm.orders import LoadOrder, packed_blocks
 from kvpool.core.errors import KvPoolError, ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakeLink
 
 ORDER = LoadOrder(
     request_id="r",
-    hashes=(b"h" * 16,),
+    hashes=b"h" * 16,
     token_count=40,
-    block_ids=(1, 2),
+    block_ids=packed_blocks((1, 2)),
     first_chunk=0,
     end_chunk=1,
     first_token=0,

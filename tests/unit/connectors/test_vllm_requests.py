@@ -143,6 +143,7 @@ def test_settings_take_what_json_has() -> None:
         ({"agent": "unix:/a", "chunk_tokens": "5"}, "chunk_tokens"),
         ({"agent": "unix:/a", "chunk_tokens": 100}, "chunk_tokens"),
         ({"agent": "unix:/a", "store": "now"}, "store"),
+        ({"agent": "unix:/a", "kv_cache_layout": "NHD"}, "kv_cache_layout"),
         ({"agent": "unix:/a", "store_generated": 1}, "store_generated"),
         ({"agent": "unix:/a", "load_timeout_s": -1}, "load_timeout_s"),
         ({"agent": "unix:/a", "load_timeout_s": True}, "load_timeout_s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.client.engine_items import EngineSource
 from kvpool.core.errors import ServiceUnavailable
 from tests.unit.connectors.vllm_fakes import FakePool, FakeRequest, a_request
 from tests.unit.connectors.vllm_worlds import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, World
@@ -13,8 +14,8 @@ def test_what_the_pool_has_is_loaded_into_the_requests_blocks() -> None:
     world = World(FakePool(3))
     (order,) = world.load(a_request(120)).loads
     assert (order.first_chunk, order.end_chunk, order.first_token, order.end_token) == (0, 3, 0, 96)
-    assert order.block_ids == tuple(BLOCKS[:6])
-    assert len(order.hashes) == 3
+    assert order.block_ids.tolist() == BLOCKS[:6]
+    assert len(order.hashes) == 3 * 16
 
 
 def test_a_prompts_last_token_is_always_computed() -> None:
@@ -29,7 +30,7 @@ def test_held_tokens_inside_of_a_chunk_are_left_alone() -> None:
     world = World(FakePool(3))
     (order,) = world.load(a_request(120), held_tokens=48).loads
     assert (order.first_chunk, order.first_token) == (1, 48)
-    assert world.link.pool.asked[0][1] == 1
+    assert world.link.pool.asked[0][1] == 0, "it was asked when the request came"
 
 
 def test_an_answer_holds_also_when_the_engine_has_got_more_since() -> None:
@@ -47,15 +48,19 @@ def test_an_engine_that_has_lost_chunks_since_asks_again() -> None:
     world = World(FakePool(3))
     request = a_request(120)
     assert world.match(request, held_tokens=64) == 32
+    world.clock.advance(11.0)
+    assert world.side.matched_tokens(request, 64) == 32
     assert world.side.matched_tokens(request, 0) == 96
-    assert [held for _, held in world.link.pool.asked] == [2, 0]
+    assert [held for _, held in world.link.pool.asked] == [0, 2, 0]
 
 
 def test_an_answer_that_begins_too_late_is_asked_for_again() -> None:
     world = World(FakePool(3))
-    world.link.held = True
     request = a_request(120)
-    assert world.match(request, held_tokens=64) is None
+    world.match(request)
+    world.clock.advance(11.0)
+    world.link.held = True
+    assert world.side.matched_tokens(request, 64) is None
     world.link.go()
     world.link.held = False
     assert world.side.matched_tokens(request, 0) is None
@@ -86,9 +91,31 @@ def test_a_request_without_blocks_is_not_matched_in_every_step() -> None:
     assert [world.side.matched_tokens(request, 0) for _ in range(5)] == [96] * 5
     assert len(world.link.pool.asked) == 1
     assert world.side.tally.take() == {"lookups": 1, "offered_chunks": 3}
-    world.clock.advance(2.0)
+    world.clock.advance(11.0)
     assert world.side.matched_tokens(request, 0) == 96
     assert len(world.link.pool.asked) == 2
+
+
+def test_a_request_is_hashed_and_looked_up_once_while_it_waits_for_its_turn() -> None:
+    world = World(FakePool(3))
+    world.link.held = True
+    request = a_request(120)
+    world.side.on_new_request(request)
+    world.link.go()
+    assert [held for _, held in world.link.pool.asked] == [0]
+    assert world.side.matched_tokens(request, 0) == 96
+    assert len(world.link.pool.asked) == 1
+
+
+def test_an_engine_that_only_stores_hashes_prompts_beside_its_own_thread() -> None:
+    world = World(FakePool(3), load="never", store="prefill")
+    world.link.held = True
+    request = a_request(120)
+    world.side.on_new_request(request)
+    world.link.go()
+    assert world.side.matched_tokens(request, 0) == 0
+    assert world.link.pool.asked == []
+    assert world.build({"r": 120}).stores[0].end_chunk == 3
 
 
 @pytest.mark.parametrize(
@@ -156,17 +183,24 @@ def test_an_engine_that_shares_no_blocks_loads_for_each_request() -> None:
     assert world.match(a_request(120, "b")) == 96
 
 
+def knows_slow_loads(world: World) -> None:
+    """Of 50 ms, where computing takes 1 ms."""
+    world.side.cost.note_prefill(1000, 0.01)
+    for _ in range(3):
+        world.side.cost.note_load(EngineSource.STAGING, 3 * CHUNK_BYTES, 0.05)
+
+
 def test_computing_is_chosen_where_it_is_quicker() -> None:
-    world = World(FakePool(3, estimated_ms=50.0))
-    world.side.cost.note_prefill(1000, 0.01, 0.0)
+    world = World(FakePool(3))
+    knows_slow_loads(world)
     assert world.match(a_request(120)) == 0
     assert world.side.tally.take()["declined_chunks"] == 3
 
 
 @pytest.mark.parametrize(("load", "tokens"), [("always", 96), ("never", 0), ("quicker", 0)])
 def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
-    world = World(FakePool(3, estimated_ms=50.0), load=load)
-    world.side.cost.note_prefill(1000, 0.01, 0.0)
+    world = World(FakePool(3), load=load)
+    knows_slow_loads(world)
     assert world.match(a_request(120)) == tokens
 
 
@@ -183,4 +217,4 @@ def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:
     orders = world.build({"r": 1000})
     world.clock.advance(2.0)
     world.side.heard(orders.step, [])
-    assert world.side.cost.prefill.ms(1000) == pytest.approx(2000)
+    assert world.side.cost.compute_ms(1000) == pytest.approx(2000)

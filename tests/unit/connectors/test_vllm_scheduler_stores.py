@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.connectors.vllm_fakes import FakePool, a_request
-from tests.unit.connectors.vllm_worlds import BLOCKS, World
+from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 
 def test_a_finished_requests_chunks_are_stored_and_its_blocks_kept() -> None:
@@ -18,7 +18,7 @@ def test_a_finished_requests_chunks_are_stored_and_its_blocks_kept() -> None:
     orders = world.build()
     (order,) = orders.stores
     assert (order.first_chunk, order.end_chunk) == (1, 4)  # the pool was seen to have chunk 0
-    assert order.block_ids == tuple(BLOCKS[:8])
+    assert order.block_ids.tolist() == BLOCKS[:8]
     assert orders.release == ["r"]
 
 
@@ -188,8 +188,8 @@ def test_what_came_into_the_pool_is_told_once() -> None:
     assert world.side.take_changes() == []
     world.stored(orders)
     (change,) = world.side.take_changes()
-    assert change.hashes == orders.stores[0].hashes[1:]
-    assert change.parent_hash == orders.stores[0].hashes[0]
+    assert change.hashes == hashes_of(orders.stores[0])[1:]
+    assert change.parent_hash == hashes_of(orders.stores[0])[0]
     assert change.token_ids == tuple(range(32, 96))
     assert world.side.take_changes() == []
 
@@ -199,7 +199,7 @@ def test_what_could_not_be_loaded_is_told_to_be_gone() -> None:
     orders = world.load(a_request(120))
     world.ended(orders, loaded_chunks=1)
     (change,) = world.side.take_changes()
-    assert (change.hashes, change.token_ids) == (orders.loads[0].hashes[1:], ())
+    assert (change.hashes, change.token_ids) == (hashes_of(orders.loads[0])[1:], ())
 
 
 def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_one_ends() -> None:
@@ -215,7 +215,7 @@ def test_a_store_repeated_after_a_preemption_holds_its_blocks_though_the_first_o
     assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")  # the second one may read them still
     assert world.build().release == ["r"]
     world.stored(second)
-    assert [change.hashes for change in world.side.take_changes()] == [second.stores[0].hashes]
+    assert [change.hashes for change in world.side.take_changes()] == [hashes_of(second.stores[0])]
 
 
 def test_what_the_pool_has_lost_is_stored_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.request_chain import request_chain
 from kvpool.core.errors import ServiceUnavailable
+from kvpool.testing import eventually_sync
 from tests.unit.connectors.vllm_fakes import FakeLink, FakePool, a_request
-from tests.unit.connectors.vllm_worlds import BLOCKS, World
+from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
 
@@ -39,26 +41,48 @@ def test_however_many_requests_wait_a_step_waits_once(monkeypatch: pytest.Monkey
     assert sum(waited) == pytest.approx(0.006)
 
 
-def test_a_step_begins_so_many_lookups_and_hashes_so_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(FakePool(3))
-    world.link.held = True
-    hashed: list[str] = []
+def test_so_many_lookups_are_asked_at_once() -> None:
+    class Loop(FakeLink):
+        def start(self, work: Any, trace: Any = None) -> Any:
+            return background.start(work)
 
-    def count(request: Any, *others: Any) -> Chain:
-        hashed.append(request.request_id)
-        return request_chain(request, *others)
+    class Counting(FakePool):
+        running = most = 0
+
+        async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0)
+            self.running -= 1
+            return await super().match(chain, held_chunks=held_chunks)
+
+    background = BackgroundLoop("test lookups")
+    try:
+        pool = Counting(3)
+        world = World(pool, lookup_wait_ms=5000.0)
+        world.side._lookups._link = world.side._link = world.link = Loop(pool)  # type: ignore[assignment]
+        requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
+        for request in requests:
+            world.side.on_new_request(request)
+        eventually_sync(lambda: len(pool.asked) == 100)
+        assert 1 < pool.most <= 32
+        assert [world.side.matched_tokens(request, 0) for request in requests] == [96] * 100
+    finally:
+        background.stop()
+
+
+def test_a_long_prompt_is_hashed_on_no_loop_and_not_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed_on: list[str] = []
+
+    def count(*arguments: Any) -> Chain:
+        hashed_on.append(threading.current_thread().name)
+        return request_chain(*arguments)
 
     monkeypatch.setattr(_HASHING, count)
-    requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(100)]
-    for request in requests:
-        world.match(request)
-    assert len(hashed) == 32
-    for expected in (64, 96, 100, 100):
-        world.build()
-        assert {world.side.matched_tokens(request, 0) for request in requests} == {None}
-        assert len(hashed) == expected
-    world.link.go()
-    assert [world.side.matched_tokens(request, 0) for request in requests] == [96] * 100
+    world = World(FakePool(3))
+    assert world.match(a_request(20_000)) == 96
+    assert len(hashed_on) == 1
+    assert hashed_on[0].startswith("asyncio_")
 
 
 def test_a_lookup_that_is_never_answered_costs_a_moment_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,6 +130,36 @@ def test_a_load_that_was_never_planned_ends_all_the_same() -> None:
     assert order.failed_blocks(0, 32, 16) == set(BLOCKS[:4])
 
 
+def test_a_load_that_cannot_be_ordered_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("planted")
+
+    world = World(FakePool(3))
+    request = a_request(120)
+    tokens = world.match(request)
+    assert tokens == 96
+    monkeypatch.setattr(world.side._loads, "begin", fail)
+    world.side.allocated(request, BLOCKS[:6], tokens)
+    orders = world.build()
+    assert [(order.request_id, order.failed_blocks(0, 32, 16)) for order in orders.loads] == [("r", set(BLOCKS[:6]))]
+    assert "planted" in caplog.text
+    world.ended(orders, 0)
+    assert world.side.matched_tokens(request, 0) == 0, "it is not tried again"
+
+
+def test_what_another_connector_loads_is_not_planned_here_any_more() -> None:
+    world = World(FakePool(3))
+    request = a_request(120)
+    assert world.match(request) == 96
+    world.side.not_chosen(request)
+    world.side.not_chosen(a_request(120, "unknown"))
+    world.side.allocated(request, BLOCKS[:6], 96)
+    (order,) = world.build().loads
+    assert not order.hashes
+
+
 def test_while_a_worker_cannot_reach_its_agent_nothing_is_loaded_or_stored() -> None:
     world = World(FakePool(3))
     world.side.heard(world.build().step, [], ready=False)
@@ -122,8 +176,6 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(FakePool(0), store="prefill")
-    for name in ("bad", "good"):
-        world.side.on_new_request(a_request(64, name))
 
     def fail(request: Any, *others: Any) -> Chain:
         if request.request_id == "bad":
@@ -131,6 +183,8 @@ def test_one_request_whose_store_cannot_be_ordered_costs_no_others_orders(
         return request_chain(request, *others)
 
     monkeypatch.setattr(_HASHING, fail)
+    for name in ("bad", "good"):
+        world.side.on_new_request(a_request(64, name))
     orders = world.build({"bad": 64, "good": 64})
     assert [order.request_id for order in orders.stores] == ["good"]
     assert "planted" in caplog.text
@@ -166,7 +220,7 @@ def test_after_a_reset_the_pool_is_anothers() -> None:
     assert world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
     assert not world.side.finished(begun, BLOCKS, "FINISHED_STOPPED")
     (order,) = world.build().stores
-    assert (order.request_id, order.hashes) == ("new", asked[-1])
+    assert (order.request_id, hashes_of(order)) == ("new", asked[-1])
 
 
 def test_nothing_of_a_request_is_kept_when_it_has_gone() -> None:
@@ -204,24 +258,3 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
         world.side.finished(request, [], "FINISHED_ABORTED")
     finally:
         background.stop()
-
-
-def test_a_step_hashes_so_many_tokens_also_of_requests_that_wait_for_anothers_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvpool.connectors.vllm.lookups._TOKENS_MAX", 500)
-    world = World(FakePool(3))
-    world.load(a_request(120, "first"))
-    hashed: list[str] = []
-
-    def count(request: Any, *others: Any) -> Chain:
-        hashed.append(request.request_id)
-        return request_chain(request, *others)
-
-    monkeypatch.setattr(_HASHING, count)
-    requests = [a_request(120, f"r{number}") for number in range(12)]
-    assert {world.match(request) for request in requests} == {None}
-    assert len(hashed) == 5
-    world.build()
-    assert {world.side.matched_tokens(request, 0) for request in requests} == {None}
-    assert len(hashed) == 10

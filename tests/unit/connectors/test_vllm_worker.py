@@ -10,7 +10,8 @@ from typing import Any
 
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.errors import ServiceUnavailable
@@ -28,7 +29,7 @@ class Pool:
 
     def __init__(self, loaded: int = 4) -> None:
         self.loaded = loaded
-        self.session = SimpleNamespace(compute_us_per_token=0.0)
+        self.session = SimpleNamespace(max_request_chunks=0)
         self.fails = False
         self.asked: list[dict[str, Any]] = []
         self.kept: list[bool] = []
@@ -74,19 +75,19 @@ class World:
         self.side = WorkerSide(
             VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
             self.link,  # type: ignore[arg-type]
+            EngineWork(None),
             block_tokens=BLOCK,
             chunk_bytes=CHUNK_BYTES,
             load_only=load_only,
-            record=lambda: None,
             now_s=self.clock.monotonic_s,
         )
 
     def load(self, *, first_token: int = 0, end_token: int = 128, trace: TraceParent | None = None) -> None:
         order = LoadOrder(
             request_id="r",
-            hashes=HASHES,
+            hashes=packed(HASHES),
             token_count=130,
-            block_ids=BLOCKS,
+            block_ids=packed_blocks(BLOCKS),
             first_chunk=first_token // CHUNK,
             end_chunk=4,
             first_token=first_token,
@@ -100,9 +101,9 @@ class World:
         order = StoreOrder(
             number=1,
             request_id="r",
-            hashes=HASHES,
+            hashes=packed(HASHES),
             token_count=130,
-            block_ids=BLOCKS,
+            block_ids=packed_blocks(BLOCKS),
             first_chunk=1,
             end_chunk=4,
             trace=trace,
@@ -206,33 +207,46 @@ def test_blocks_are_kept_for_a_bounded_time() -> None:
     world.clock.advance(21.0)
     assert world.side.take_released() == {"r"}
     world.link.go()
-    assert pool.kept == [False]  # what the agent read meanwhile is thrown away
     assert world.side.take_released() == set()
+    end = end_of(world)
+    assert isinstance(end, StoreEnd)
+    assert (end.skipped_chunks, end.failed_chunks, pool.asked) == (3, 0, [])
+
+
+def test_what_is_read_while_the_hold_ends_is_thrown_away() -> None:
+    pool = Pool()
+    world = World(pool, store_hold_max_s=20.0)
+
+    def wait_too_long() -> None:
+        world.clock.advance(21.0)
+        released.update(world.side.take_released())
+
+    pool.before_kept, released = wait_too_long, set[str]()
+    world.link.held = True
+    world.store(release=True)
+    world.link.go()
+    assert (released, pool.kept) == ({"r"}, [False])
 
 
 def test_what_was_read_of_a_preempted_requests_blocks_is_thrown_away() -> None:
     pool = Pool()
     world = World(pool)
-    world.link.held = True
+    pool.before_kept = lambda: world.side.before_step(StepOrders(step=2, preempted=["r", "another"]))
     world.store()
-    world.side.before_step(StepOrders(step=2, preempted=["r", "another"]))
-    world.link.go()
     assert pool.kept == [False]
 
 
-def test_stores_beyond_the_bound_are_dropped() -> None:
-    world = World(Pool(), store_bytes_in_flight_max=4000)
+def test_a_request_that_is_preempted_gives_up_what_it_has_queued() -> None:
+    pool = Pool()
+    world = World(pool)
     world.link.held = True
     world.store()
-    world.store()
-    end = end_of(world)
-    assert isinstance(end, StoreEnd)
-    assert end.failed_chunks == 3
+    world.side.before_step(StepOrders(step=2, preempted=["r"]))
     world.link.go()
+    end = end_of(world)
     world.side.take_released()
-    world.link.held = False
-    world.store()
-    assert [end.failed_chunks for end in world.side.take_ends() if isinstance(end, StoreEnd)] == [0, 0]
+    assert isinstance(end, StoreEnd)
+    assert (end.skipped_chunks, pool.asked) == (3, [])
 
 
 def test_a_rank_with_anothers_heads_stores_nothing() -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.wiring import idle_worker
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
+from kvpool.core.ipc import EngineEvent
 from kvpool.testing import ManualClock
 from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool
 from tests.unit.connectors.vllm_fakes import FakeLink
@@ -42,14 +45,14 @@ class LayerPool(Pool):
         return LayerTicket(first_chunk, DeadlineExceeded("planted"))
 
 
-def a_worker(pool: Any, *, record: Any = lambda: None, **settings: Any) -> WorkerSide:
+def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> WorkerSide:
     return WorkerSide(
         VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
         FakeLink(pool),  # type: ignore[arg-type]
+        EngineWork(events),
         block_tokens=BLOCK,
         chunk_bytes=CHUNK_BYTES,
         load_only=False,
-        record=record,
         now_s=ManualClock().monotonic_s,
     )
 
@@ -57,9 +60,9 @@ def a_worker(pool: Any, *, record: Any = lambda: None, **settings: Any) -> Worke
 def a_load(request_id: str, blocks: Sequence[int]) -> LoadOrder:
     return LoadOrder(
         request_id=request_id,
-        hashes=HASHES,
+        hashes=packed(HASHES),
         token_count=130,
-        block_ids=tuple(blocks),
+        block_ids=packed_blocks(blocks),
         first_chunk=0,
         end_chunk=4,
         first_token=0,
@@ -72,9 +75,9 @@ def a_store(number: int, request_id: str, blocks: Sequence[int]) -> StoreOrder:
     return StoreOrder(
         number=number,
         request_id=request_id,
-        hashes=HASHES,
+        hashes=packed(HASHES),
         token_count=130,
-        block_ids=tuple(blocks),
+        block_ids=packed_blocks(blocks),
         first_chunk=2,
         end_chunk=4,
     )
@@ -137,10 +140,13 @@ def test_only_a_damaged_or_missing_chunk_is_gone() -> None:
 
 
 def test_a_gpu_that_cannot_record_costs_each_order_but_loses_none() -> None:
-    def fail() -> None:
-        raise RuntimeError("planted")
+    class Broken:
+        slots = EventSlots(())
 
-    worker = a_worker(Pool(), record=fail)
+        def try_record(self) -> EngineEvent | None:
+            raise RuntimeError("planted")
+
+    worker = a_worker(Pool(), events=Broken())
     worker.start_loads(StepOrders(step=1, loads=[a_load("a", BLOCKS), a_load("b", range(200, 208))]))
     assert worker.take_received() == {"a", "b"}
     assert worker.take_failed_blocks() == {*BLOCKS, *range(200, 208)}
@@ -153,9 +159,9 @@ def test_a_load_of_which_nothing_is_known_ends() -> None:
     worker = a_worker(Pool())
     order = LoadOrder(
         request_id="r",
-        hashes=(),
+        hashes=b"",
         token_count=0,
-        block_ids=BLOCKS,
+        block_ids=packed_blocks(BLOCKS),
         first_chunk=0,
         end_chunk=0,
         first_token=0,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,8 @@ class VllmConfig:
 
     kv_transfer_config: Any
     kv_events_config: Any = None
+    speculative_config: Any = None
+    device_config: Any = field(default_factory=lambda: SimpleNamespace(device_type="cuda"))
     cache_config: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
     batches: int = 1
     num_prefill_lookahead_tokens: int = 0
@@ -108,6 +111,27 @@ def a_config(batches: int = 1, **extra: Any) -> VllmConfig:
         kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="fail"
     )
     return VllmConfig(transfer, batches=batches)
+
+
+def _child_of(vllm_config: Any, transfer: Any) -> Any:
+    child = copy.copy(vllm_config)
+    child.kv_transfer_config = transfer
+    return child
+
+
+def _make(vllm_config: Any, transfer: Any, connector: Any, role: Role) -> Any:
+    return connector(_child_of(vllm_config, transfer), role, None)
+
+
+def _layout(vllm_config: Any, transfer: Any, connector: Any) -> Any:
+    return connector.get_required_kvcache_layout(_child_of(vllm_config, transfer))
+
+
+def multi_connector() -> Any:
+    """As much of MultiConnector as a child sees of it: the module that it is called from, and what is known there."""
+    module = {**globals(), "__name__": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"}
+    made = (FunctionType(function.__code__, module) for function in (_make, _layout))
+    return SimpleNamespace(**dict(zip(("make", "layout"), made, strict=True)))
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.connectors.vllm.orders import LoadEnd, StepOrders, StoreEnd
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, chain_of
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.testing import ManualClock
@@ -15,15 +15,28 @@ CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
 BLOCKS = list(range(100, 200))
 
 
+def hashes_of(order: LoadOrder | StoreOrder) -> tuple[bytes, ...]:
+    """Of its chunks."""
+    return chain_of(order, CHUNK).hashes
+
+
 class World:
     """A scheduler's side over a scripted pool."""
 
     def __init__(self, pool: FakePool | None, **settings: Any) -> None:
         self.clock = ManualClock()
         self.link = FakeLink(pool)
-        wanted = {"agent": "unix:/x", "chunk_tokens": CHUNK, "min_load_tokens": 1, "lookup_wait_ms": 0.0, **settings}
+        wanted = {
+            "agent": "unix:/x",
+            "chunk_tokens": CHUNK,
+            "min_load_tokens": 1,
+            "lookup_wait_ms": 0.0,
+            "store": "finish",
+            **settings,
+        }
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
         tells_changes, volatile_tokens = wanted.pop("tells_changes", True), wanted.pop("volatile_tokens", 0)
+        weights = wanted.pop("weights", None)
         self.side = SchedulerSide(
             VllmSettings(**wanted),
             self.link,  # type: ignore[arg-type]
@@ -34,6 +47,7 @@ class World:
             tells_changes=tells_changes,
             volatile_tokens=volatile_tokens,
             now_s=self.clock.monotonic_s,
+            weights=weights,
         )
 
     def match(self, request: FakeRequest, held_tokens: int = 0) -> int | None:
@@ -50,7 +64,15 @@ class World:
         return self.side.build(scheduled or {}, preempted, lambda _: BLOCKS)
 
     def ended(
-        self, orders: StepOrders, loaded_chunks: int, *, late: bool = False, gone: bool = True, cancelled: bool = False
+        self,
+        orders: StepOrders,
+        loaded_chunks: int,
+        *,
+        late: bool = False,
+        gone: bool = True,
+        cancelled: bool = False,
+        copy_s: float = 0.0,
+        remote_chunks: int = 0,
     ) -> None:
         """The loads of a step bring so many chunks."""
         ends = [
@@ -60,6 +82,9 @@ class World:
                 failed_chunks=order.end_chunk - order.first_chunk - loaded_chunks,
                 duration_s=0.01,
                 size_bytes=loaded_chunks * CHUNK_BYTES,
+                copy_s=copy_s,
+                staging_tokens=(loaded_chunks - remote_chunks) * CHUNK,
+                remote_tokens=remote_chunks * CHUNK,
                 late=late,
                 cancelled=cancelled,
                 gone=gone,

@@ -183,6 +183,4 @@ class EventSlots:
 
 
 def _not_taken(event: EngineEvent) -> InvalidRequest:
-    return InvalidRequest(
-        f"event {event.slot} (generation {event.generation}) is not taken; take and record one first"
-    )
+    return InvalidRequest(f"event {event.slot} (generation {event.generation}) is not taken; take and record one first")

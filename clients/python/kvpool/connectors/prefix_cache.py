@@ -18,12 +18,11 @@ from kvpool.connectors.prefix_pool import ChunkSpan, LoadedChunks, PrefixPool, R
 from kvpool.connectors.running_prefix import FoundPrefix, RunningPrefix
 from kvpool.core.chunks import Tokens, chunk_hashes
 from kvpool.core.errors import KvPoolError
-from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
+from kvpool.core.load_cost import LoadCost, LoadRun, leading
 
 _log = logging.getLogger(__name__)
 # The engine's own chunks are found without the pool, also before it was ever reached.
 _OWN_KEY = b"chunks in the engine's own cache"
-_LOAD_TIMEOUT_MIN_S = 1.0
 
 
 class PrefixCache:
@@ -40,8 +39,7 @@ class PrefixCache:
         always_load: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """load_timeout_s: of one load, as long as nothing is known of how fast the engine computes. always_load: also
-        what would be computed quicker."""
+        """load_timeout_s: of one load at most. always_load: also what would be computed quicker."""
         self.chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
         self._load_timeout_s, self._always_load, self._now_s = load_timeout_s, always_load, now_s
         self._pool = pool
@@ -87,7 +85,7 @@ class PrefixCache:
             return RunningPrefix(replace(own, failure="the pool cannot be reached"))
         try:
             chain = chunk_hashes(hash_key, usable, self.chunk_tokens)
-            return self._begin_load(self._pool, chain, own_hashes, own, len(tokens))
+            return self._begin_load(self._pool, chain, own_hashes, own)
         except BaseException:
             self.release(own)
             raise
@@ -141,7 +139,7 @@ class PrefixCache:
 
     def note_prefill(self, token_count: int, duration_ms: float) -> None:
         """Tell how long computing tokens took, however few, so that loads slower than that are left alone."""
-        self._cost.note_prefill(token_count, duration_ms / 1e3, self._now_s())
+        self._cost.note_prefill(token_count, duration_ms / 1e3)
 
     def flush_stores(self, timeout_s: float) -> bool:
         """Wait until all stores that were begun have ended; False if they have not in time."""
@@ -154,23 +152,24 @@ class PrefixCache:
         chain: Sequence[bytes],
         own_hashes: Sequence[bytes],
         own: FoundPrefix,
-        token_count: int,
     ) -> RunningPrefix:
-        """token_count: of the whole prompt."""
         started_s = time.perf_counter()
         load: RunningLoad | None = None
         blocks: list[int] = []
-        estimated_ms, failure = 0.0, ""
+        runs: list[LoadRun] = []
+        failure = ""
         try:
             runs = self._load_runs(pool.match(chain, own.own_chunks))
             own = replace(own, match_ms=(time.perf_counter() - started_s) * 1e3)
-            missing_tokens = token_count - own.own_chunks * self.chunk_tokens
-            blocks = self._take(self._worthwhile_chunks(runs, missing_tokens))
-            estimated_ms = estimate_ms(leading(runs, len(blocks)))
+            blocks = self._take(self._chunks_to_load(runs))
+            runs = leading(runs, len(blocks))
             if blocks:
                 span = ChunkSpan(tuple(chain[: own.own_chunks + len(blocks)]), tuple(blocks))
-                compute_us = self._cost.compute_us_per_token(len(blocks) * self.chunk_tokens)
-                load = pool.begin_load(span, self._patience_s(len(blocks)), lambda: self._unpin(blocks), compute_us)
+                compute_ms = self._cost.compute_ms(len(blocks) * self.chunk_tokens)
+                timeout_s = self._cost.timeout_s(self._cost.load_ms(runs), compute_ms, self._load_timeout_s)
+                compute_us = (compute_ms or 0.0) * 1e3 / (len(blocks) * self.chunk_tokens)
+                timeout_s = min(timeout_s, self._load_timeout_s)
+                load = pool.begin_load(span, timeout_s, lambda: self._unpin(blocks), compute_us)
                 self._cost.load_begun()
         except KvPoolError as error:
             failure = str(error)
@@ -187,8 +186,9 @@ class PrefixCache:
             self._loading.update(hashes)
 
         def loaded(chunks: LoadedChunks) -> Sequence[int]:
-            if chunks.chunk_count == len(blocks):
-                self._cost.note_load(chunks.chunk_count * self._chunk_bytes, chunks.duration_s, estimated_ms)
+            if chunks.chunk_count == len(blocks) and len({run.source for run in runs}) == 1:
+                size_bytes = chunks.chunk_count * self._chunk_bytes
+                self._cost.note_load(runs[0].source, size_bytes, chunks.duration_s)
             return self._bind(hashes, blocks, chunks.chunk_count)
 
         return RunningPrefix(own, load, blocks, loaded)
@@ -199,26 +199,18 @@ class PrefixCache:
                 chunk_count=run.chunk_count,
                 token_count=run.chunk_count * self.chunk_tokens,
                 size_bytes=run.chunk_count * self._chunk_bytes,
-                estimated_ms=run.estimated_load_ms,
+                source=run.source,
             )
             for run in runs
         ]
 
-    def _worthwhile_chunks(self, runs: Sequence[LoadRun], missing_tokens: int) -> int:
+    def _chunks_to_load(self, runs: Sequence[LoadRun]) -> int:
         """How many leading chunks to load so that the time gained over computing them is greatest; all as long as
-        nothing is known of computing, and fewer now and then to learn more of it."""
-        if self._always_load:
-            return sum(run.chunk_count for run in runs)
-        count = self._cost.worthwhile_chunks(runs)
-        if runs and not count:
-            self._cost.passed_over(self._now_s())
-        return count - self._cost.chunks_to_learn_from(leading(runs, count), missing_tokens - count * self.chunk_tokens)
-
-    def _patience_s(self, chunk_count: int) -> float:
-        """A load that takes longer than computing is not waited for: that bounds what a sick pool can cost."""
-        longest_s = self._load_timeout_s
-        deadline_s = self._cost.deadline_s(chunk_count * self.chunk_tokens, _LOAD_TIMEOUT_MIN_S, longest_s)
-        return min(longest_s, deadline_s)
+        nothing is known of one of both, and now and then to learn of loads."""
+        every = sum(run.chunk_count for run in runs)
+        if self._always_load or not every:
+            return every
+        return self._cost.chunks_to_load(runs) or (every if self._cost.tries_declined(self._now_s()) else 0)
 
     def _take(self, count: int) -> list[int]:
         """Up to `count` blocks to load into, pinned until the pool lets go of them."""

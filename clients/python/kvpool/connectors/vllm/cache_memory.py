@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.shared_memory import SharedMemoryRegion
-from kvpool.core.errors import DeadlineExceeded, GeometryUnsupported, StartupFailed
-from kvpool.core.ipc import EngineEvent
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.core.errors import GeometryUnsupported, StartupFailed
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 from kvpool.core.partition import RankPart
@@ -23,28 +22,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _SHARED_MEMORY = "/dev/shm"  # where torch makes shared memory
 _SPARE_BYTES = 16 << 20
-# An agent that hangs must not hang the engine: rather than wait longer for an event the stream is waited for, and as
-# long as there is none, other orders do not wait for one at all.
-_EVENT_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMemory:
-    """For EnginePlan, and what records the engine's GPU work. split: blocks of the tensors in one of vLLM's."""
+    """For EnginePlan, and what marks points in the engine's work. split: blocks of the tensors in one of vLLM's."""
 
     split: int
     layout: EngineLayout
     regions: tuple[SharedMemoryRegion, ...] | tuple[GpuRegion, ...]
-    events: _Events | None
-
-    @property
-    def slots(self) -> EventSlots | None:
-        """For EnginePlan."""
-        return self.events.slots if self.events is not None else None
-
-    def record(self) -> EngineEvent | None:
-        """What the next store or load has to come after: the engine's work up to now. None: it is done."""
-        return self.events.record() if self.events is not None else None
+    work: EngineWork
 
     def close(self) -> None:
         """The engine's tensors stay; only what was made for the agent is let go."""
@@ -53,28 +40,6 @@ class CacheMemory:
                 region.close()
 
 
-class _Events:
-    """Of a CUDA engine."""
-
-    def __init__(self, device: torch.device) -> None:
-        from kvpool.client.gpu import GpuEvents
-
-        self._device = device
-        self._events = GpuEvents(device.index or 0)
-        self._wait_s = _EVENT_WAIT_S
-        self.slots = self._events.slots
-
-    def record(self) -> EngineEvent | None:
-        try:
-            event = self._events.record(timeout_s=self._wait_s)
-        except DeadlineExceeded:
-            import torch
-
-            self._wait_s = 0.0
-            torch.cuda.current_stream(self._device).synchronize()
-            return None
-        self._wait_s = _EVENT_WAIT_S
-        return event
 
 
 def cache_memory(
@@ -118,7 +83,7 @@ def _on_cpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in regions),
     )
-    return CacheMemory(split=1, layout=layout, regions=regions, events=None)
+    return CacheMemory(split=1, layout=layout, regions=regions, work=EngineWork(None))
 
 
 def _on_gpu(
@@ -126,7 +91,7 @@ def _on_gpu(
 ) -> CacheMemory:
     import torch
 
-    from kvpool.client.gpu import export_tensors
+    from kvpool.client.gpu import GpuEvents, export_tensors
 
     # All layers may be slices of one allocation with gaps between a layer's blocks: what is exported is all of it.
     bases: dict[int, torch.Tensor] = {}
@@ -148,7 +113,8 @@ def _on_gpu(
         head_count=len(part.heads),
         handle_sizes=tuple(region.size_bytes for region in exported.regions),
     )
-    return CacheMemory(split=1, layout=layout, regions=exported.regions, events=_Events(tensors[0].device))
+    work = EngineWork(GpuEvents(tensors[0].device.index or 0))
+    return CacheMemory(split=1, layout=layout, regions=exported.regions, work=work)
 
 
 def _cell_plane(tensor: torch.Tensor, handle: int) -> RowPlane:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvpool.connectors.vllm import compatibility, wiring
 from kvpool.connectors.vllm.agent_choice import AgentChoice
+from kvpool.connectors.vllm.engine_facts import WeightVersion, loads_wait_for_work, outer_config, wanted_layout
 from kvpool.connectors.vllm.messages import (
     PoolPromMetrics,
     PoolStats,
@@ -69,6 +70,8 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._settings = wiring.settings_of(vllm_config)
         self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
         self._agents = AgentChoice(self._settings.agent)
+        self._outer_config = outer_config(vllm_config)
+        self._weight_version = WeightVersion()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
@@ -76,14 +79,15 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if role is KVConnectorRole.SCHEDULER and self._off:
             _log.error("kvpool: switched off, the engine runs without it: %s", self._off)
         elif role is KVConnectorRole.SCHEDULER:
-            # With vLLM's own default a request fails when a load does; vLLM reads it after this.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            # With vLLM's own default a request fails when a load does; vLLM reads it after this, of the outer config.
+            for config in (self._vllm_config, self._outer_config):
+                config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._start_scheduler()
 
     @_guarded()
     def _start_scheduler(self) -> None:
         self._scheduler, close = wiring.scheduler_side(
-            self._settings, self._vllm_config, self._kv_cache_config, self._agents
+            self._settings, self._vllm_config, self._kv_cache_config, self._agents, self._weight_version
         )
         self._close.append(close)
 
@@ -106,7 +110,12 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def _register(self, kv_caches: dict[str, Any]) -> None:
         self._layer_numbers = wiring.layer_numbers(self._vllm_config, self._kv_cache_config, kv_caches)
         self._worker, close = wiring.worker_side(
-            self._settings, self._vllm_config, self._kv_cache_config, kv_caches, self._agents
+            self._settings,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            self._agents,
+            loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
         )
         self._close.append(close)
 
@@ -180,6 +189,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def on_new_request(self, request: Any) -> None:
         """See the base class."""
         if self._scheduler is not None:
+            self._weight_version.look_for_core()
             self._scheduler.on_new_request(request)
 
     @_guarded(otherwise=(0, False))
@@ -193,8 +203,12 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
-        if self._scheduler is not None and num_external_tokens:
+        if self._scheduler is None:
+            return
+        if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        else:
+            self._scheduler.not_chosen(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
@@ -255,6 +269,12 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """See the base class."""
         data = self._scheduler.tally.take() if self._scheduler is not None else {}
         return PoolStats(data=data) if data else None
+
+    @classmethod
+    @_guarded()
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """See the base class."""
+        return wanted_layout(wiring.settings_of(vllm_config), vllm_config, outer_config(vllm_config))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvpool.client.engine_items import EngineSource, TierTokens
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed, packed_blocks
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
-from kvpool.core.load_cost import LoadCost, LoadRun, estimate_ms, leading
+from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
 
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
-# After a load that was late nothing is loaded for a while, the longer the more have been late since one was not.
-_PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
+# After a load that was late nothing is loaded for a moment, a longer one the more have been late since one was not.
+_PAUSE_S, _PAUSE_MAX_S = 0.5, 4.0
+_ONE_SOURCE = 0.9  # of a load's tokens: then it says how fast the source is
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it."""
+    """What is to be loaded, if the engine finds blocks for it. queued_bytes: of the loads before it. load_ms: what it
+    is expected to take; None if not known."""
 
     chain: Chain
     first_token: int
     end_chunk: int
     token_count: int
-    estimated_ms: float  # 0: not known
+    load_ms: float | None
     queued_bytes: int
     trace: TraceParent | None = None
 
@@ -40,6 +43,8 @@ class _Running:
     size_bytes: int
     begun_at_s: float
     worker_s: float = 0.0  # as the slowest worker measured it
+    copy_s: float = 0.0  # the same of copying alone
+    tokens: TierTokens = field(default_factory=TierTokens)  # of all workers
     failed: bool = False
     late: bool = False
 
@@ -75,41 +80,41 @@ class LoadPlans:
         """What of the found chunks is worth a load."""
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
         offered_chunks = chunks = sum(run.chunk_count for run in runs)
-        if self._settings.load == LOAD_QUICKER:
+        if self._settings.load == LOAD_QUICKER and not lookup.tried:
             paused = self._now_s() < self._paused_until_s
-            chunks = 0 if paused else self.cost.worthwhile_chunks(runs, self._queued_bytes)
+            chunks = 0 if paused else self.cost.chunks_to_load(runs, self._queued_bytes)
+            if offered_chunks and not chunks and not paused and not lookup.counted:
+                lookup.tried = self.cost.tries_declined(self._now_s())
+                chunks = offered_chunks if lookup.tried else 0
         if self._queued_bytes + chunks * self._chunk_bytes > self._settings.load_bytes_in_flight_max:
             chunks = 0
         if not lookup.counted:  # a request that gets no blocks asks again and again
             lookup.counted = True
             self._tally.decided(offered_chunks, chunks)
-            if offered_chunks and not chunks:
-                self.cost.passed_over(self._now_s())
         end_chunk = held_tokens // self._settings.chunk_tokens + chunks
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
-        estimated_ms = estimate_ms(leading(runs, chunks))
-        return LoadPlan(chain, held_tokens, end_chunk, token_count, estimated_ms, self._queued_bytes, lookup.trace)
+        load_ms = self.cost.load_ms(leading(runs, chunks), self._queued_bytes)
+        return LoadPlan(chain, held_tokens, end_chunk, token_count, load_ms, self._queued_bytes, lookup.trace)
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
         """The engine has blocks for a plan: of the whole request, from token 0 on."""
         chunk_tokens, chain = self._settings.chunk_tokens, plan.chain
         end_token = plan.first_token + token_count
         end_chunk = min(plan.end_chunk, chain.chunks_of(end_token))
+        compute_ms = self.cost.compute_ms(token_count)
         order = LoadOrder(
             request_id=request_id,
-            hashes=chain.hashes[:end_chunk],
+            hashes=packed(chain.hashes[:end_chunk]),
             token_count=chain.token_count,
-            block_ids=tuple(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
+            block_ids=packed_blocks(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
             first_chunk=plan.first_token // chunk_tokens,
             end_chunk=end_chunk,
             first_token=plan.first_token,
             end_token=end_token,
-            timeout_s=self.cost.deadline_s(
-                token_count, self._settings.load_timeout_min_s, self._settings.load_timeout_s
-            ),
-            compute_us_per_token=self.cost.compute_us_per_token(token_count),
+            timeout_s=self._timeout_s(plan, compute_ms),
+            compute_us_per_token=(compute_ms or 0.0) * 1e3 / token_count,
             trace=plan.trace,
         )
         size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
@@ -117,16 +122,16 @@ class LoadPlans:
         self._queued_bytes += size_bytes
         self.cost.load_begun()
         until_s = self._now_s() + order.timeout_s + _LATE_S
-        self._first_chunks[order.hashes[order.first_chunk]] = (request_id, until_s)
+        self._first_chunks[chain.hashes[order.first_chunk]] = (request_id, until_s)
         return order
 
     def hopeless(self, request_id: str, block_ids: Sequence[int]) -> LoadOrder:
         """For an engine that waits for a load of which nothing is known: it brings nothing, and ends."""
         return LoadOrder(
             request_id=request_id,
-            hashes=(),
+            hashes=b"",
             token_count=0,
-            block_ids=tuple(block_ids),
+            block_ids=packed_blocks(block_ids),
             first_chunk=0,
             end_chunk=0,
             first_token=0,
@@ -140,9 +145,15 @@ class LoadPlans:
         if running is None:
             return ()
         running.worker_s = max(running.worker_s, end.duration_s)
+        running.copy_s = max(running.copy_s, end.copy_s)
+        running.tokens += TierTokens(end.staging_tokens, end.disk_tokens, end.remote_tokens)
         running.failed |= end.failed_chunks > 0
         running.late |= end.late
-        return running.order.hashes[running.order.end_chunk - end.failed_chunks :] if end.failed_chunks else ()
+        return (
+            running.plan.chain.hashes[running.order.end_chunk - end.failed_chunks : running.order.end_chunk]
+            if end.failed_chunks
+            else ()
+        )
 
     def received(self, request_id: str) -> None:
         """All workers' parts have ended."""
@@ -150,7 +161,7 @@ class LoadPlans:
         if running is None:
             return
         self._queued_bytes -= running.size_bytes
-        first_chunk = running.order.hashes[running.order.first_chunk]
+        first_chunk = running.plan.chain.hashes[running.order.first_chunk]
         if self._first_chunks.get(first_chunk, ("", 0.0))[0] == request_id:
             del self._first_chunks[first_chunk]
         if running.late:
@@ -160,7 +171,19 @@ class LoadPlans:
             self._pauses.reset()
             # A step that waits for the layers of its loads ends with its own work: that is no part of the load.
             duration_s = running.worker_s if self._settings.layerwise else self._now_s() - running.begun_at_s
-            self.cost.note_load(running.size_bytes, duration_s, running.plan.estimated_ms, running.plan.queued_bytes)
+            source = _source_of(running.tokens)
+            if source is not None:
+                self.cost.note_load(
+                    source,
+                    running.size_bytes,
+                    duration_s,
+                    copy_s=running.copy_s,
+                    queued_bytes=running.plan.queued_bytes,
+                )
+
+    def _timeout_s(self, plan: LoadPlan, compute_ms: float | None) -> float:
+        timeout_s = self.cost.timeout_s(plan.load_ms, compute_ms, self._settings.load_timeout_s)
+        return max(timeout_s, self._settings.load_timeout_min_s)
 
     def _runs(self, chain: Chain, asked_chunks: int, found: PrefixMatch, held_tokens: int) -> list[LoadRun]:
         chunk_tokens = self._settings.chunk_tokens
@@ -170,6 +193,16 @@ class LoadPlans:
             count = at - first
             if count > 0:  # the engine may hold more by now than when it asked
                 tokens = chain.usable_tokens(at) - max(first * chunk_tokens, held_tokens)
-                share_ms = run.estimated_load_ms * count / run.chunk_count
-                runs.append(LoadRun(count, tokens, count * self._chunk_bytes, share_ms))
+                runs.append(LoadRun(count, tokens, count * self._chunk_bytes, run.source))
         return runs
+
+
+def _source_of(tokens: TierTokens) -> EngineSource | None:
+    """Where a load came from, if from one place."""
+    by_source = {
+        EngineSource.STAGING: tokens.staging,
+        EngineSource.DISK: tokens.disk,
+        EngineSource.REMOTE: tokens.remote,
+    }
+    source, most = max(by_source.items(), key=lambda item: item[1])
+    return source if most and most >= _ONE_SOURCE * tokens.total else None

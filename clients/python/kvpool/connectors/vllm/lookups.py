@@ -1,7 +1,8 @@
-"""Matches asked of the pool without waiting for them in the engine's way."""
+"""Prompts hashed and matches asked of the pool in the background, from the moment that a request comes."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable
@@ -16,14 +17,25 @@ from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.tally import Tally
+from kvpool.connectors.vllm.turns import Turns
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.tracing import TraceParent
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-_GOOD_FOR_S = 1.0  # a request that gets no blocks at once need not be matched in every step
-_BEGUN_MAX = 32  # in one step
-_TOKENS_MAX = 1 << 17  # to be hashed in one step: some 10 ms
+_GOOD_FOR_S = 10.0  # a request that waits for its blocks need not be matched in every step
+_AT_ONCE = 32
 _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is taken for lost
+_LOOP_TOKENS = 1 << 13  # more are not hashed on the loop, which has loads to end: 1 ms
+
+_NO_CHAIN = Chain(1, 0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """chain: of the request's tokens when it was asked. match: None if only the chain was wanted."""
+
+    chain: Chain
+    match: PrefixMatch | None
 
 
 @dataclass(slots=True)
@@ -31,15 +43,24 @@ class Lookup:
     """Of one request. trace: that it came with."""
 
     trace: TraceParent | None = None
-    running: Future[PrefixMatch] | None = None
-    begun_at_s: float = 0.0
+    running: Future[Found] | None = None
+    awaited_since_s: float | None = None  # the engine could schedule the request
     found: PrefixMatch | None = None
     found_at_s: float = 0.0
     counted: bool = False  # what was made of the answer
+    tried: bool = False  # it is loaded though computing was taken to be quicker
     held_chunks: int = 0  # that it was asked with: `found.runs` begin after them
 
+    @property
+    def chain(self) -> Chain | None:
+        """Of one that has ended and was not asked for its answer yet."""
+        running = self.running
+        if running is None or not running.done() or running.cancelled() or running.exception() is not None:
+            return None
+        return running.result().chain
+
     def cancel(self) -> None:
-        """Nobody asks for it any more."""
+        """Its answer is not needed any more."""
         if self.running is not None:
             self.running.cancel()
 
@@ -53,79 +74,101 @@ class Lookups:
         self._backoff = Backoff(0.1, 5.0)
         self._silent_until_s = 0.0
         self._seldom = Seldom(now_s)
+        self._turns = Turns(count=_AT_ONCE, size_bytes=1)
         self.new_step()
 
     def new_step(self) -> None:
-        """What one step may wait and begin is to be had again."""
+        """The time that one step may wait can be had again."""
         self._wait_left_s = self._settings.lookup_wait_ms / 1e3
-        self._begun, self._tokens = 0, 0
-
-    def hashed(self, token_count: int) -> None:
-        """So many tokens were hashed for a lookup in this step."""
-        self._tokens += token_count
 
     @property
     def pool(self) -> KvPool | None:
         """The pool if it may be asked now."""
         return None if self._now_s() < self._silent_until_s else self._link.pool
 
-    @property
-    def may_begin(self) -> bool:
-        """Whether another prompt may be hashed and looked up in this step."""
-        return self._begun < _BEGUN_MAX and self._tokens < _TOKENS_MAX
+    def begin(
+        self,
+        lookup: Lookup,
+        pool: KvPool,
+        hash_tokens: Callable[[], Chain],
+        token_count: int,
+        *,
+        held_chunks: int = 0,
+        match: bool = True,
+    ) -> None:
+        """Hash so many tokens and ask for them. match: False only hashes. hash_tokens runs on another thread."""
+        timeout_s = self._settings.match_timeout_s
 
-    def answer(self, lookup: Lookup, pool: KvPool, chain: Chain, held_chunks: int) -> PrefixMatch | None:
-        """What the pool has of a chain; None while that is not known. Waits for a moment at most."""
+        async def ask() -> Found:
+            chain = hash_tokens() if token_count <= _LOOP_TOKENS else await asyncio.to_thread(hash_tokens)
+            if not match:
+                return Found(chain, None)
+            async with self._turns.turn(0):
+                return Found(chain, await pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s))
+
+        self._tally.lookups += match
+        lookup.held_chunks, lookup.awaited_since_s = held_chunks, None
+        try:
+            lookup.running = self._link.start(ask, lookup.trace)
+        except KvPoolError as error:
+            lookup.running = Future()
+            lookup.running.set_exception(error)
+
+    def answer(
+        self, lookup: Lookup, pool: KvPool, hash_tokens: Callable[[], Chain], token_count: int, held_chunks: int
+    ) -> Chain | None:
+        """The chain of a request whose answer is in `lookup.found` now; None while that is not known. Waits for a
+        moment at most. hash_tokens gives a chain that is known already at once."""
         now_s = self._now_s()
         fresh = now_s - lookup.found_at_s < _GOOD_FOR_S and lookup.held_chunks <= held_chunks
-        if lookup.found is not None and lookup.running is None and fresh:
-            return lookup.found
+        if lookup.running is None and fresh and lookup.found is not None and lookup.found.error is None:
+            return hash_tokens()
         if lookup.running is None:
-            if self._begun >= _BEGUN_MAX:
-                return None
-            lookup.running = self._begin(pool, chain, held_chunks, lookup.trace)
-            lookup.begun_at_s, lookup.held_chunks = now_s, held_chunks
-        found = self._result(lookup.running, lookup.begun_at_s)
+            self.begin(lookup, pool, hash_tokens, token_count, held_chunks=held_chunks)
+        if lookup.awaited_since_s is None:
+            lookup.awaited_since_s = now_s
+        found = self._result(lookup)
         if found is None:
             return None
-        lookup.running, lookup.found, lookup.found_at_s, lookup.counted = None, found, now_s, False
-        if found.error is not None:
-            self._failed(found.error)
+        lookup.running = None
+        if found.match is None:  # only its chain was wanted until now
+            self.begin(lookup, pool, lambda: found.chain, 0, held_chunks=held_chunks)
+            return None
+        lookup.found, lookup.found_at_s = found.match, now_s
+        lookup.counted = lookup.tried = False
+        if found.match.error is not None:
+            self._failed(found.match.error)
         else:
             self._backoff.reset()
-        return found if lookup.held_chunks <= held_chunks else None  # None: the engine lost some while it was asked
+        return found.chain if lookup.held_chunks <= held_chunks else None  # None: the engine lost some meanwhile
 
-    def _begin(self, pool: KvPool, chain: Chain, held_chunks: int, trace: TraceParent | None) -> Future[PrefixMatch]:
-        self._begun += 1
-        self._tally.lookups += 1
-        timeout_s = self._settings.match_timeout_s
-        try:
-            return self._link.start(lambda: pool.match(chain, held_chunks=held_chunks, timeout_s=timeout_s), trace)
-        except KvPoolError as error:
-            refused: Future[PrefixMatch] = Future()
-            refused.set_exception(error)
-            return refused
-
-    def _result(self, running: Future[PrefixMatch], begun_at_s: float) -> PrefixMatch | None:
+    def _result(self, lookup: Lookup) -> Found | None:
+        running = lookup.running
+        assert running is not None
+        assert lookup.awaited_since_s is not None
         if not running.done() and self._wait_left_s > 0:
             waits_at_s = self._now_s()
             concurrent.futures.wait([running], self._wait_left_s)
             self._wait_left_s -= self._now_s() - waits_at_s
         if running.done():
             if running.cancelled():
-                return PrefixMatch(0, 0, error=ServiceUnavailable("the lookup was cancelled"))
+                return _failure(ServiceUnavailable("the lookup was cancelled"))
             error = running.exception()
-            return running.result() if error is None else PrefixMatch(0, 0, error=_as_pool_error(error))
-        if self._now_s() - begun_at_s < self._settings.match_timeout_s + _GRACE_S:
+            return running.result() if error is None else _failure(_as_pool_error(error))
+        if self._now_s() - lookup.awaited_since_s < self._settings.match_timeout_s + _GRACE_S:
             return None
         running.cancel()
-        return PrefixMatch(0, 0, error=DeadlineExceeded("a lookup was never answered"))
+        return _failure(DeadlineExceeded("a lookup was never answered"))
 
     def _failed(self, error: KvPoolError) -> None:
         self._tally.failed_lookups += 1
         self._silent_until_s = self._now_s() + self._backoff.next_s()
         if self._seldom.due("failed"):
             _log.warning("kvpool: nothing is looked up for a moment: %s%s", error, self._seldom.more("failed"))
+
+
+def _failure(error: KvPoolError) -> Found:
+    return Found(_NO_CHAIN, PrefixMatch(0, 0, error=error))
 
 
 def _as_pool_error(error: BaseException) -> KvPoolError:

@@ -107,6 +107,7 @@ _COUNTERS = {  # by name in Tally; metric names follow vLLM's and ours
     "stored_chunks": "Chunks stored.",
     "deduplicated_chunks": "Chunks that the pool had already.",
     "failed_store_chunks": "Chunks that were not stored.",
+    "skipped_store_chunks": "Chunks whose store was given up before it began, as the engine needed their blocks.",
     "store_seconds": "Wall time of stores, summed.",
     "stored_bytes": "KV bytes stored.",
 }

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.client.hashing import Chain
+from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.tracing import TraceParent
 
+Blocks = npt.NDArray[np.int32]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadOrder:
     """Load chunks [first_chunk, end_chunk) of a chain into the blocks of a request.
 
-    hashes:      of all chunks of the chain up to end_chunk. token_count: of the prompt.
-    block_ids:   of the request, from token 0 on, those of all of end_chunk included.
+    hashes:      [C * 16] bytes, of all chunks of the chain up to end_chunk. token_count: of the prompt.
+    block_ids:   [B] int32, of the request, from token 0 on, those of all of end_chunk included.
     first_token: the first one that the engine does not hold; it lies in first_chunk.
     end_token:   the engine takes all tokens up to it for loaded, until it is told otherwise.
     trace:       that the request came with.
     """
 
     request_id: str
-    hashes: tuple[bytes, ...]
+    hashes: bytes
     token_count: int
-    block_ids: tuple[int, ...]
+    block_ids: Blocks
     first_chunk: int
     end_chunk: int
     first_token: int
@@ -33,10 +41,10 @@ class LoadOrder:
     def failed_blocks(self, end_chunk: int, chunk_tokens: int, block_tokens: int) -> set[int]:
         """Blocks to be computed, when only chunks before end_chunk have come in."""
         first = max(end_chunk * chunk_tokens, self.first_token)
-        return set(self.block_ids[first // block_tokens : -(-self.end_token // block_tokens)])
+        return set(self.block_ids[first // block_tokens : -(-self.end_token // block_tokens)].tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreOrder:
     """Store chunks [first_chunk, end_chunk) of a chain from the blocks of a request; as LoadOrder otherwise.
 
@@ -45,12 +53,34 @@ class StoreOrder:
 
     number: int
     request_id: str
-    hashes: tuple[bytes, ...]
+    hashes: bytes
     token_count: int
-    block_ids: tuple[int, ...]
+    block_ids: Blocks
     first_chunk: int
     end_chunk: int
     trace: TraceParent | None = None
+
+
+def packed(hashes: Sequence[bytes]) -> bytes:
+    """As orders name them: one object, however long the prompt is."""
+    return b"".join(hashes)
+
+
+def packed_blocks(block_ids: Sequence[int]) -> Blocks:
+    """As orders name them."""
+    return np.array(block_ids, dtype=np.int32)
+
+
+def chain_of(order: LoadOrder | StoreOrder, chunk_tokens: int) -> Chain:
+    """As the pool takes it, as far as the order goes."""
+    ends = range(HASH_BYTES, len(order.hashes) + 1, HASH_BYTES)
+    return Chain(chunk_tokens, order.token_count, tuple(order.hashes[end - HASH_BYTES : end] for end in ends))
+
+
+def block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int64]:
+    """Blocks of the tensors, of which each of vLLM's blocks is `split`."""
+    blocks = order.block_ids.astype(np.int64)
+    return blocks if split == 1 else (blocks[:, None] * split + np.arange(split)).reshape(-1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,13 +114,15 @@ class ChunksChanged:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
     """How a load ended on one rank. late: it was given up at its deadline. cancelled: by order. gone: the pool does not
-    have its first failed chunk, or a damaged one; after other failures it may have it still."""
+    have its first failed chunk, or a damaged one; after other failures it may have it still. copy_s: that copying all
+    of it takes, by its later layers; 0 if that was not seen."""
 
     request_id: str
     chunk_count: int  # that came in
     failed_chunks: int
     duration_s: float
     size_bytes: int  # of what came in
+    copy_s: float = 0.0
     staging_tokens: int = 0
     disk_tokens: int = 0
     remote_tokens: int = 0
@@ -102,7 +134,8 @@ class LoadEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreEnd:
-    """How the store of that number ended on one rank."""
+    """How the store of that number ended on one rank. skipped_chunks: given up before they were begun, as the engine
+    could not keep their blocks for so long."""
 
     number: int
     stored_chunks: int
@@ -110,4 +143,5 @@ class StoreEnd:
     failed_chunks: int
     duration_s: float
     size_bytes: int  # of what was stored
+    skipped_chunks: int = 0
     failure: str = ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
 from kvpool.connectors.vllm.adapters import Adapters
+from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
@@ -23,6 +24,7 @@ from kvpool.connectors.vllm.settings import LOAD_NEVER, STORE_NEVER, STORE_PREFI
 from kvpool.connectors.vllm.step_clock import StepClock
 from kvpool.connectors.vllm.store_plans import StorePlans
 from kvpool.connectors.vllm.tally import Tally
+from kvpool.core.errors import InvalidRequest
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _STORABLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_REPETITION")
@@ -60,15 +62,18 @@ class SchedulerSide:
         tells_changes: bool = True,
         volatile_tokens: int = 0,
         now_s: Callable[[], float] = time.monotonic,
+        weights: WeightsEpoch | None = None,
     ) -> None:
         """chunk_bytes: of all ranks. shares_blocks: the engine finds blocks of other requests again. tells_changes:
-        somebody calls `take_changes`. volatile_tokens: the last computed ones, whose KV a drafter may write again."""
+        `take_changes` is called. weights: None as long as vLLM names no versions of them. volatile_tokens: the last
+        computed ones, whose KV a drafter may write again."""
         self._settings, self._link = settings, link
         self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
         self._volatile_tokens = volatile_tokens
         self._states: dict[str, _State] = {}
         self._adapters = Adapters(link.start)
-        self._epoch = b""
+        self._weights = weights or WeightsEpoch(lambda: None)
+        self._epoch = self._weights.epoch()
         self._unready_until_s = 0.0
         self.tally = Tally()
         self._steps = StepClock(now_s)
@@ -91,54 +96,74 @@ class SchedulerSide:
         self._seldom = Seldom(now_s)
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come."""
+        """A request has come: its prompt is hashed and looked up while it waits for its turn."""
         # A session's tokens change under its hashes.
         shareable = request.prompt_embeds is None and not request.resumable
         state = _State(request, shareable, lookup=Lookup(trace_of(request)))
         self._states[request.request_id] = state
-        self._is_shareable(state)  # begins to read its adapter's files
+        self._follow_weights()
+        if not self._is_shareable(state) or request.num_tokens < self._settings.chunk_tokens:
+            return
+        pool = self._pool_for(state, 0)
+        if pool is not None or (self._link.pool is not None and self._settings.store != STORE_NEVER):
+            asked = pool or self._link.pool
+            assert asked is not None
+            self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pool))
 
     def matched_tokens(self, request: Request, held_tokens: int) -> int | None:
         """Tokens after the held ones that will be loaded; None while that is not known yet."""
         state = self._states.get(request.request_id)
         if state is None:
             return 0
+        self._follow_weights()
         state.plan, pool = None, self._pool_for(state, held_tokens)
-        if pool is None:
-            return 0
-        if state.chain is None:
-            if not self._lookups.may_begin:
-                return None
-            self._lookups.hashed(request.num_tokens)
-        chain = self._chain_of(state, pool)
         held_chunks = held_tokens // self._settings.chunk_tokens
+        if pool is None or request.num_tokens // self._settings.chunk_tokens <= held_chunks:
+            return 0
+        lookup, hashing = state.lookup, self._hashing(state, pool)
+        chain = self._lookups.answer(lookup, pool, hashing, request.num_tokens, held_chunks)
+        found = lookup.found
+        if chain is None or found is None:
+            return None
+        if found.error is None:
+            state.chain = chain
         if chain.chunk_count <= held_chunks:
             return 0
         if self._shares_blocks and self._loads.is_awaited(chain.hashes[held_chunks]):
             return None  # another request loads this very chunk: its blocks will be found then
-        found = self._lookups.answer(state.lookup, pool, chain, held_chunks)
-        if found is None:
-            return None
-        self._known.add(chain.hashes[held_chunks : found.matched_chunks])
-        if found.error is None and not state.lookup.counted:  # what was evicted is to be stored again
-            self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
-        state.plan = self._loads.plan(chain, state.lookup, found, held_tokens)
+        if not lookup.counted:
+            self._known.add(chain.hashes[held_chunks : found.matched_chunks])
+            if found.error is None:  # what was evicted is to be stored again
+                self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
+        state.plan = self._loads.plan(chain, lookup, found, held_tokens)
         return state.plan.token_count if state.plan is not None else 0
 
     def allocated(self, request: Request, block_ids: Sequence[int], loaded_tokens: int) -> None:
-        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now."""
+        """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now, whatever
+        happens here: what cannot be begun is ordered as a load that fails at once."""
         state = self._states.get(request.request_id)
-        if state is None or state.plan is None:
-            _log.error("kvpool: a load was begun that was not planned; request %s computes", request.request_id)
-            self._orders.append(self._loads.hopeless(request.request_id, block_ids))
-            return
-        self._orders.append(self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens))
-        state.plan, state.loaded_at_preemption = None, request.num_preemptions
-        state.loading = not self._settings.layerwise  # else its step has waited for the load when anything is heard
+        try:
+            if state is None or state.plan is None:
+                raise InvalidRequest("a load was begun that was not planned")
+            order = self._loads.begin(request.request_id, state.plan, block_ids, loaded_tokens)
+        except Exception:
+            _log.exception("kvpool: request %s computes instead of loading", request.request_id)
+            order = self._loads.hopeless(request.request_id, block_ids)
+        self._orders.append(order)
+        if state is not None:
+            state.plan, state.loaded_at_preemption = None, request.num_preemptions
+            state.loading = not self._settings.layerwise  # else its step has waited when anything is heard
+
+    def not_chosen(self, request: Request) -> None:
+        """The engine has blocks for the request and loads nothing of it from here: another connector may."""
+        state = self._states.get(request.request_id)
+        if state is not None:
+            state.plan = None
 
     def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
         """The orders of a step that computes so many tokens of each request."""
         self._lookups.new_step()
+        self._follow_weights()
         waits_for_layers = self._settings.layerwise and bool(self._orders)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)
         orders = StepOrders(
@@ -186,7 +211,7 @@ class SchedulerSide:
             self._unready_until_s = self._now_s() + _UNREADY_S
         sample = self._steps.end(step)
         if sample is not None:
-            self.cost.note_prefill(*sample, self._now_s())
+            self.cost.note_prefill(*sample)
         for end in ends:
             self.tally.count(end)
             if isinstance(end, LoadEnd):
@@ -212,14 +237,21 @@ class SchedulerSide:
         return changed
 
     def forget(self) -> None:
-        """The engine's weights may have changed: what the pool has is not this engine's any more, and what this engine
-        computes from now on is no other's. KV that was begun to be computed before is not shared at all."""
-        self._epoch = secrets.token_bytes(16)
+        """The engine's weights may have changed: what the pool has is not this engine's any more."""
+        self._weights.reset()
+        self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """KV of other weights has other hashes. What began to be computed with the last ones is not shared at all."""
+        epoch = self._weights.epoch()
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
         for state in self._states.values():
             state.lookup.cancel()
             state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(state.lookup.trace), None, None, 0
             state.shareable &= not (state.loading or state.request.num_computed_tokens)
-        _log.warning("kvpool: the cache was reset: this engine shares with no other until it is started again")
+        _log.warning("kvpool: the weights may have changed: this engine shares %s", self._weights.shared_with())
 
     def _is_shareable(self, state: _State) -> bool:
         adapter = state.request.lora_request
@@ -239,10 +271,17 @@ class SchedulerSide:
             return None
         return self._lookups.pool
 
+    def _hashing(self, state: _State, pool: KvPool) -> Callable[[], Chain]:
+        """What hashes the request's tokens, on any thread; the chain that is known if there are no more of them."""
+        known, request = state.chain, state.request
+        if known is not None and known.token_count >= request.num_tokens:
+            return lambda: known
+        hash_key, chunk_tokens = pool.session.hash_key, self._settings.chunk_tokens
+        return partial(request_chain, request, state.adapter, hash_key, chunk_tokens, known, self._epoch)
+
     def _chain_of(self, state: _State, pool: KvPool) -> Chain:
-        if state.chain is None or state.chain.token_count < state.request.num_tokens:
-            chunk_tokens, hash_key = self._settings.chunk_tokens, pool.session.hash_key
-            state.chain = request_chain(state.request, state.adapter, hash_key, chunk_tokens, state.chain, self._epoch)
+        state.chain = state.chain or state.lookup.chain
+        state.chain = self._hashing(state, pool)()
         return state.chain
 
     def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:

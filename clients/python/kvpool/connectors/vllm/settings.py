@@ -15,6 +15,8 @@ from kvpool.core.errors import InvalidRequest
 DEFAULT_CHUNK_TOKENS = 128
 STORE_PREFILL, STORE_FINISH, STORE_NEVER = "prefill", "finish", "never"
 LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER = "quicker", "always", "never"
+LAYOUT_NONE, LAYOUT_BLOCK_MAJOR = "none", "BLHNC"
+_LAYOUT_CHOICES = (LAYOUT_NONE, LAYOUT_BLOCK_MAJOR, "BHLNC", "LBHNC", "LBNHC")
 _LOAD_CHOICES = (LOAD_QUICKER, LOAD_ALWAYS, LOAD_NEVER)
 _STORE_CHOICES = (STORE_PREFILL, STORE_FINISH, STORE_NEVER)
 
@@ -33,7 +35,7 @@ class VllmSettings:
     salt: str = ""  # engines with unequal salts share nothing
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size
     load: str = LOAD_QUICKER  # "quicker": what is likely to be loaded before it would be computed; "always"; "never"
-    store: str = STORE_FINISH  # "prefill": each chunk when it is computed; "finish": when its request ends; "never"
+    store: str = STORE_PREFILL  # "prefill": each chunk when it is computed; "finish": when its request ends; "never"
     store_generated: bool = True  # also chunks with generated tokens, when their request ends
     layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
     min_load_tokens: int = DEFAULT_CHUNK_TOKENS  # fewer are always computed
@@ -41,10 +43,11 @@ class VllmSettings:
     lookup_wait_ms: float = 3.0  # the scheduler waits so long for a match; then the request waits without the batch
     match_timeout_s: float = 0.3  # a match that takes longer is none
     load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes
-    load_timeout_min_s: float = 0.8  # later ones may take as long as computing would, but so long at least
+    load_timeout_min_s: float = 1.0  # later ones may take several times what is expected, but so long at least
     load_bytes_in_flight_max: int = 8 << 30  # requests beyond it are computed
-    store_bytes_in_flight_max: int = 4 << 30  # what is beyond it is not stored
+    store_bytes_in_flight_max: int = 4 << 30  # what is beyond it waits
     store_hold_max_s: float = 20.0  # blocks of a finished request are not kept from the engine for longer
+    kv_cache_layout: str = ""  # that vLLM is asked for: empty asks for BLHNC on GPUs, but not under MultiConnector
     bearer_token: str = ""
 
     def __post_init__(self) -> None:
@@ -53,6 +56,9 @@ class VllmSettings:
             raise InvalidRequest(f"load must be one of {', '.join(_LOAD_CHOICES)}, got {self.load!r}")
         if self.store not in _STORE_CHOICES:
             raise InvalidRequest(f"store must be one of {', '.join(_STORE_CHOICES)}, got {self.store!r}")
+        if self.kv_cache_layout not in ("", *_LAYOUT_CHOICES):
+            choices = ", ".join(_LAYOUT_CHOICES)
+            raise InvalidRequest(f"kv_cache_layout must be empty or one of {choices}, got {self.kv_cache_layout!r}")
         if self.chunk_tokens < 16 or self.chunk_tokens & (self.chunk_tokens - 1):
             raise InvalidRequest(f"chunk_tokens must be a power of two of at least 16, got {self.chunk_tokens}")
         for field in fields(self):

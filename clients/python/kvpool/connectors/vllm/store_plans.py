@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvpool.client.hashing import Chain
 from kvpool.connectors.vllm.known_chunks import KnownChunks
-from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder
+from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
 
 
@@ -45,16 +45,16 @@ class StorePlans:
         order = StoreOrder(
             number=self._last_number,
             request_id=request_id,
-            hashes=chain.hashes[:end_chunk],
+            hashes=packed(chain.hashes[:end_chunk]),
             token_count=chain.token_count,
-            block_ids=tuple(block_ids[: end_chunk * self._chunk_tokens // self._block_tokens]),
+            block_ids=packed_blocks(block_ids[: end_chunk * self._chunk_tokens // self._block_tokens]),
             first_chunk=first,
             end_chunk=end_chunk,
             trace=trace_of(request),
         )
         tokens = range(first * self._chunk_tokens, end_chunk * self._chunk_tokens)
         changed = ChunksChanged(
-            hashes=order.hashes[first:],
+            hashes=chain.hashes[first:end_chunk],
             parent_hash=chain.parent_hash(first) if first else b"",
             token_ids=tuple(request.all_token_ids[tokens.start : tokens.stop]) if self._names_tokens else (),
             lora_name=request.lora_request.lora_name if request.lora_request is not None else "",
@@ -69,7 +69,7 @@ class StorePlans:
         if store is None:
             return None
         store.workers -= 1
-        store.failed |= end.failed_chunks > 0
+        store.failed |= end.failed_chunks + end.skipped_chunks > 0
         if store.workers:
             return None
         del self._open[end.number]

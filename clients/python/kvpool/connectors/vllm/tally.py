@@ -28,6 +28,7 @@ class Tally:
     stored_chunks: int = 0
     deduplicated_chunks: int = 0
     failed_store_chunks: int = 0
+    skipped_store_chunks: int = 0  # given up, as the engine needed their blocks
     store_seconds: float = 0.0
     stored_bytes: int = 0
 
@@ -54,11 +55,12 @@ class Tally:
             self.stored_chunks += end.stored_chunks
             self.deduplicated_chunks += end.deduplicated_chunks
             self.failed_store_chunks += end.failed_chunks
+            self.skipped_store_chunks += end.skipped_chunks
             self.store_seconds += end.duration_s
             self.stored_bytes += end.size_bytes
 
     def take(self) -> dict[str, int | float]:
-        """What is not zero, by name; counting begins anew."""
+        """What is not zero, by name; counting starts again."""
         taken = {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
         for field in fields(self):
             setattr(self, field.name, field.default)

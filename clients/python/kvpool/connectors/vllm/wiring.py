@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from kvpool.client.engine_registration import EnginePlan, GpuRegion
 from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
 from kvpool.connectors.vllm.cache_memory import cache_memory
+from kvpool.connectors.vllm.engine_facts import WeightsEpoch
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.granted_layout import granted_layout
 from kvpool.connectors.vllm.identity import (
     CacheFacts,
     cache_facts,
@@ -48,9 +51,14 @@ def settings_of(vllm_config: Any) -> VllmSettings:
 
 
 def scheduler_side(
-    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, agents: AgentChoice
+    settings: VllmSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    agents: AgentChoice,
+    weight_version: Callable[[], str | None],
 ) -> tuple[SchedulerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest, PartitionRefused."""
+    """And what closes it. weight_version: None if vLLM has none. raises: GeometryUnsupported, InvalidRequest,
+    PartitionRefused."""
     facts = cache_facts(vllm_config, kv_cache_config)
     check_ranks(model_spec(settings, vllm_config, facts, read_weights=False), vllm_config)
     place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=not facts.opaque)
@@ -85,6 +93,7 @@ def scheduler_side(
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         tells_changes=events is not None and bool(events.enable_kv_cache_events),
         volatile_tokens=facts.volatile_tokens,
+        weights=WeightsEpoch(weight_version),
     )
     return side, link.close
 
@@ -95,8 +104,11 @@ def worker_side(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
     agents: AgentChoice,
+    *,
+    loads_wait: bool,
 ) -> tuple[WorkerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest, PartitionRefused, StartupFailed."""
+    """And what closes it. loads_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest, PartitionRefused,
+    StartupFailed."""
     facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
@@ -111,6 +123,13 @@ def worker_side(
     gpu = next((region.memory.device_uuid for region in memory.regions if isinstance(region, GpuRegion)), "")
     place = WorkerPlace.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
 
+    if not facts.opaque:
+        granted = granted_layout(memory.layout, geometry, part)
+        _log.info(
+            "kvpool: vLLM's KV cache has layout %s: runs of %d KiB in a block, copied by %s",
+            *(granted.name, granted.run_bytes >> 10, granted.way),
+        )
+
     def plan() -> EnginePlan:
         endpoint = agents.choose(place)
         spec = model_spec(settings, vllm_config, facts)
@@ -121,21 +140,22 @@ def worker_side(
             spec=spec,
             layout=memory.layout,
             regions=memory.regions,
-            events=memory.slots,
+            events=memory.work.slots,
             load_only=part.load_only,
         )
 
-    config = settings.client_config(on_gpu=memory.events is not None)
+    config = settings.client_config(on_gpu=memory.work.slots is not None)
     link = PoolLink(plan, config)
     link.wait_tried(settings.start_wait_s)
     side = WorkerSide(
         settings,
         link,
+        memory.work,
         block_tokens=facts.block_tokens,
         chunk_bytes=geometry.head_bytes * len(part.heads) * len(part.layers),
         load_only=part.load_only,
         split=memory.split,
-        record=memory.record,
+        loads_wait=loads_wait,
     )
 
     def close() -> None:
@@ -160,10 +180,10 @@ def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
     return WorkerSide(
         settings,
         cast(PoolLink, _NoLink()),
+        EngineWork(None),
         block_tokens=vllm_config.cache_config.block_size,
         chunk_bytes=0,
         load_only=False,
-        record=lambda: None,
     )
 
 

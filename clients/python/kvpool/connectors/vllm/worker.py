@@ -5,24 +5,48 @@ Orders come and ends are fetched on the engine's thread; what runs in between ru
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import LoadReport, LoadStop, LoadTicket
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadStop, LoadTicket
+from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.layer_loads import LayerLoads
 from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, block_table, chain_of
 from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.turns import Turns
 from kvpool.connectors.vllm.worker_stores import WorkerStores
-from kvpool.connectors.vllm.worker_tables import block_table, chain_of
-from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable
-from kvpool.core.ipc import EngineEvent
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
+
+_LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
+
+
+@dataclass(slots=True)
+class _Load:
+    """progress: when leading layers came in, and how many of them."""
+
+    order: LoadOrder
+    started_s: float
+    stop: LoadStop = field(default_factory=LoadStop)
+    progress: list[tuple[float, int]] = field(default_factory=list)
+
+    def copy_s(self) -> float:
+        """That copying all of it takes, by its later layers; 0 if that was not seen."""
+        if len(self.progress) < 2:
+            return 0.0
+        (first_s, first_layers), (last_s, last_layers) = self.progress[0], self.progress[-1]
+        if last_layers <= first_layers or last_s <= first_s:
+            return 0.0
+        return (last_s - first_s) * last_layers / (last_layers - first_layers)
 
 
 class WorkerSide:
@@ -33,20 +57,24 @@ class WorkerSide:
         self,
         settings: VllmSettings,
         link: PoolLink,
+        work: EngineWork,
         *,
         block_tokens: int,
         chunk_bytes: int,
         load_only: bool,
         split: int = 1,
-        record: Callable[[], EngineEvent | None],
+        loads_wait: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """chunk_bytes: of this rank. split: blocks of the tensors in one of vLLM's. record: see CacheMemory."""
-        self._settings, self._link = settings, link
+        """chunk_bytes: of this rank. split: blocks of the tensors in one of vLLM's. loads_wait: for GPU work that was
+        launched before, as it may still write to their blocks."""
+        self._settings, self._link, self._work = settings, link, work
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
-        self._split, self._record, self._now_s = split, record, now_s
+        self._split, self._loads_wait, self._now_s = split, loads_wait, now_s
         self._done: deque[Callable[[], None]] = deque()  # appended on the loop, run here
-        self._stops: dict[str, LoadStop] = {}  # of running loads, by request
+        self._loads: dict[str, _Load] = {}  # that have not ended, by request
+        self._waiting: deque[_Load] = deque()  # for an event
+        self._turns = Turns(count=_LOADS_MAX, size_bytes=1 << 62)
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
@@ -55,10 +83,10 @@ class WorkerSide:
         self._stores = WorkerStores(
             settings,
             link,
+            work,
             chunk_bytes=chunk_bytes,
             load_only=load_only,
             split=split,
-            record=record,
             later=self._done.append,
             on_ended=self._ends.append,
             now_s=now_s,
@@ -74,33 +102,64 @@ class WorkerSide:
         self._stores.preempted(orders.preempted)
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Begin them, and end early what nobody needs; each ends in `take_received`, whatever happens to it."""
+        """Begin them, and end early what is not needed any more; each ends in `take_received`, whatever happens."""
         self._spoiled_blocks = set()
+        self._work.new_step()
         for order in orders.loads:
-            started_s = self._now_s()
+            load = self._loads[order.request_id] = _Load(order, self._now_s())
+            self._waiting.append(load)
+        for request_id in orders.cancel:
+            if request_id in self._loads:
+                self._cancel(self._loads[request_id])
+        while self._waiting:
+            load = self._waiting.popleft()
             try:
-                if not order.hashes:
-                    raise InvalidRequest("nothing is known of this load")
-                pool = self._link.pool
-                if pool is None:
-                    raise unreachable()
-                if self._settings.layerwise:
-                    self._layer_loads.begin(order, partial(self._begin_layers, pool, order, self._record()))
-                    continue
-                stop = self._stops[order.request_id] = LoadStop()
-                future = self._link.start(partial(self._load, pool, order, self._record(), stop), order.trace)
-                future.add_done_callback(partial(self._loaded_soon, order, started_s))
+                if not self._begin(load):
+                    self._waiting.appendleft(load)
+                    return
             except Exception as error:
-                self._end_load(order, self._now_s() - started_s, None, str(error) or repr(error))
-        for stop in (self._stops[request_id] for request_id in orders.cancel if request_id in self._stops):
-            with suppress(ServiceUnavailable):  # closed: then it ends anyway
-                self._link.start(partial(_ask, stop))
+                self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
+
+    def _begin(self, load: _Load) -> bool:
+        """False: no event is free. raises: whatever keeps it from being begun."""
+        order, waited_s = load.order, self._now_s() - load.started_s
+        if not order.hashes:
+            raise InvalidRequest("nothing is known of this load")
+        if load.stop.asked:
+            raise Stopped("nobody needs the load any more")
+        pool = self._link.pool
+        if pool is None:
+            raise unreachable()
+        if waited_s > order.timeout_s:
+            raise DeadlineExceeded("no event became free for this load: the agent waits for work that has not ended")
+        point = self._work.point() if self._loads_wait else WorkPoint()
+        if point is None:
+            return False
+        try:
+            if self._settings.layerwise:
+                self._layer_loads.begin(order, partial(self._begin_layers, pool, order, point))
+            else:
+                future = self._link.start(partial(self._load, pool, load, point), order.trace)
+                future.add_done_callback(partial(self._loaded_soon, load))
+        except Exception:
+            self._work.give_back(point)
+            raise
+        return True
+
+    def _cancel(self, load: _Load) -> None:
+        if load in self._waiting:
+            load.stop.ask()  # nothing of it has begun
+            return
+        with suppress(ServiceUnavailable):  # closed: then it ends anyway
+            self._link.start(partial(_ask, load.stop))
 
     def start_stores(self, orders: StepOrders) -> None:
         """Begin them after this step's work, and hold the blocks of requests that the engine gave up to us."""
-        self._layer_loads.finish()  # whoever computed from blocks that did not come must not store that
+        self._layer_loads.finish()  # what was computed from blocks that did not come must not be stored
+        self._work.new_step()
         for order in orders.stores:
             self._stores.start(order, self._spoiled_blocks)
+        self._stores.begin_waiting()
         self._stores.hold(orders.release)
 
     def take_received(self) -> set[str]:
@@ -135,13 +194,13 @@ class WorkerSide:
         while self._done:
             self._done.popleft()()
 
-    def _begin_layers(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None) -> LoadTicket:
+    def _begin_layers(self, pool: KvPool, order: LoadOrder, point: WorkPoint) -> LoadTicket:
         chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-        pool.session.compute_us_per_token = order.compute_us_per_token
-        return pool.begin_load(chain, blocks, **self._span(order), after=after)
+        return pool.begin_load(chain, blocks, **self._span(order), after=point.event)
 
     def _layer_load_ended(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> None:
-        self._spoiled_blocks |= self._end_load(order, duration_s, report, failure)
+        load = self._loads.get(order.request_id) or _Load(order, self._now_s())
+        self._spoiled_blocks |= self._end_load(load, duration_s, report, failure)
 
     def _span(self, order: LoadOrder) -> dict[str, Any]:
         return {
@@ -149,38 +208,59 @@ class WorkerSide:
             "end_chunk": order.end_chunk,
             "skip_tokens": order.first_token - order.first_chunk * self._settings.chunk_tokens,
             "timeout_s": order.timeout_s,
+            "compute_us_per_token": order.compute_us_per_token,
         }
 
-    async def _load(self, pool: KvPool, order: LoadOrder, after: EngineEvent | None, stop: LoadStop) -> LoadReport:
-        chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-        pool.session.compute_us_per_token = order.compute_us_per_token
-        report = await pool.load(chain, blocks, **self._span(order), after=after, stop=stop)
+    async def _load(self, pool: KvPool, load: _Load, point: WorkPoint) -> LoadReport:
+        """On the pool's loop."""
+        order, begun = load.order, False
+        try:
+            async with asyncio.timeout(order.timeout_s) as patience, self._turns.turn(0):
+                patience.reschedule(None)  # the load has a deadline of its own
+                begun = True
+                chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+
+                def progressed(layers: int, failed_chunks: tuple[int, ...]) -> None:
+                    load.progress.append((self._now_s(), layers))
+
+                report = await pool.load(
+                    chain, blocks, **self._span(order), after=point.event, stop=load.stop, on_progress=progressed
+                )
+        except TimeoutError:
+            late = DeadlineExceeded("the load did not come to its turn in time")
+            failed = tuple(range(order.first_chunk, order.end_chunk))
+            return LoadReport(order.first_chunk, 0, failed, TierTokens(), late, BlockHold())
+        finally:
+            if not begun:
+                self._work.give_back(point)
         # The engine computes in these very blocks what did not come: not before the agent has stopped to write there.
         await report.hold.wait()
         return report
 
-    def _loaded_soon(self, order: LoadOrder, started_s: float, future: Future[LoadReport]) -> None:
-        self._done.append(partial(self._loaded, order, self._now_s() - started_s, future))
+    def _loaded_soon(self, load: _Load, future: Future[LoadReport]) -> None:
+        self._done.append(partial(self._loaded, load, self._now_s() - load.started_s, future))
 
-    def _loaded(self, order: LoadOrder, duration_s: float, future: Future[LoadReport]) -> None:
+    def _loaded(self, load: _Load, duration_s: float, future: Future[LoadReport]) -> None:
         try:
             report = future.result()
         except BaseException as error:
-            self._end_load(order, duration_s, None, f"it ended unexpectedly: {error!r}")
+            self._end_load(load, duration_s, None, f"it ended unexpectedly: {error!r}")
         else:
-            self._end_load(order, duration_s, report, str(report.error) if report.error is not None else "")
+            self._end_load(load, duration_s, report, str(report.error) if report.error is not None else "")
 
-    def _end_load(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> set[int]:
+    def _end_load(self, load: _Load, duration_s: float, report: LoadReport | None, failure: str) -> set[int]:
         """The blocks that did not come."""
+        order = load.order
         end_chunk = report.end_chunk if report is not None else order.first_chunk
-        stop = self._stops.pop(order.request_id, None)
+        if self._loads.get(order.request_id) is load:
+            del self._loads[order.request_id]
         failed_blocks: set[int] = set()
         if report is None or end_chunk < order.end_chunk:
             failed_blocks = order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
         self._failed_blocks |= failed_blocks
         if not self._settings.layerwise:
             self._received.add(order.request_id)
-        tokens = report.tokens if report is not None else None
+        tokens = report.tokens if report is not None else TierTokens()
         self._ends.append(
             LoadEnd(
                 request_id=order.request_id,
@@ -188,10 +268,11 @@ class WorkerSide:
                 failed_chunks=order.end_chunk - end_chunk,
                 duration_s=duration_s,
                 size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
-                staging_tokens=tokens.staging if tokens is not None else 0,
-                disk_tokens=tokens.disk if tokens is not None else 0,
-                remote_tokens=tokens.remote if tokens is not None else 0,
-                cancelled=stop is not None and stop.asked,
+                copy_s=load.copy_s(),
+                staging_tokens=tokens.staging,
+                disk_tokens=tokens.disk,
+                remote_tokens=tokens.remote,
+                cancelled=load.stop.asked,
                 late=report is not None and isinstance(report.error, DeadlineExceeded),
                 gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
                 failure=failure,

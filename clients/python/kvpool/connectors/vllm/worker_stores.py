@@ -1,7 +1,9 @@
-"""One worker's stores: begun, their blocks held, their ends told."""
+"""One worker's stores: queued, begun, their blocks held, their ends reported."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -9,19 +11,19 @@ from functools import partial
 
 from kvpool.client.pool import KvPool
 from kvpool.client.pool_values import StoreReport
+from kvpool.connectors.vllm.engine_work import EngineWork, WorkPoint
 from kvpool.connectors.vllm.link import PoolLink, unreachable
-from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder
+from kvpool.connectors.vllm.orders import StoreEnd, StoreOrder, block_table, chain_of
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.connectors.vllm.worker_tables import block_table, chain_of
-from kvpool.core.errors import Overloaded, ServiceUnavailable
-from kvpool.core.ipc import EngineEvent
+from kvpool.connectors.vllm.turns import Turns
+
+_STORES_MAX = 16  # at once: an agent takes 64 loads and stores of a session
 
 
 @dataclass(slots=True, kw_only=True)
 class _Store:
     order: StoreOrder
     started_s: float
-    size_bytes: int
     kept: bool = True  # whether the blocks have held their bytes until now
     released: bool = False
     ended_s: float = 0.0
@@ -29,53 +31,88 @@ class _Store:
 
 @dataclass(slots=True)
 class _Request:
-    """What still reads blocks of a request. held: the engine keeps its blocks until it is told that nothing does."""
+    """What still reads blocks of a request. held: the engine keeps its blocks until it hears that nothing does."""
 
     stores: list[_Store] = field(default_factory=list)
     held_since_s: float | None = None
 
 
+@dataclass(slots=True)
+class _Outcome:
+    """Of one store, all windows together."""
+
+    stored: int = 0
+    deduplicated: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: set[str] = field(default_factory=set)
+
+
 class WorkerStores:
-    """All methods on the engine's thread, but for what is marked; none blocks, none raises for trouble of the cache."""
+    """All methods on the engine's thread, but for what is marked; none blocks, none raises for trouble of the cache.
+
+    What is more than may be in flight waits, in order, window by window. Meanwhile the blocks are the request's or,
+    when it has finished, the engine keeps them for a while.
+    """
 
     def __init__(
         self,
         settings: VllmSettings,
         link: PoolLink,
+        work: EngineWork,
         *,
         chunk_bytes: int,
         load_only: bool,
         split: int,
-        record: Callable[[], EngineEvent | None],
         later: Callable[[Callable[[], None]], None],
         on_ended: Callable[[StoreEnd], None],
         now_s: Callable[[], float],
     ) -> None:
         """later: has something run on the engine's thread soon. Otherwise as WorkerSide."""
-        self._settings, self._link = settings, link
-        self._chunk_bytes, self._load_only, self._split, self._record = chunk_bytes, load_only, split, record
+        self._settings, self._link, self._work = settings, link, work
+        self._chunk_bytes, self._load_only, self._split = chunk_bytes, load_only, split
         self._later, self._on_ended, self._now_s = later, on_ended, now_s
         self._requests: dict[str, _Request] = {}
-        self._bytes = 0  # in flight
+        self._waiting: deque[_Store] = deque()  # for an event
+        self._turns = Turns(count=_STORES_MAX, size_bytes=settings.store_bytes_in_flight_max)
 
     def start(self, order: StoreOrder, spoiled_blocks: Set[int]) -> None:
-        """Begin one after this step's work. spoiled_blocks: what was computed in this step from them is wrong."""
-        chunks = 0 if self._load_only else order.end_chunk - order.first_chunk  # another rank stores the same heads
-        store = _Store(order=order, started_s=self._now_s(), size_bytes=chunks * self._chunk_bytes)
-        if not chunks:
-            self._end(store, StoreReport(0, 0, {}), "")
-            return
-        try:
-            future = self._begin(store, spoiled_blocks)
-        except Exception as error:
-            self._end(store, None, str(error) or repr(error))
-            return
-        self._bytes += store.size_bytes
-        self._requests.setdefault(order.request_id, _Request()).stores.append(store)
-        future.add_done_callback(partial(self._ended_soon, store))
+        """Store after this step's work. spoiled_blocks: what was computed in this step from them is wrong."""
+        store = _Store(order=order, started_s=self._now_s())
+        chunks = order.end_chunk - order.first_chunk
+        if self._load_only:  # another rank stores the same heads
+            self._end(store, _Outcome())
+        elif self._link.pool is None:
+            self._end(store, _Outcome(failed=chunks, failures={str(unreachable())}))
+        elif spoiled_blocks and not spoiled_blocks.isdisjoint(order.block_ids.tolist()):
+            self._end(store, _Outcome(failed=chunks, failures={"they were computed from blocks whose load has failed"}))
+        else:
+            self._requests.setdefault(order.request_id, _Request()).stores.append(store)
+            self._waiting.append(store)
+
+    def begin_waiting(self) -> None:
+        """Begin what was ordered, as far as there are events for it."""
+        while self._waiting:
+            store = self._waiting[0]
+            try:
+                point = self._work.point() if store.kept else WorkPoint()
+            except Exception as error:
+                self._waiting.popleft()
+                self._fail(store, error)
+                continue
+            if point is None:
+                return
+            self._waiting.popleft()
+            try:
+                future = self._link.start(partial(self._store, store, point), store.order.trace)
+            except Exception as error:
+                self._work.give_back(point)
+                self._fail(store, error)
+            else:
+                future.add_done_callback(partial(self._ended_soon, store))
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """Their blocks may be written from now on."""
+        """Their blocks may be written from now on: what was not read of them is not stored."""
         for request_id in request_ids:
             for store in self._requests.get(request_id, _Request()).stores:
                 store.kept = False
@@ -101,59 +138,92 @@ class WorkerStores:
                 del self._requests[request_id]
         return released
 
-    def _begin(self, store: _Store, spoiled_blocks: Set[int]) -> Future[StoreReport]:
-        pool = self._link.pool
-        if pool is None:
-            raise unreachable()
-        if self._bytes + store.size_bytes > self._settings.store_bytes_in_flight_max:
-            raise Overloaded("too many bytes are being stored")
-        if not spoiled_blocks.isdisjoint(store.order.block_ids):
-            raise ServiceUnavailable("they were computed from blocks whose load has failed")
-        return self._link.start(partial(self._store, pool, store, self._record()), store.order.trace)
+    async def _store(self, store: _Store, point: WorkPoint) -> _Outcome:
+        """On the pool's loop. All windows queue up at once, in order: they end in whatever order they like."""
+        order, outcome, pool = store.order, _Outcome(), self._link.pool
+        try:
+            if pool is None:
+                raise unreachable()
+            chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
+            limit = self._window_chunks(pool)
+            starts = range(order.first_chunk, order.end_chunk, limit)
+            left = len(starts)
 
-    async def _store(self, pool: KvPool, store: _Store, after: EngineEvent | None) -> StoreReport:
-        """On the pool's loop."""
-        order = store.order
-        ticket = await pool.store(
-            chain_of(order, self._settings.chunk_tokens),
-            block_table(order, self._split),
-            first_chunk=order.first_chunk,
-            end_chunk=order.end_chunk,
-            kept=lambda: store.kept,
-            after=after,
-        )
-        await ticket.wait_reusable()
-        store.released = True
-        return await ticket.report(self._settings.store_hold_max_s)
+            async def window(chunks: range) -> None:
+                nonlocal left
+                async with self._turns.turn(len(chunks) * self._chunk_bytes):
+                    if not store.kept:
+                        outcome.skipped += len(chunks)
+                        return
+                    ticket = await pool.store(
+                        chain,
+                        blocks,
+                        first_chunk=chunks.start,
+                        end_chunk=chunks.stop,
+                        kept=lambda: store.kept,
+                        after=self._work.share(point).event,
+                    )
+                    await ticket.wait_reusable()
+                    left -= 1
+                    store.released = not left
+                    _add(outcome, await ticket.report(self._settings.store_hold_max_s))
 
-    def _ended_soon(self, store: _Store, future: Future[StoreReport]) -> None:
+            windows = [range(start, min(start + limit, order.end_chunk)) for start in starts]
+            ends = await asyncio.gather(*map(window, windows), return_exceptions=True)
+            for chunks, end in zip(windows, ends, strict=True):
+                if end is not None:
+                    outcome.failed += len(chunks)
+                    outcome.failures.add(str(end) or repr(end))
+            return outcome
+        finally:
+            self._work.give_back(point)
+
+    def _window_chunks(self, pool: KvPool) -> int:
+        """Of one request: small enough that one is copied while the next is prepared."""
+        fitting = self._settings.store_bytes_in_flight_max // 2 // max(1, self._chunk_bytes)
+        return max(1, min(fitting, pool.session.max_request_chunks or fitting))
+
+    def _ended_soon(self, store: _Store, future: Future[_Outcome]) -> None:
         """On the pool's loop."""
         store.ended_s = self._now_s()  # an idle engine hears of it with its next request
         self._later(partial(self._ended, store, future))
 
-    def _ended(self, store: _Store, future: Future[StoreReport]) -> None:
-        self._bytes -= store.size_bytes
+    def _ended(self, store: _Store, future: Future[_Outcome]) -> None:
+        try:
+            outcome = future.result()
+        except BaseException as error:
+            self._fail(store, error)
+        else:
+            self._forget(store)
+            self._end(store, outcome)
+
+    def _fail(self, store: _Store, error: BaseException) -> None:
+        self._forget(store)
+        chunks = store.order.end_chunk - store.order.first_chunk
+        self._end(store, _Outcome(failed=chunks, failures={str(error) or repr(error)}))
+
+    def _forget(self, store: _Store) -> None:
         request = self._requests.get(store.order.request_id)
         if request is not None and store in request.stores:
             request.stores.remove(store)
-        try:
-            report = future.result()
-        except BaseException as error:
-            self._end(store, None, repr(error))
-        else:
-            self._end(store, report, "; ".join({str(error) for error in report.failed_chunks.values()}))
 
-    def _end(self, store: _Store, report: StoreReport | None, failure: str) -> None:
-        chunks = store.order.end_chunk - store.order.first_chunk
-        stored = report.stored_chunks if report is not None else 0
+    def _end(self, store: _Store, outcome: _Outcome) -> None:
         self._on_ended(
             StoreEnd(
                 number=store.order.number,
-                stored_chunks=stored,
-                deduplicated_chunks=report.deduplicated_chunks if report is not None else 0,
-                failed_chunks=len(report.failed_chunks) if report is not None else chunks,
+                stored_chunks=outcome.stored,
+                deduplicated_chunks=outcome.deduplicated,
+                failed_chunks=outcome.failed,
+                skipped_chunks=outcome.skipped,
                 duration_s=max(0.0, store.ended_s - store.started_s),
-                size_bytes=stored * self._chunk_bytes,
-                failure=failure,
+                size_bytes=outcome.stored * self._chunk_bytes,
+                failure="; ".join(sorted(outcome.failures)),
             )
         )
+
+
+def _add(outcome: _Outcome, report: StoreReport) -> None:
+    outcome.stored += report.stored_chunks
+    outcome.deduplicated += report.deduplicated_chunks
+    outcome.failed += len(report.failed_chunks)
+    outcome.failures |= {str(error) for error in report.failed_chunks.values()}

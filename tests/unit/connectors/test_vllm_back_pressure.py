@@ -1,0 +1,241 @@
+"""Stores and loads beyond what an agent takes at once wait; none fails for that. On a real loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.client.engine_events import EventSlots
+from kvpool.client.engine_items import TierTokens
+from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
+from kvpool.client.sync import BackgroundLoop
+from kvpool.connectors.vllm.engine_work import EngineWork
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.settings import VllmSettings
+from kvpool.connectors.vllm.worker import WorkerSide
+from kvpool.core.ipc import EngineEvent, IpcEvent
+from kvpool.testing import eventually_sync
+
+CHUNK, BLOCK, CHUNK_BYTES = 32, 16, 1000
+
+
+class Link:
+    """A loop of its own."""
+
+    def __init__(self, pool: SlowPool) -> None:
+        self.pool, self.loop = pool, BackgroundLoop("test stores")
+
+    def start(self, work: Any, trace: Any = None) -> Any:
+        return self.loop.start(work)
+
+
+class SlowPool:
+    """Ends stores and loads when it is let."""
+
+    def __init__(self, work: EngineWork) -> None:
+        self.session = SimpleNamespace(max_request_chunks=0)
+        self.running: list[tuple[int, range]] = []  # first block and chunks
+        self.events: list[EngineEvent | None] = []
+        self._work, self._may_end, self.at_once = work, asyncio.Semaphore(0), 0
+
+    def let(self, link: Link, count: int) -> None:
+        async def let() -> None:
+            for _ in range(count):
+                self._may_end.release()
+
+        link.loop.run(let)
+
+    async def _transfer(self, blocks: Any, values: dict[str, Any]) -> range:
+        chunks = range(values["first_chunk"], values["end_chunk"])
+        self.running.append((int(blocks[0]), chunks))
+        self.events.append(values["after"])
+        self.at_once = max(self.at_once, len(self.running))
+        try:
+            await self._may_end.acquire()
+        finally:
+            self.running.remove((int(blocks[0]), chunks))
+            if values["after"] is not None:
+                self._work.slots.give_back(values["after"])  # type: ignore[union-attr]
+        return chunks
+
+    async def store(self, chain: Any, blocks: Any, **values: Any) -> Any:
+        task = asyncio.create_task(self._transfer(blocks, values))
+        await asyncio.sleep(0)
+        return Ticket(task)
+
+    async def load(self, chain: Any, blocks: Any, **values: Any) -> LoadReport:
+        chunks = await self._transfer(blocks, values)
+        return LoadReport(chunks.start, len(chunks), (), TierTokens(), None, BlockHold())
+
+
+class Ticket:
+    def __init__(self, task: asyncio.Task[range]) -> None:
+        self._task = task
+
+    async def wait_reusable(self) -> None:
+        await self._task
+
+    async def report(self, timeout_s: float) -> StoreReport:
+        return StoreReport(len(await self._task), 0, {})
+
+
+class Gpu:
+    """Events of a GPU."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = EventSlots([IpcEvent("GPU-", bytes(64))] * count)
+
+    def try_record(self) -> EngineEvent | None:
+        return self.slots.try_take()
+
+
+class World:
+    def __init__(self, events: Gpu | None = None, *, loads_wait: bool = True, **settings: Any) -> None:
+        self.events, self.work = events, EngineWork(events)
+        self.pool = SlowPool(self.work)
+        self.link = Link(self.pool)
+        self.now_s = 0.0
+        self.side = WorkerSide(
+            VllmSettings(agent="unix:/x", chunk_tokens=CHUNK, **settings),
+            self.link,  # type: ignore[arg-type]
+            self.work,
+            block_tokens=BLOCK,
+            chunk_bytes=CHUNK_BYTES,
+            load_only=False,
+            loads_wait=loads_wait,
+            now_s=lambda: self.now_s,
+        )
+        self.step, self.ends = 0, list[LoadEnd | StoreEnd]()
+
+    def run(self, *, stores: list[StoreOrder] | None = None, loads: list[LoadOrder] | None = None, **more: Any) -> None:
+        self.step += 1
+        orders = StepOrders(step=self.step, stores=stores or [], loads=loads or [], **more)
+        self.side.before_step(orders)
+        self.side.start_loads(orders)
+        self.side.start_stores(orders)
+
+    def let_go(self) -> None:
+        """The transfer that holds the only event ends."""
+        self.pool.let(self.link, 1)
+        eventually_sync(lambda: self.events is not None and self.events.slots.free_count == 1)
+
+    def ended(self, count: int) -> list[LoadEnd | StoreEnd]:
+        """Wait for so many ends in all."""
+
+        def enough() -> bool:
+            self.ends += self.side.take_ends()
+            return len(self.ends) >= count
+
+        eventually_sync(enough)
+        return self.ends
+
+
+@pytest.fixture
+def worlds() -> Iterator[list[World]]:
+    made: list[World] = []
+    yield made
+    for world in made:
+        world.link.loop.stop()
+
+
+def a_store(number: int, chunks: int = 4) -> StoreOrder:
+    return StoreOrder(
+        number=number,
+        request_id=f"r{number}",
+        hashes=packed([bytes([at]) * 16 for at in range(chunks)]),
+        token_count=chunks * CHUNK + 1,
+        block_ids=packed_blocks(range(100 * number, 100 * number + 2 * chunks)),
+        first_chunk=0,
+        end_chunk=chunks,
+    )
+
+
+def a_load(number: int, timeout_s: float = 60.0) -> LoadOrder:
+    return LoadOrder(
+        request_id=f"r{number}",
+        hashes=packed([bytes([at]) * 16 for at in range(2)]),
+        token_count=2 * CHUNK + 1,
+        block_ids=packed_blocks(range(100 * number, 100 * number + 4)),
+        first_chunk=0,
+        end_chunk=2,
+        first_token=0,
+        end_token=2 * CHUNK,
+        timeout_s=timeout_s,
+    )
+
+
+def test_a_prompt_larger_than_what_may_be_in_flight_is_stored_window_by_window(worlds: list[World]) -> None:
+    world = World(store_bytes_in_flight_max=4 * CHUNK_BYTES)
+    worlds.append(world)
+    world.run(stores=[a_store(1, chunks=10), a_store(2)], release=["r1", "r2"])
+    eventually_sync(lambda: len(world.pool.running) == 2)
+    assert world.pool.running == [(100, range(2)), (100, range(2, 4))]
+    assert world.side.take_released() == set(), "what waits keeps its blocks"
+    world.pool.let(world.link, 5)
+    eventually_sync(lambda: world.side.take_released() == {"r1"})
+    world.pool.let(world.link, 2)
+    eventually_sync(lambda: world.side.take_released() == {"r2"})
+    ends = [(end.number, end.stored_chunks, end.failed_chunks) for end in world.ended(2) if isinstance(end, StoreEnd)]
+    assert ends == [(1, 10, 0), (2, 4, 0)]
+    assert world.pool.at_once == 2
+
+
+def test_a_hundred_stores_and_loads_share_one_event_of_their_step(worlds: list[World]) -> None:
+    world = World(Gpu(2))
+    worlds.append(world)
+    world.run(stores=[a_store(number) for number in range(100)], loads=[a_load(number) for number in range(100, 200)])
+    eventually_sync(lambda: len(world.pool.running) == 56)
+    world.pool.let(world.link, 200)
+    assert all(not end.failed_chunks for end in world.ended(200))
+    assert world.pool.at_once == 56, "an agent takes 64 at once"
+    assert world.events is not None
+    world.side.start_loads(StepOrders(step=9))
+    assert world.events.slots.free_count == 2
+    assert len({event.slot for event in world.pool.events if event is not None}) == 2  # one before the step, one behind
+
+
+def test_orders_without_a_free_event_wait_for_a_later_step(worlds: list[World]) -> None:
+    world = World(Gpu(1))
+    worlds.append(world)
+    world.run(stores=[a_store(1)])
+    eventually_sync(lambda: len(world.pool.running) == 1)
+    began_s = time.monotonic()
+    world.run(stores=[a_store(2)], loads=[a_load(3), a_load(4, timeout_s=1.0), a_load(5)], cancel=["r5"])
+    assert time.monotonic() - began_s < 5.0, "the engine does not wait"
+    assert len(world.pool.running) == 1
+    world.now_s = 2.0
+    world.let_go()
+    world.run()  # the loads have the event
+    eventually_sync(lambda: len(world.pool.running) == 1)
+    assert world.side.take_received() >= {"r4", "r5"}
+    ends = {end.request_id: end.failure for end in world.ended(3) if isinstance(end, LoadEnd)}
+    assert "no event became free" in ends["r4"]
+    world.let_go()
+    world.run()
+    world.pool.let(world.link, 1)
+    assert [end.stored_chunks for end in world.ended(5) if isinstance(end, StoreEnd)] == [4, 4]
+
+
+def test_loads_whose_blocks_have_no_writer_wait_for_nothing(worlds: list[World]) -> None:
+    world = World(Gpu(1), loads_wait=False)
+    worlds.append(world)
+    world.run(loads=[a_load(1)], stores=[a_store(2)])
+    eventually_sync(lambda: len(world.pool.running) == 2)
+    assert sorted(event is None for event in world.pool.events) == [False, True]
+
+
+def test_a_load_that_does_not_come_to_its_turn_in_time_is_late(worlds: list[World]) -> None:
+    world = World()
+    worlds.append(world)
+    world.run(loads=[a_load(number) for number in range(40)])
+    eventually_sync(lambda: len(world.pool.running) == 40)
+    world.run(loads=[a_load(50, timeout_s=0.01)])
+    (end,) = world.ended(1)
+    assert isinstance(end, LoadEnd)
+    assert (end.late, end.chunk_count) == (True, 0)
+    assert world.side.take_received() == {"r50"}
