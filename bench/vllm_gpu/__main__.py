@@ -1,0 +1,242 @@
+"""A real vLLM with CUDA, with kvpool, with vLLM's own offload, and plain.
+
+One phase: `python -m bench.vllm_gpu PHASE --kinds plain,kvpool --agent unix:SOCKET`. A list of phases, each in a
+process of its own, within a time: `python -m bench.vllm_gpu all --list quick --budget-s 540`; its cases go to
+OUT/vllm-gpu.json. Start `kvpool up --device cuda --arena-bytes 64GiB` first; see bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.vllm_gpu.about import about
+from bench.vllm_gpu.cases import cases
+from bench.vllm_gpu.engines import EngineOptions
+from bench.vllm_gpu.phases import PHASES, Plan
+from bench.vllm_gpu.samples import Recorder, Sample, Samples, read
+
+_PHASE_ENDED = '{"phase": "ended"}'  # its engines may keep the pipe open for a while
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One phase of a list. seconds: what it takes on an H200, about; it is left out if there is less time."""
+
+    name: str
+    arguments: str
+    seconds: float
+
+
+LISTS = {
+    "quick": [
+        Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 1", 80),
+        Step("load", "load --kinds kvpool --count 4", 40),
+        Step("press", "press --kinds control,offload,kvpool", 90),
+        Step("press-simple", "press --kinds simple", 45),
+    ],
+    "ttft": [
+        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 190),
+        Step("load", "load --kinds kvpool --count 8", 50),
+        Step("bytes", "bytes --rounds 2 --prefixes 24", 90),
+        Step("zeroed", "zeroed --count 4", 40),
+        Step("timeline", "timeline", 35),
+        Step("beside", "beside --kinds plain", 75),
+        Step("layouts", "layouts --kinds plain", 40),
+    ],
+    "press": [
+        Step("press", "press --kinds control,offload,kvpool --runs 3", 200),
+        Step("press-simple", "press --kinds control,simple,kvpool --runs 2 --salt 1", 160),
+        Step("press-plain", "press --kinds plain --rounds 1 --runs 2 --salt 2", 45),
+        Step("kills", "kills --kinds kvpool", 120),
+    ],
+}
+
+
+def main() -> int:
+    arguments = _arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.phase == "all":
+        return _run_list(arguments)
+    from bench.vllm_gpu import faults, transfers
+
+    phases = {**PHASES, **transfers.PHASES, **faults.PHASES}
+    record = Recorder()
+    code = 0
+    try:
+        phases[arguments.phase](_plan(arguments), record)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    record.write(arguments.out / f"{arguments.name or arguments.phase}.samples.json")
+    print(_PHASE_ENDED, flush=True)
+    for engine in multiprocessing.active_children():
+        engine.kill()  # their orderly end takes seconds
+    os._exit(code)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.vllm_gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "phase", help="all, or one of: ttft load press decode bytes zeroed timeline beside layouts kills"
+    )
+    parser.add_argument("--list", choices=LISTS, default="quick", help="of phases, for `all`")
+    parser.add_argument("--only", default="", help="of the list: names with commas between")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="`all` begins nothing that would take longer")
+    parser.add_argument("--out", type=Path, default=Path("vllm-gpu"), help="directory")
+    parser.add_argument("--name", default="", help="of this phase's file")
+    parser.add_argument("--kinds", "--kind", default="kvpool", help="of engines, with commas between")
+    parser.add_argument("--agent", default="", help="endpoint, unix:/path")
+    parser.add_argument("--root", type=Path, default=Path("/tmp/vllm-gpu-model"), help="where the model's config goes")
+    parser.add_argument("--shape", default="8b", choices=("8b", "tiny"))
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for a quick try")
+    parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, JSON")
+    parser.add_argument("--blocks", type=int, default=8400, help="of the GPU's cache, 16 tokens each")
+    parser.add_argument("--control-blocks", type=int, default=14_000)
+    parser.add_argument("--max-tokens", type=int, default=36864)
+    parser.add_argument("--offload-gib", type=float, default=28.0)
+    parser.add_argument("--memory-share", type=float, default=0.2)
+    parser.add_argument("--lengths", default="2048,8192,16384,32768")
+    parser.add_argument("--count", type=int, default=4, help="prompts of each length")
+    parser.add_argument("--runs", type=int, default=1, help="alternated ones")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefixes", type=int, default=24)
+    parser.add_argument("--prefix-tokens", type=int, default=8192)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--decode", default="32,1024,256", help="requests, tokens in, tokens out")
+    parser.add_argument("--salt", type=int, default=0, help="other prompts")
+    return parser.parse_args()
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    requests, tokens, new_tokens = (int(part) for part in arguments.decode.split(","))
+    return Plan(
+        kinds=arguments.kinds.split(","),
+        options=_options(arguments),
+        lengths=tuple(int(part) for part in arguments.lengths.split(",")),
+        count=arguments.count,
+        runs=arguments.runs,
+        rounds=arguments.rounds,
+        prefixes=arguments.prefixes,
+        prefix_tokens=arguments.prefix_tokens,
+        concurrency=arguments.concurrency,
+        decode_requests=requests,
+        decode_tokens=(tokens, new_tokens),
+        salt=arguments.salt,
+    )
+
+
+def _options(arguments: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        root=arguments.root,
+        agent=arguments.agent,
+        shape=arguments.shape,
+        eager=arguments.eager,
+        blocks=arguments.blocks,
+        control_blocks=arguments.control_blocks,
+        max_tokens=arguments.max_tokens,
+        offload_gib=arguments.offload_gib,
+        memory_share=arguments.memory_share,
+        extra=json.loads(arguments.extra),
+    )
+
+
+def _run_list(arguments: argparse.Namespace) -> int:
+    started_s = time.monotonic()
+    chosen = [name for name in arguments.only.split(",") if name]
+    steps = [step for step in LISTS[arguments.list] if not chosen or step.name in chosen]
+    samples: list[Sample] = []
+    notes: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    result = arguments.out / "vllm-gpu.json"
+    for step in steps:
+        left_s = arguments.budget_s - (time.monotonic() - started_s)
+        if left_s < step.seconds:
+            print(json.dumps({"left out": step.name, "would take": step.seconds, "left_s": round(left_s)}), flush=True)
+            continue
+        file = arguments.out / f"{step.name}.samples.json"
+        file.unlink(missing_ok=True)
+        began_s = time.monotonic()
+        code = _run_phase(arguments, step, left_s)
+        own, own_notes = read(file)
+        samples += own
+        notes[step.name] = {**own_notes, "exit": code, "seconds": round(time.monotonic() - began_s)}
+        found = cases(Samples(samples), _options(arguments).token_bytes)
+        for name, case in found.items():
+            if shown.get(name) != case:
+                print(json.dumps({"case": name, **case}), flush=True)
+        shown = found
+        result.write_text(json.dumps({"about": about(), "cases": found, "notes": notes}, indent=1) + "\n")
+        print(json.dumps({"done": step.name, "exit": code, "seconds": notes[step.name]["seconds"]}), flush=True)
+    return 0
+
+
+def _run_phase(arguments: argparse.Namespace, step: Step, left_s: float) -> int:
+    """In a session of its own, so that no engine outlives it. What an engine logs goes to a file."""
+    ours = [*step.arguments.split(), "--name", step.name, "--out", str(arguments.out), "--agent", arguments.agent]
+    same = ("root", "shape", "extra", "blocks", "control_blocks", "max_tokens", "offload_gib", "memory_share")
+    if arguments.shape != "8b":
+        same = (*same, "lengths", "prefix_tokens", "decode")
+    for name in same:
+        ours += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    ours += ["--eager"] if arguments.eager else []
+    with (arguments.out / f"{step.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.vllm_gpu", *ours], stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        deadline = _Deadline(process, left_s)
+        assert process.stdout is not None
+        for line in process.stdout:  # vLLM's processes write there, too
+            if line.startswith(_PHASE_ENDED.encode()):
+                break
+            if line.startswith(b"{"):
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+            else:
+                log.write(line)
+        code = process.wait()
+        deadline.end()
+    if code:
+        print((arguments.out / f"{step.name}.log").read_bytes()[-3000:].decode(errors="replace"), flush=True)
+    return code
+
+
+class _Deadline:
+    """Ends a phase and everything that it started, at the latest after so long."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        self._process = process
+        self._alarm = signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
+
+    def end(self) -> None:
+        """It has ended; whatever it left behind ends now."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._alarm)
+        self._kill()
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        print(
+            json.dumps({"cut off": self._process.args[3] if isinstance(self._process.args, list) else ""}), flush=True
+        )
+        self._kill()
+
+    def _kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

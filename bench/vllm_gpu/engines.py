@@ -1,0 +1,216 @@
+"""Real vLLM engines of the kinds that are compared. Weights are vLLM's dummy ones, prompts are random tokens."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BLOCK_TOKENS = 16
+WORKER = "bench.vllm_gpu.worker.BenchWorker"
+KINDS = ("plain", "control", "offload", "simple", "reader", "kvpool")  # in the order in which they are started
+_SHARED = ("kvpool", "reader")  # kinds with kvpool's connector
+_CONTROL_BLOCKS = 14_000
+
+# 8B Llama, and one that a CPU computes, to try the bench out.
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 128256,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How engines are started. blocks: of the GPU's cache; the control has as many as its working set needs."""
+
+    root: Path
+    agent: str = ""
+    shape: str = "8b"
+    eager: bool = False
+    blocks: int = 8400
+    control_blocks: int = _CONTROL_BLOCKS
+    max_tokens: int = 36864
+    offload_gib: float = 28.0
+    memory_share: float = 0.2  # that must be free at the start
+    revision: str = "1"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in bf16."""
+        shape = SHAPES[self.shape]
+        return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of requests asked together: wall time until all had ended, what they generated, tokens found in a cache."""
+
+    seconds: float
+    tokens: list[list[int]]
+    cached: list[int]
+
+    @property
+    def ms(self) -> float:
+        """Wall time."""
+        return self.seconds * 1e3
+
+
+def prompt(count: int, seed: int) -> list[int]:
+    """Random tokens."""
+    tokens: list[int] = np.random.default_rng(seed).integers(10, 128_000, count).tolist()
+    return tokens
+
+
+class Engine:
+    """One vLLM engine; the model runs in a process of its own, as in `vllm serve`."""
+
+    def __init__(self, kind: str, options: EngineOptions) -> None:
+        self.kind, self.options = kind, options
+        started_s = time.perf_counter()
+        self._llm = _start(kind, options)
+        self.start_seconds = time.perf_counter() - started_s
+
+    def ask(self, prompts: list[list[int]], new_tokens: int = 1) -> Answer:
+        """All at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        started_s = time.perf_counter()
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started_s
+        generated = [list(output.outputs[0].token_ids) for output in outputs]
+        return Answer(seconds, generated, [output.num_cached_tokens or 0 for output in outputs])
+
+    def warm(self) -> None:
+        """The first steps of a process are slow, whoever serves them."""
+        longest = self.options.max_tokens
+        for seed in (91, 92):
+            self.ask([prompt(min(4096, longest // 2), seed)], 2)
+        self.ask([prompt(min(16_000, longest // 2), 93)], 2)
+        self.ask([prompt(min(1024, longest // 4), 100 + seed) for seed in range(32)], 8)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of bench.vllm_gpu.worker.BenchWorker, in the worker's process."""
+        return self._llm.collective_rpc(method, args=arguments)[0]
+
+    def close(self) -> None:
+        """End its processes."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+
+    def forget(self) -> None:
+        """Empty the GPU's prefix cache; the pool keeps what it has."""
+        self._llm.reset_prefix_cache()
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's metrics of kvpool and of its external caches, by name. Only of the engine that was started last."""
+        self.ask([prompt(40, 94)], 2)  # counts reach the front end with a step's outputs
+        found = {
+            metric.name.removeprefix("vllm:"): getattr(metric, "value", None)
+            for metric in self._llm.get_metrics()
+            if "kvpool" in metric.name or "external" in metric.name
+        }
+        return {name: round(float(value), 3) for name, value in found.items() if value}
+
+
+def start_all(kinds: list[str], options: EngineOptions) -> dict[str, Engine]:
+    """One engine a kind, warmed. kvpool comes last: a process has the metrics of the engine that was started last."""
+    engines: dict[str, Engine] = {}
+    for kind in sorted(kinds, key=KINDS.index):
+        engines[kind] = Engine(kind, options)
+        print(json.dumps({"started": kind, "seconds": round(engines[kind].start_seconds, 1)}), flush=True)
+    for engine in engines.values():
+        engine.warm()
+    return engines
+
+
+def with_more(options: EngineOptions, **more: Any) -> EngineOptions:
+    """Options with other values."""
+    return replace(options, **more)
+
+
+def _start(kind: str, options: EngineOptions) -> Any:
+    if kind not in KINDS:
+        raise ValueError(f"there is no kind {kind}; there are {', '.join(KINDS)}")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # several engines in one process: a fork would copy threads
+    os.environ["VLLM_USE_SIMPLE_KV_OFFLOAD"] = "1" if kind == "simple" else "0"
+    from vllm import LLM
+
+    blocks = options.control_blocks if kind == "control" else options.blocks
+    arguments: dict[str, Any] = {
+        "model": _model_directory(options),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": options.max_tokens,
+        "max_num_seqs": 64,
+        "enforce_eager": options.eager,
+        "disable_log_stats": False,
+        "generation_config": "vllm",
+        "async_scheduling": True,
+        "num_gpu_blocks_override": blocks,
+        "worker_extension_cls": WORKER,
+    }
+    if os.environ.get("BENCH_VLLM_DEVICE") != "cpu":
+        arguments["gpu_memory_utilization"] = options.memory_share
+        arguments["kv_cache_memory_bytes"] = blocks * BLOCK_TOKENS * options.token_bytes
+    if kind in _SHARED:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "KvPoolConnector",
+            "kv_connector_module_path": "kvpool.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "agent": options.agent,
+                "model_id": f"dummy-{options.shape}",
+                "model_revision": options.revision,
+                **options.extra,
+            },
+        }
+    elif kind in ("offload", "simple"):
+        arguments |= {"kv_offloading_size": options.offload_gib, "kv_offloading_backend": "native"}
+    return LLM(**arguments)
+
+
+def _model_directory(options: EngineOptions) -> str:
+    root = options.root / options.shape
+    root.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **SHAPES[options.shape],
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    (root / "config.json").write_text(json.dumps(config))
+    return str(root)

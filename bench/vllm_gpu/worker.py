@@ -1,0 +1,279 @@
+"""What the bench does inside an engine's worker; vLLM mixes BenchWorker into its own class (worker_extension_cls).
+
+With one rank, worker and scheduler share a process, and so do both sides of a connector. Nothing here is active, nor
+costs a step anything, before its method was called.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COPY_BYTES = 64 << 20
+_COPIES = 32
+
+
+class BenchWorker:
+    """Methods for LLM.collective_rpc. vLLM wants no name here that its own worker has."""
+
+    def bench_memcpy(self) -> dict[str, float]:
+        """GB/s of plain copies of 64 MiB, four in flight, between pinned memory and the GPU."""
+        host = torch.empty(4 * _COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(4 * _COPY_BYTES, dtype=torch.uint8, device="cuda")
+        return {"in": _copy_rate(device, host), "out": _copy_rate(host, device)}
+
+    def bench_scale(self, factor: float) -> int:
+        """Scale the weights that make Q, K and V, so that attention decides tokens; dummy weights hardly let it."""
+        count = 0
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for name, weights in runner.model.named_parameters():
+                if "qkv_proj" in name:
+                    weights.mul_(factor)
+                    count += 1
+        return count
+
+    def bench_watch(self, known: str) -> None:
+        """From now on sum every block that was computed, and compare those that a request did not compute."""
+        block_tokens = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+        watch = BlockWatch(self.model_runner, block_tokens, Path(known))  # type: ignore[attr-defined]
+        run: Callable[[Any], Any] = self.execute_model  # type: ignore[has-type]
+
+        def watched(scheduler_output: Any) -> Any:
+            watch.before_step(scheduler_output)
+            return run(scheduler_output)
+
+        self.execute_model = watched
+        self._bench_block_watch = watch
+
+    def bench_watched(self, save_to: str) -> dict[str, int]:
+        """What the watch counted; the sums go to a file, for another engine."""
+        watch: BlockWatch = self._bench_block_watch
+        if save_to:
+            watch.save(Path(save_to))
+        return dict(watch.counts)
+
+    def bench_zero(self, on: bool) -> None:
+        """Whether blocks that a request did not compute are zeroed before it goes on."""
+        self._bench_block_watch.zero = on
+
+    def bench_trace(self) -> None:
+        """Record when vLLM calls which method of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._bench_calls = CallTrace(type(get_kv_transfer_group()))
+
+    def bench_traced(self) -> list[tuple[float, str, str, float]]:
+        """(time, method, request, what it said) since the last time."""
+        return self._bench_calls.take()
+
+
+class BlockWatch:
+    """Sums of KV blocks by the tokens up to their end.
+
+    A block's tokens may be computed more than once, in batches of other sizes and so with other last bits: each sum is
+    kept, and a block that was loaded must have one of them. Runs on the engine's stream before a step: behind what
+    computed the blocks, in front of what reads them.
+    """
+
+    def __init__(self, runner: Any, block_tokens: int, known: Path) -> None:
+        self._runner, self._block_tokens = runner, block_tokens
+        self._sums: dict[str, set[int]] = {}
+        if known.is_file():
+            self._sums = {name: set(sums) for name, sums in json.loads(known.read_text()).items()}
+        self._requests: dict[str, _Request] = {}
+        self._weights: torch.Tensor | None = None
+        self.counts = {"computed": 0, "equal": 0, "unequal": 0, "unknown": 0, "zeroed": 0}
+        self.zero = False
+
+    def save(self, path: Path) -> None:
+        """For another engine's watch."""
+        path.write_text(json.dumps({name: sorted(sums) for name, sums in self._sums.items()}))
+
+    def before_step(self, output: Any) -> None:
+        """Take in what the last steps computed, and what this one's new requests did not have to."""
+        for request_id in output.finished_req_ids:
+            self._requests.pop(request_id, None)
+        cached = output.scheduled_cached_reqs
+        for number, request_id in enumerate(cached.req_ids):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            new = cached.new_block_ids[number]
+            if request_id in cached.resumed_req_ids:  # preempted: its blocks are others
+                request.block_ids, request.seen_blocks = list(new[0]), 0
+            elif new is not None:
+                request.block_ids += new[0]
+            self._take_in(request, cached.num_computed_tokens[number])
+        for data in output.scheduled_new_reqs:
+            tokens = data.prompt_token_ids
+            if tokens is None:
+                continue
+            request = _Request(tokens, list(data.block_ids[0]), self._block_tokens)
+            self._requests[data.req_id] = request
+            self._compare(request, data.num_computed_tokens)
+
+    def _take_in(self, request: _Request, computed_tokens: int) -> None:
+        end = min(computed_tokens, len(request.tokens)) // self._block_tokens
+        if end <= request.seen_blocks:
+            return
+        for name, block_sum in zip(*self._sums_of(request, end), strict=True):
+            self._sums.setdefault(name, set()).add(block_sum)
+            self.counts["computed"] += 1
+        request.seen_blocks = end
+
+    def _compare(self, request: _Request, held_tokens: int) -> None:
+        end = held_tokens // self._block_tokens
+        if not end:
+            return
+        if self.zero:
+            ids = torch.tensor(request.block_ids[:end], device=self._caches[0].device)
+            for cache in self._caches:
+                cache.index_fill_(0, ids, 0)
+            self.counts["zeroed"] += end
+        else:
+            for name, block_sum in zip(*self._sums_of(request, end), strict=True):
+                known = self._sums.get(name)
+                verdict = "unknown" if known is None else "equal" if block_sum in known else "unequal"
+                self.counts[verdict] += 1
+        request.seen_blocks = end
+
+    def _sums_of(self, request: _Request, end: int) -> tuple[list[str], list[int]]:
+        names = request.names(end)[request.seen_blocks :]
+        return names, self._summed(request.block_ids[request.seen_blocks : end])
+
+    @property
+    def _caches(self) -> Sequence[torch.Tensor]:
+        caches: Sequence[torch.Tensor] = self._runner.kv_caches
+        return caches
+
+    def _summed(self, block_ids: Sequence[int]) -> list[int]:
+        """A sum over all layers of each block, weighted by place, modulo 2**64; the same for every layout."""
+        caches = self._caches
+        device = caches[0].device
+        ids = torch.tensor(block_ids, device=device)
+        total = torch.zeros(len(block_ids), dtype=torch.int64, device=device)
+        for cache in caches:
+            words = cache.index_select(0, ids).contiguous().view(len(block_ids), -1).view(torch.int64)
+            if self._weights is None:
+                weights = torch.randint(1 << 62, (words.shape[1],), generator=torch.Generator().manual_seed(7))
+                self._weights = (weights * 2 + 1).to(device)
+            total = total * 0x5851F42D4C957F2D + (words * self._weights).sum(1)
+        sums: list[int] = total.tolist()
+        return sums
+
+
+class _Request:
+    def __init__(self, tokens: Sequence[int], block_ids: list[int], block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.tokens, self.block_ids, self.seen_blocks = list(tokens), block_ids, 0
+        self._names: list[str] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def names(self, count: int) -> list[str]:
+        """Of the first blocks: hashes of all tokens up to their ends."""
+        while len(self._names) < count:
+            first = len(self._names) * self._block_tokens
+            self._hash.update(repr(self.tokens[first : first + self._block_tokens]).encode())
+            self._names.append(self._hash.hexdigest())
+        return self._names[:count]
+
+
+class CallTrace:
+    """When vLLM called the methods of a connector's class, on the clock of time.perf_counter, which processes share.
+
+    A step's end on the GPU is waited for by a thread of its own, as the engine does not wait for it.
+    """
+
+    _METHODS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
+    _WORKER_METHODS = ("start_load_kv", "wait_for_save", "get_finished", "build_connector_worker_meta")
+
+    def __init__(self, connector: type) -> None:
+        self._calls: list[tuple[float, str, str, float]] = []
+        self._events: queue.SimpleQueue[tuple[torch.cuda.Event, str]] = queue.SimpleQueue()
+        for name in (*self._METHODS, *self._WORKER_METHODS):
+            self._wrap(connector, name)
+        if torch.cuda.is_available():
+            threading.Thread(target=self._await_steps, daemon=True).start()
+
+    def take(self) -> list[tuple[float, str, str, float]]:
+        """All since the last time."""
+        taken, self._calls = self._calls, []
+        return sorted(taken)
+
+    def _wrap(self, connector: type, name: str) -> None:
+        method = getattr(connector, name)
+
+        @functools.wraps(method)
+        def call(instance: Any, *arguments: Any, **more: Any) -> Any:
+            began_s = time.perf_counter()
+            answer = method(instance, *arguments, **more)
+            self._note(name, began_s, instance, arguments, answer)
+            return answer
+
+        setattr(connector, name, call)
+
+    def _note(self, name: str, began_s: float, instance: Any, arguments: tuple[Any, ...], answer: Any) -> None:
+        now_s = time.perf_counter()
+        if name in ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"):
+            said = (
+                float(answer[0] or 0)
+                if isinstance(answer, tuple)
+                else float(arguments[-1])
+                if len(arguments) == 3
+                else 0.0
+            )
+            self._calls.append((now_s, name, arguments[0].request_id, said))
+        elif name == "get_finished":
+            for request_id in (answer[1] or ()) if answer else ():
+                self._calls.append((now_s, "received", request_id, 0.0))
+        elif name == "build_connector_worker_meta":
+            for end in getattr(answer, "ends", ()):
+                stored = hasattr(end, "stored_chunks")
+                what = str(getattr(end, "number", "") if stored else end.request_id)
+                self._calls.append((now_s, "store ended" if stored else "load ended", what, end.duration_s * 1e3))
+        else:
+            orders = getattr(getattr(instance, "_connector_metadata", None), "orders", None)
+            if orders is None:
+                return
+            if name == "start_load_kv":
+                for load in orders.loads:
+                    self._calls.append((began_s, "load asked", load.request_id, 0.0))
+                    self._calls.append((now_s, "load ordered", load.request_id, 0.0))
+            elif name == "wait_for_save" and orders.stores:
+                for store in orders.stores:
+                    self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
+                    if torch.cuda.is_available():
+                        event = torch.cuda.Event()
+                        event.record()
+                        self._events.put((event, str(store.number)))
+
+    def _await_steps(self) -> None:
+        while True:
+            event, number = self._events.get()
+            event.synchronize()
+            self._calls.append((time.perf_counter(), "step ended", number, 0.0))
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    targets, sources = target.split(_COPY_BYTES), source.split(_COPY_BYTES)
+    stream = torch.cuda.Stream()
+    best = 0.0
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            stream.synchronize()
+            started_s = time.perf_counter()
+            for number in range(_COPIES):
+                targets[number % 4].copy_(sources[number % 4], non_blocking=True)
+            stream.synchronize()
+            best = max(best, _COPIES * _COPY_BYTES / (time.perf_counter() - started_s) / 1e9)
+    return best
