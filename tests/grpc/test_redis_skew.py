@@ -73,7 +73,7 @@ async def test_what_replicas_of_a_release_kept_is_read_and_changed_by_ours(relea
         assert await store.keyspaces.of_tenant(TENANT) == [told.BOUND]
         assert await store.policies.get([told.KEYSPACE]) == [told.POLICY]
         (value,) = await store.locations.read(told.KEYSPACE, [GroupRead(told.CHUNK, [told.CHUNK[:8]])])
-        assert decode_value(value) == (Entry(node.ordinal, (0, 0b01, EVERY_SHARD[2])),)
+        assert decode_value(value, told.GRID) == (Entry(node.ordinal, (0, 0b01, told.GRID)),)
         (chunk,) = await store.events.read(0, ORIGIN, limit=9, wait_s=0)
         assert [(each.chunk_hash, each.value) for each in unpack_chunks(chunk.payload)] == [(told.CHUNK, value)]
         (came,) = await store.events.read(store.events.stream_count - 1, ORIGIN, limit=9, wait_s=0)

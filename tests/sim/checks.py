@@ -138,9 +138,9 @@ def _known(world: World, store: PageStoreNode) -> dict[tuple[bytes, Tier], int]:
     for groups in memory.locations._groups.values():
         for group in groups.values():
             for chunk, value in group.values.items():
-                for entry in decode_value(value):
+                for entry in decode_value(value, GRID.all_shards):
                     if entry.ordinal == node.ordinal:
                         for tier, shards in zip(TIERS, entry.shards, strict=True):
                             if shards:
-                                found[chunk, tier] = shards & GRID.all_shards
+                                found[chunk, tier] = shards & GRID.valid_shards
     return found

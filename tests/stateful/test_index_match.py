@@ -27,7 +27,16 @@ ResultT = TypeVar("ResultT")
 
 TTL_S = 5.0
 CHUNKS = 36  # two whole groups of a chain and a part of a third
-SHARDS = 16
+SPLITS, LAYER_GROUPS, HEADS = (1, 2, 4, 8), 4, 8
+# What each shard has, by number: a layer group and some heads of it.
+CELLS = [
+    {(group, head) for head in range(part * HEADS // split, (part + 1) * HEADS // split)}
+    for group in range(LAYER_GROUPS)
+    for split in SPLITS
+    for part in range(split)
+]
+SHARDS = len(CELLS)
+WHOLE = {shard for shard, cells in enumerate(CELLS) if len(cells) == HEADS}
 NODES = 3
 TENANT = "t"
 SPEC = KeyspaceSpec(
@@ -36,7 +45,15 @@ SPEC = KeyspaceSpec(
 
 chunk_numbers = st.integers(0, CHUNKS - 1)
 node_numbers = st.integers(0, NODES - 1)
-shard_sets = st.one_of(st.just(set(range(SHARDS))), st.sets(st.integers(0, SHARDS - 1), max_size=4))
+ranks = st.sampled_from([(split, part) for split in SPLITS for part in range(split)])
+of_a_rank = ranks.map(
+    lambda rank: {
+        shard
+        for shard, cells in enumerate(CELLS)
+        if {head * rank[0] // HEADS for _, head in cells} == {rank[1]} and len(cells) * rank[0] == HEADS
+    }
+)
+shard_sets = st.one_of(st.just(WHOLE), of_a_rank, st.sets(st.integers(0, SHARDS - 1), max_size=4))
 changes = st.tuples(
     st.integers(0, 2), st.integers(1, 17), st.sampled_from(list(Tier)), shard_sets, shard_sets, st.booleans()
 )
@@ -44,6 +61,10 @@ changes = st.tuples(
 
 def chunk_hash(number: int) -> bytes:
     return number.to_bytes(8, "big") * 2
+
+
+def cells_of(shards: set[int]) -> set[tuple[int, int]]:
+    return set().union(*(CELLS[shard] for shard in shards))
 
 
 def bitmap(shards: set[int]) -> int:
@@ -89,7 +110,8 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def open_keyspace(self) -> None:
         opened = self.run(self.engine.open_keyspace(TENANT, "chat", SPEC))
-        assert opened.keyspace.all_shards == (1 << SHARDS) - 1
+        assert opened.keyspace.grid.valid_shards == (1 << SHARDS) - 1
+        assert opened.keyspace.all_shards == bitmap(WHOLE)
         self.keyspace = opened.keyspace.keyspace_id
 
     def alive(self, number: int) -> bool:
@@ -223,7 +245,7 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.run(self.engine.match(TENANT, query))
         expected: list[list[tuple[int, Tier, int]]] = []
         for chunk in range(first, CHUNKS):
-            places = self.model_places(chunk, shards or set(range(SHARDS)), host)
+            places = self.model_places(chunk, cells_of(shards or WHOLE), host)
             if places is None:
                 break
             expected.append(places)
@@ -236,18 +258,18 @@ class IndexMachine(RuleBasedStateMachine):
         assert flat == expected
         assert {node_id[0] for node_id in found.nodes} == {number for places in expected for number, _, _ in places}
 
-    def model_places(self, chunk: int, wanted: set[int], host: str) -> list[tuple[int, Tier, int]] | None:
-        """Live places that hold wanted shards, in the order of the API; None if they do not cover them."""
-        covered: set[int] = set()
+    def model_places(self, chunk: int, wanted: set[tuple[int, int]], host: str) -> list[tuple[int, Tier, int]] | None:
+        """Live places that hold wanted heads, in the order of the API; None if they do not cover them."""
+        covered: set[tuple[int, int]] = set()
         places: list[tuple[int, Tier, int]] = []
         near = [number for number in range(NODES) if f"host{number % 2}" == host]
         for part in (near, [number for number in range(NODES) if number not in near]):
             for tier in (Tier.STAGING, Tier.DISK, Tier.GPU):
                 for number in part:
                     held = self.nodes[number].held.get((chunk, tier), set()) if self.alive(number) else set()
-                    if held & wanted:
+                    if cells_of(held) & wanted:
                         places.append((number, tier, bitmap(held)))
-                        covered |= held
+                        covered |= cells_of(held)
         return places if covered >= wanted else None
 
 

@@ -24,9 +24,11 @@ from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 KEYSPACE, HEAD = b"k" * 16, b"h" * 16
 CHUNKS = [bytes([number]) * 16 for number in range(3)]
-GRIDS = [0b1, 0xFF, (1 << 63) - 1, ALL_SHARDS, 0]
+GRIDS = [0b1, 0b1001001, 0xFF, 1 << 63 | 1, ALL_SHARDS, 0]
 
-bitmaps = st.one_of(st.just(0), st.just(0xFF), st.just(ALL_SHARDS), st.integers(0, 0xFF), st.integers(0, ALL_SHARDS))
+bitmaps = st.one_of(
+    st.just(0), st.sampled_from(GRIDS), st.just(ALL_SHARDS), st.integers(0, 0xFF), st.integers(0, ALL_SHARDS)
+)
 tier_masks = st.tuples(bitmaps, bitmaps, bitmaps)
 steps = st.lists(
     st.tuples(
@@ -35,11 +37,12 @@ steps = st.lists(
         tier_masks,
         tier_masks,
         st.sampled_from(["apply", "apply", "remove", "reopen", "late"]),
+        st.booleans(),  # whether the replica that is asked knows the grid
     ),
     max_size=15,
 )
 
-History = list[tuple[int, bytes, TierMasks, TierMasks, str]]
+History = list[tuple[int, bytes, TierMasks, TierMasks, str, bool]]
 
 
 class Side:
@@ -100,9 +103,10 @@ def compare(url: str, history: History, grid: int) -> None:
         memory = Side(MemoryIndexStore(ManualClock()))
         real = Side(RedisIndexStore(url, timeout_s=PATIENCE_S, key_prefix=secrets.token_hex(8)))
         try:
-            for number, chunk, added, removed, kind in history:
-                expected = await memory.step(number, chunk, added, removed, kind, grid)
-                assert await real.step(number, chunk, added, removed, kind, grid) == expected
+            for number, chunk, added, removed, kind, is_known in history:
+                known = grid if is_known else 0
+                expected = await memory.step(number, chunk, added, removed, kind, known)
+                assert await real.step(number, chunk, added, removed, kind, known) == expected
                 assert await real.values() == await memory.values()
                 assert await real.digests() == await memory.digests()
         finally:

@@ -31,7 +31,8 @@ from kvpool_index.metrics import IndexMetrics
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 2, 64),), dtype=Dtype.FP32, chunk_tokens=32)
 ENCODING = encode_keyspace("default", SPEC)
-KEYSPACE, GRID = keyspace_id(ENCODING), 0b11
+KEYSPACE = keyspace_id(ENCODING)
+WHOLE, VALID = 0b001, 0b111  # two heads: one shard of both, and one of each
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, endpoint="h:1")
 CHUNKS = 6
 TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
@@ -39,7 +40,9 @@ HASHES = [bytes([number + 1]) * 16 for number in range(CHUNKS)]
 HEADS = [bytes(15) + bytes([20 * (number // 2)]) for number in range(CHUNKS)]  # two chunks a group, and a range
 
 Step: TypeAlias = tuple[Any, ...]
-changes = st.tuples(st.just("change"), st.integers(0, CHUNKS - 1), st.integers(1, 2), st.integers(0, 3), st.booleans())
+changes = st.tuples(
+    st.just("change"), st.integers(0, CHUNKS - 1), st.integers(1, 2), st.integers(0, VALID), st.booleans()
+)
 steps = st.one_of(
     changes,
     changes,
@@ -97,7 +100,7 @@ class World:
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         number = HASHES.index(chunk_hash)
         gpu, staging, disk = self.truth.get(number, [0, 0, 0])
-        return [HeldChunk(HEADS[number], (gpu, staging, disk), GRID)]
+        return [HeldChunk(HEADS[number], (gpu, staging, disk), WHOLE)]
 
     def keyspace_encodings(self) -> list[bytes]:
         return [ENCODING]
@@ -145,7 +148,7 @@ class World:
             await self.after_loss(self.reopen())
         elif kind == "stale":
             number, tier = values
-            place = Location(node_id=NODE.node_id, incarnation=self.lease.incarnation, tier=TIERS[tier], shards=GRID)
+            place = Location(node_id=NODE.node_id, incarnation=self.lease.incarnation, tier=TIERS[tier], shards=VALID)
             stale = StaleLocation(
                 keyspace=KEYSPACE, chunk_hash=HASHES[number], group_head_hash=HEADS[number], location=place
             )
@@ -214,9 +217,9 @@ class World:
         (record,) = await self.store.nodes.snapshot()
         found: dict[int, tuple[int, ...]] = {}
         for number, value in enumerate(await self.store.locations.read(KEYSPACE, reads)):
-            for entry in decode_value(value):
+            for entry in decode_value(value, WHOLE):
                 if entry.ordinal == record.ordinal:
-                    found[number] = tuple(shards & GRID for shards in entry.shards)
+                    found[number] = entry.shards
         return found
 
 

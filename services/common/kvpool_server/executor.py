@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -17,16 +19,18 @@ class BoundedExecutor:
     """Runs blocking functions on `threads` threads; at most `queue_limit` more may wait.
 
     A started or queued call always runs to its end: when the caller is cancelled only the wait ends. The error of a
-    call that nobody waits for any more is logged. Use from one event loop only.
+    call that nobody waits for any more is logged. Use from one event loop only. niceness: of the threads, 0 to 19; a
+    higher one leaves the CPU to others.
     """
 
-    def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
+    def __init__(self, name: str, *, threads: int, queue_limit: int, niceness: int = 0) -> None:
         if threads < 1 or queue_limit < 0:
             raise ValueError(f"threads must be >= 1 and queue_limit >= 0, got {threads} and {queue_limit}")
         self.threads = threads
         self._name = name
         self._limit = threads + queue_limit
-        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
+        self._niceness = niceness
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name, initializer=self._be_nice)
         self._pending: set[asyncio.Future[object]] = set()
         self._closing = False
 
@@ -62,6 +66,11 @@ class BoundedExecutor:
             await asyncio.wait(set(self._pending))
             await asyncio.sleep(0)  # lets the done callbacks run, which empty the set
         self._pool.shutdown(wait=True)
+
+    def _be_nice(self) -> None:
+        """On Linux, what is called a process here is a thread."""
+        if self._niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
 
     def _abandoned(self, future: "asyncio.Future[T]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvpool.core.errors import Draining, KvPoolError, Overloaded, SessionUnknown, Stopped
 from kvpool.core.ipc import IpcEvent
@@ -17,6 +18,7 @@ from kvpool_gpuagent.core.bandwidth import Bandwidths
 from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.events import OnEventWaited, SessionEvents
+from kvpool_gpuagent.locations import SeenChunks
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
 from kvpool_gpuagent.pulling import PeerPulls
@@ -61,6 +63,7 @@ class GpuAgentEngine:
         self._index, self._pools = index, pools
         self.bandwidths = Bandwidths()
         self._sessions: dict[EngineSession, EndStream] = {}
+        self._seen: WeakValueDictionary[tuple[bytes, int], SeenChunks] = WeakValueDictionary()
         self._draining = False
         self.pulls = PeerPulls(self.session_of, device, agents, metrics, config.max_running_requests)
 
@@ -100,6 +103,7 @@ class GpuAgentEngine:
             raise Draining("this agent is shutting down")
         if len(self._sessions) >= self.config.max_sessions:
             raise Overloaded(f"this agent serves {self.config.max_sessions} engine sessions at once")
+        seen = self._seen.setdefault((opened.keyspace, rank.shards), SeenChunks(self.config.max_remembered_chunks))
         session = EngineSession(
             rank.opened(opened.keyspace),
             engine_name=wanted.engine_name,
@@ -113,6 +117,7 @@ class GpuAgentEngine:
             metrics=self.metrics,
             bandwidths=self.bandwidths,
             events=SessionEvents(len(wanted.events), on_event_waited),
+            seen=seen,
             tracer=self.tracer,
             on_closed=self._forget,
         )

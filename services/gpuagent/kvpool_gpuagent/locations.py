@@ -1,4 +1,4 @@
-"""Where the chunks of a session's chains were last seen: asked of the index, remembered for the load that follows."""
+"""Where the chunks of chains were last seen: asked of the index, remembered for the load that follows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,38 @@ from kvpool_gpuagent.ports import IndexPort, PagePool
 from kvpool_gpuagent.waiting import until_stopped
 
 
+class SeenChunks:
+    """Sources of chunks that matches named, the latest ones. An engine's scheduler matches in one session and its
+    worker loads in another: sessions of equal keyspace and shards share it."""
+
+    def __init__(self, max_chunks: int) -> None:
+        self._max_chunks = max_chunks
+        self._sources: OrderedDict[bytes, ChunkSource] = OrderedDict()
+
+    def get(self, chunk_hash: bytes) -> ChunkSource | None:
+        """None if no recent match named the chunk."""
+        return self._sources.get(chunk_hash)
+
+    def remember(self, chunk_hash: bytes, source: ChunkSource) -> None:
+        """A match named the chunk."""
+        self._sources[chunk_hash] = source
+        self._sources.move_to_end(chunk_hash)
+        if len(self._sources) > self._max_chunks:
+            self._sources.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sources.clear()
+
+
 class ChainLocations:
     """Matches of one session."""
 
     def __init__(
-        self, rank: Rank, index: IndexPort, pool: PagePool, metrics: AgentMetrics, *, host_id: str, max_chunks: int
+        self, rank: Rank, index: IndexPort, pool: PagePool, metrics: AgentMetrics, seen: SeenChunks, *, host_id: str
     ) -> None:
-        """max_chunks: how many are remembered."""
         self._rank, self._index, self._pool, self._metrics = rank, index, pool, metrics
-        self._host_id, self._max_chunks = host_id, max_chunks
-        self._sources: OrderedDict[bytes, ChunkSource] = OrderedDict()
+        self._seen, self._host_id = seen, host_id
 
     async def match(self, hashes: Sequence[bytes], held_chunks: int) -> list[SourceRun]:
         """Runs of the covered prefix of a chain (from chunk 0) after its first `held_chunks`. Raises as IndexPort."""
@@ -37,7 +59,7 @@ class ChainLocations:
         """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
         match named. Never raises."""
         hashes = span.hashes
-        if any(chunk_hash not in self._sources for chunk_hash in hashes):
+        if any(self._seen.get(chunk_hash) is None for chunk_hash in hashes):
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
             try:
                 await until_stopped(self._lookup(hashes, span.first_index, span.group_head(0)), stop, remaining_s)
@@ -46,11 +68,11 @@ class ChainLocations:
                 if not stop.is_set():
                     self._metrics.index_failures.inc()
         unseen: ChunkSource = ((), self._rank.shards)
-        return [self._sources.get(chunk_hash, unseen) for chunk_hash in hashes]
+        return [self._seen.get(chunk_hash) or unseen for chunk_hash in hashes]
 
     def forget(self, span: ChunkSpan) -> None:
         """A remembered location misled the load of this span: the next one asks the index again."""
-        self._sources.clear()
+        self._seen.clear()
         self._index.forget(self._query(span.hashes, span.first_index, span.group_head(0)))
 
     def _query(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> ChainQuery:
@@ -70,8 +92,5 @@ class ChainLocations:
         remaining = iter(hashes)
         for run in runs:
             for chunk_hash in itertools.islice(remaining, run.chunk_count):
-                self._sources[chunk_hash] = (run.remote, run.readable)
-                self._sources.move_to_end(chunk_hash)
-        while len(self._sources) > self._max_chunks:
-            self._sources.popitem(last=False)
+                self._seen.remember(chunk_hash, (run.remote, run.readable))
         return runs

@@ -24,7 +24,7 @@ from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
 from kvpool_gpuagent.load_counts import count_load
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
-from kvpool_gpuagent.locations import ChainLocations
+from kvpool_gpuagent.locations import ChainLocations, SeenChunks
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
 from kvpool_gpuagent.storing import AskKept, StoreRun
@@ -76,6 +76,7 @@ class EngineSession:
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
         events: SessionEvents,
+        seen: SeenChunks,
         tracer: Tracer = NO_TRACER,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
@@ -87,9 +88,7 @@ class EngineSession:
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
         self._metrics, self._bandwidths, self._tracer = metrics, bandwidths, tracer
-        self._locations = ChainLocations(
-            rank, index, pool, metrics, host_id=config.host_id, max_chunks=config.max_remembered_chunks
-        )
+        self._locations = ChainLocations(rank, index, pool, metrics, seen, host_id=config.host_id)
         self._cache: EngineCache | None = None
         self._hold_file: HoldFile | None = None
         self._mapping = _Running()

@@ -112,7 +112,7 @@ class AnnounceService:
         self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
 
     async def grids(self, changes: Sequence[LocationChange]) -> dict[bytes, int]:
-        """The grids' bitmaps of the keyspaces named; 0 for one that the store does not know."""
+        """all_shards of the grids of the keyspaces named; 0 for one that the store does not know."""
         return {keyspace: await self._grid(keyspace) for keyspace in {change.keyspace for change in changes}}
 
     async def report_stale(self, tenant: str, stale: Sequence[StaleLocation]) -> list[bool]:
@@ -153,7 +153,7 @@ class AnnounceService:
         return chunk_count
 
     async def _grid(self, keyspace: bytes) -> int:
-        """The grid's bitmap; 0 for a keyspace that the store does not know (yet, or any more)."""
+        """all_shards of the grid; 0 for a keyspace that the store does not know (yet, or any more)."""
         known = await self._keyspaces.find(keyspace)
         return known.all_shards if known is not None else 0
 

@@ -7,8 +7,9 @@ from operator import ge
 from typing import Final
 
 from kvpool.core.cluster import ChunkEvent, NodeEvent
+from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
-from kvpool_index.core.entries import decode_value
+from kvpool_index.core.entries import ordinals_in
 from kvpool_index.core.events import ChunkState, LogEntry, Position, entry_order, unpack_chunks, unpack_node
 from kvpool_index.core.match import locations_of
 from kvpool_index.core.watching import EntryNews, OwnedEvent, news_of
@@ -165,7 +166,7 @@ class LogReader:
         if stream == self._event_log.stream_count - 1:
             return {entry.entry_id: [_node_event(entry)] for entry in entries}
         states = {entry.entry_id: list(unpack_chunks(entry.payload)) for entry in entries}
-        ordinals = {each.ordinal for found in states.values() for state in found for each in decode_value(state.value)}
+        ordinals = {ordinal for found in states.values() for state in found for ordinal in ordinals_in(state.value)}
         await self._nodes.learn(ordinals)
         keyspaces = {
             each: await self._keyspace(each) for each in {s.keyspace for found in states.values() for s in found}
@@ -192,7 +193,7 @@ class LogReader:
             keyspace = keyspaces[state.keyspace]
             if keyspace is None:
                 continue  # nobody has opened it, so nobody may see it
-            locations = locations_of(state.value, grid=keyspace.all_shards, live_node=live_node)
+            locations = locations_of(state.value, whole=Coverage.of(keyspace.grid, 0), live_node=live_node)
             event = ChunkEvent(
                 keyspace=state.keyspace,
                 chunk_hash=state.chunk_hash,

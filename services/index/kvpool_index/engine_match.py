@@ -8,13 +8,14 @@ from contextlib import suppress
 from typing import Final
 
 from kvpool.core.cluster import ChainMatch, ChainQuery
+from kvpool.core.coverage import Coverage
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool.core.tracing import NO_TRACER, SpanKind, Tracer
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
 from kvpool_index.core.match import Judgements, Matcher
-from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace
+from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
@@ -59,20 +60,20 @@ class MatchService:
         started_at_s = time.perf_counter()
         first = queries[0]
         keyspace = await self._keyspaces.get(tenant, first.keyspace)
-        wanted = keyspace.grid.check_bitmap(first.shards)
+        coverage = Coverage.of(keyspace.grid, first.shards)
         for query in queries:
             check_query(query)
         asked_at_s = time.perf_counter()
         with self._tracer.part("index.store.read", kind=SpanKind.CLIENT, attributes=self._read_attributes):
             values = await self._read(queries)
         read_at_s = time.perf_counter()
-        matcher = self._judge(first, keyspace, wanted)
+        matcher = self._judge(first, coverage)
         found = [matcher.match(each) for each in values]
         if not all(map(self._nodes.table.knows_ordinal, matcher.dead_ordinals)):
             # Either gone for good, or registered elsewhere a moment ago.
             with suppress(StoreUnavailable, Overloaded):  # the nodes' own master may be the one that is lost
                 await self._nodes.learn(matcher.dead_ordinals)
-            matcher = self._judge(first, keyspace, wanted)
+            matcher = self._judge(first, coverage)
             found = [matcher.match(each) for each in values]
             for query, each in zip(queries, values, strict=True):
                 self._note_dead(query, each, matcher.dead_ordinals)
@@ -96,14 +97,8 @@ class MatchService:
                 await self._clean(batch)
             await asyncio.sleep(_DEAD_PAUSE_S)
 
-    def _judge(self, query: ChainQuery, keyspace: KnownKeyspace, wanted: int) -> Matcher:
-        return Matcher(
-            grid=keyspace.all_shards,
-            shards=wanted,
-            host_id=query.host_id,
-            live_node=self._nodes.live_node_now(),
-            known=self._known,
-        )
+    def _judge(self, query: ChainQuery, coverage: Coverage) -> Matcher:
+        return Matcher(coverage, host_id=query.host_id, live_node=self._nodes.live_node_now(), known=self._known)
 
     async def _clean(self, batch: Sequence[ChunkOperation]) -> None:
         # Only after a look at the store that is younger than the sighting: an ordinal may be unknown because it is new.
@@ -120,9 +115,9 @@ class MatchService:
         at = 0
         for read in group_reads(query):
             for _ in read.fields:
-                for entry in decode_value(values[at]):
-                    if entry.ordinal in gone and not self._dead.full():
-                        self._dead.put_nowait(_removal(query, read.head, at, entry.ordinal))
+                for ordinal in ordinals_in(values[at]):
+                    if ordinal in gone and not self._dead.full():
+                        self._dead.put_nowait(_removal(query, read.head, at, ordinal))
                 at += 1
 
     def _count(self, queries: Sequence[ChainQuery], found: Sequence[ChainMatch]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvpool.core.cluster import ChainQuery, RouteAnswer
+from kvpool.core.coverage import Coverage
 from kvpool.core.errors import InvalidRequest
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.route import RouteWeights, route
@@ -37,7 +38,7 @@ class RouteService:
         candidates = route(
             found,
             self._nodes.live_nodes_now(),
-            wanted=query.shards or keyspace.all_shards,
+            coverage=Coverage.of(keyspace.grid, query.shards),
             weights=self._weights,
             with_unmatched=with_unmatched,
         )

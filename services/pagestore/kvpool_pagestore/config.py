@@ -8,10 +8,13 @@ from typing import Annotated
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
+from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_server.tls import TlsSettings
 
+_PREPARED_PARTS = 16  # enough for the sizes of pages and the tenants that usual nodes have
+_PREPARED_AT_MOST_BYTES = 1 << 30
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
@@ -38,7 +41,11 @@ class PageStoreConfig(TlsSettings):
     tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
 
     arena_bytes: Annotated[int, "hard budget of the staging arena"] = 1 << 30
-    segment_bytes: Annotated[int, "size of one segment of it"] = 64 << 20
+    segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = 64 << 20
+    arena_prepare: Annotated[bool, "put all of its memory in place right after the start, in the background"] = True
+    prepared_segment_bytes: Annotated[
+        int, "size of a segment that is made at the start; 0: 1/16 of the arena, at least segment_bytes, at most 1GiB"
+    ] = 0
     shm_dir: Annotated[Path, "shared-memory file system for the arena"] = Path("/dev/shm")
     dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
@@ -65,6 +72,7 @@ class PageStoreConfig(TlsSettings):
     read_threads: Annotated[int, "pages read from disk at once"] = 4
     pull_threads: Annotated[int, "pulls from other nodes at once"] = 4
     verify_threads: Annotated[int, "commits verified at once"] = 2
+    prepare_threads: Annotated[int, "segments of the arena that are made at once at the start, at low priority"] = 8
     bulk_threads: Annotated[int, "page streams served at once"] = 8
     queue_limit: Annotated[int, "calls that may wait for each of these"] = 4096
 
@@ -103,6 +111,7 @@ class PageStoreConfig(TlsSettings):
             "hot_uses_per_minute",
             "rebalance_bytes_per_s",
             "dirty_bytes",
+            "prepared_segment_bytes",
             "linger_ms",
             "quarantine_grace_ms",
             "index_start_wait_ms",
@@ -111,6 +120,10 @@ class PageStoreConfig(TlsSettings):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.segment_bytes > self.arena_bytes:
             raise ValueError(f"segment_bytes ({self.segment_bytes}) must be <= arena_bytes ({self.arena_bytes})")
+        if self.prepared_segment_bytes > self.arena_bytes:
+            raise ValueError(
+                f"prepared_segment_bytes ({self.prepared_segment_bytes}) must be <= arena_bytes ({self.arena_bytes})"
+            )
         if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
             raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
         if self.eviction_policy not in {policy.value for policy in PolicyName}:
@@ -137,6 +150,12 @@ class PageStoreConfig(TlsSettings):
             raise ValueError(f"{self.write_policy} with staging {self.staging} needs a disk tier, disk_bytes is 0")
 
     @property
+    def prepared_bytes(self) -> int:
+        """Size of a segment that is made at the start: few large ones are mapped and registered sooner than many."""
+        chosen_bytes = max(self.segment_bytes, min(_PREPARED_AT_MOST_BYTES, self.arena_bytes // _PREPARED_PARTS))
+        return self.prepared_segment_bytes or chosen_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+
+    @property
     def writer_bytes(self) -> int:
         """Arena bytes that may be reserved, dirty or left by dead writers."""
         return self.dirty_bytes or self.arena_bytes // 2
@@ -155,6 +174,7 @@ _POSITIVE = (
     "read_threads",
     "pull_threads",
     "verify_threads",
+    "prepare_threads",
     "bulk_threads",
     "queue_limit",
     "max_sessions",

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from kvpool.core.cluster import NodeLoad
-from kvpool.core.errors import Draining, KvPoolError, StaleIncarnation, StoreUnavailable
+from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
@@ -33,9 +33,11 @@ from kvpool_pagestore.engine_parts import (
 )
 from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
+from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
+from kvpool_pagestore.engine_spans import SpanCalls
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics, StoreGauges
@@ -93,6 +95,15 @@ class PageStoreEngine:
         )
         poll_s = config.quarantine_poll_ms / 1e3
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
+        self.preparation = Preparation(
+            config.prepared_bytes,
+            self._ledger.space,
+            parts.arena,
+            workers.prepare or workers.verify,
+            self._quarantine,
+            tasks,
+            clock,
+        )
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
         )
@@ -133,6 +144,7 @@ class PageStoreEngine:
             metrics,
             parts.tracer,
         )
+        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, metrics)
         self.movement.attach(self._announcer, self.pages)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
@@ -165,6 +177,7 @@ class PageStoreEngine:
     async def stop(self, drain_s: float) -> bool:
         """Take no new work, end sessions, make dirty pages durable. True if no peer can map the arena any more."""
         self._draining = True
+        await self.preparation.stop()
         self.retained.stop()
         await self.movement.stop()
         await self.sessions.stop()
@@ -181,6 +194,7 @@ class PageStoreEngine:
 
     async def close(self) -> None:
         """Wait for what runs and close the disk tier. Call after `stop`, with peers closed and no callers left."""
+        await self.preparation.stop()
         if self._write_back is not None:
             self._write_back.stop()
         await self._tasks.drain()
@@ -201,6 +215,23 @@ class PageStoreEngine:
         self.check_incarnation(expected_incarnation)
         await self.policies.learn([keyspace for keyspace, _ in request.keyspaces])
         return await self.sessions.open(request)
+
+    def prepare(self, peer: PeerSession, share_bytes: int) -> tuple[list[int], bool]:
+        """Assign prepared segments to a session's tenant, to be mapped ahead of use; see SegmentTable.assign.
+
+        Returns all segments of the tenant, and whether asking again soon brings more. Raises SessionUnknown, and
+        InvalidRequest if the session maps nothing.
+        """
+        peer.check_live()
+        if not peer.token:
+            raise InvalidRequest("prepare: the session was opened without wants_arena")
+        if share_bytes < 0:
+            raise InvalidRequest(f"prepare: share_bytes must be >= 0, got {share_bytes}")
+        tenant = peer.session.tenant
+        alone = all(one.tenant == tenant for one in self._keyspaces.all())
+        segments = self._ledger.space.assign(tenant, share_bytes, alone=alone)
+        is_enough = bool(share_bytes) and sum(one.size_bytes for one in segments) >= share_bytes
+        return [one.segment_id for one in segments], self.preparation.goes_on and not is_enough
 
     async def flush(self, tenant: str, keyspace: bytes) -> tuple[int, int]:
         """Wait until what is dirty now is durable, and the index knows: pages that became durable, pages that failed.
@@ -232,6 +263,8 @@ class PageStoreEngine:
             arena_used_bytes=space.used_bytes,
             arena_quarantined_bytes=space.quarantined_bytes,
             arena_dirty_bytes=ledger.dirty_bytes,
+            arena_prepared_bytes=self.preparation.prepared_bytes,
+            arena_prepare_seconds=self.preparation.took_s,
             staging_pages=ledger.ready_count,
             disk_capacity_bytes=self._config.disk_bytes if disk is not None else 0,
             disk_used_bytes=disk.used_bytes if disk is not None else 0,

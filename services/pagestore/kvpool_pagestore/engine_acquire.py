@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,22 @@ class _Item:
     settled: bool = False
     waiting: bool = False  # counts in the session's window
     error: KvPoolError | None = None
+
+
+def count_acquired(metrics: PageStoreMetrics, acquired: Sequence[Acquired]) -> None:
+    """Count what settled together."""
+    size_bytes: dict[Source, list[int]] = {}
+    missed: Counter[str] = Counter()
+    for one in acquired:
+        if one.grant is not None and one.source is not None:
+            size_bytes.setdefault(one.source, []).append(one.grant.slot.page.page_bytes)
+        else:
+            missed[one.error.reason if one.error is not None else "ABSENT"] += 1
+    for source, sizes in size_bytes.items():
+        metrics.acquired_pages.labels(source.value).inc(len(sizes))
+        metrics.acquired_bytes.labels(source.value).inc(sum(sizes))
+    for reason, count in missed.items():
+        metrics.missed_pages.labels(reason).inc(count)
 
 
 OnAcquired = Callable[[Sequence[Acquired], bool], None]
@@ -166,12 +183,8 @@ class Acquisition:
         self._stop_waiting(item)
         self._open_count -= 1
         if grant is not None:
-            self._metrics.acquired_pages.labels(source.value).inc()
-            self._metrics.acquired_bytes.labels(source.value).inc(grant.slot.page.page_bytes)
             self._ready.append(Acquired(item_index=item.index, grant=grant, source=source))
         else:
-            reason = item.error.reason if item.error is not None else "ABSENT"
-            self._metrics.missed_pages.labels(reason).inc()
             self._ready.append(Acquired(item_index=item.index, error=item.error))
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -197,6 +210,7 @@ class Acquisition:
         if not self._ready:
             return
         ready, self._ready = self._ready, []
+        count_acquired(self._metrics, ready)
         final = not self._open_count
         if final and self._deadline is not None:
             self._deadline.cancel()

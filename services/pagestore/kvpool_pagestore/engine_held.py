@@ -50,6 +50,7 @@ class HeldPages:
                     group_head_hash=stored.metadata.group_head_hash,
                     shards=durable,
                     durable=True,
+                    grid=keyspace.grid,
                 )
             )
         staged, metadata = 0, None
@@ -67,6 +68,7 @@ class HeldPages:
                     group_head_hash=metadata.group_head_hash,
                     shards=staged,
                     durable=False,
+                    grid=keyspace.grid,
                 )
             )
         return held

@@ -126,7 +126,9 @@ class NodeTruth:
         return [keyspace.encoding for keyspace in self._keyspaces.all()]
 
     def of_keyspace(self, keyspace: bytes) -> list[LocationChange]:
-        """All that is held of one keyspace now."""
+        """All that is held of one keyspace now; every other shard of these chunks is said to be gone."""
+        known = self._keyspaces.find(keyspace)
+        valid_shards = known.grid.valid_shards if known is not None else 0
         names = [at for at in self._announcer.staged if at.startswith(keyspace)]
         if self._disk_map is not None:  # a million at times: no value is made for each
             names += [at for at in self._disk_map.names() if at.startswith(keyspace)]
@@ -138,7 +140,7 @@ class NodeTruth:
                 group_head_hash=held.group_head,
                 tier=tier,
                 added_shards=shards,
-                removed_shards=held.full_shards & ~shards,
+                removed_shards=valid_shards & ~shards,
             )
             for chunk_hash in places
             for held in self.locate(keyspace, chunk_hash)

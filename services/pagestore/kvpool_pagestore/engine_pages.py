@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
@@ -48,6 +49,12 @@ class WantedPage:
     key: PageKey
     metadata: PageMetadata | None = None
     sources: tuple[RemoteSource, ...] = ()
+
+
+def _admission(answer: ReserveAnswer) -> str:
+    if isinstance(answer, Admission):
+        return answer.name
+    return "RESERVED" if isinstance(answer, Grant) else "REJECTED"
 
 
 ReserveAnswer = Grant | Admission | KvPoolError
@@ -122,9 +129,8 @@ class PageCalls:
                     error if answer is Admission.EXISTS and item.key in here else answer
                     for item, answer in zip(items, answers, strict=True)
                 ]
-        for answer in answers:
-            label = answer.name if isinstance(answer, Admission) else "RESERVED" if isinstance(answer, Grant) else None
-            self._metrics.reserved_pages.labels(label or "REJECTED").inc()
+        for label, count in Counter(map(_admission, answers)).items():
+            self._metrics.reserved_pages.labels(label).inc(count)
         reach("pagestore.reserve.granted")
         return answers
 
@@ -163,8 +169,23 @@ class PageCalls:
             if keyspace is not None and one.key.shard >= keyspace.grid.shard_count:
                 raise InvalidRequest(f"item {index}: shard {one.key.shard} is not in the keyspace's grid")
 
-        for one in wanted:
-            self._retained.drop_expired(one.key)
+        self.drop_expired(one.key for one in wanted)
+        items = [
+            AcquireItem(
+                key=one.key, keyspace=peer.keyspace(one.key.keyspace), metadata=one.metadata, sources=one.sources
+            )
+            for one in wanted
+        ]
+        self.fetch(peer, items, wait_s=wait_s, on_acquired=on_acquired)
+
+    def drop_expired(self, keys: Iterable[PageKey]) -> None:
+        """Forget those of the pages that are past their time: whoever asks for them now must not get them."""
+        if self._retained.may_expire:
+            for key in keys:
+                self._retained.drop_expired(key)
+
+    def fetch(self, peer: PeerSession, items: Sequence[AcquireItem], *, wait_s: float, on_acquired: OnAcquired) -> None:
+        """Lease pages that have been checked as they become ready, wherever they have to come from."""
         started_s = time.perf_counter()
 
         def settled(acquired: Sequence[Acquired], final: bool) -> None:
@@ -176,12 +197,6 @@ class PageCalls:
                     self.on_read(one.grant.slot.page)
             on_acquired(acquired, final)
 
-        items = [
-            AcquireItem(
-                key=one.key, keyspace=peer.keyspace(one.key.keyspace), metadata=one.metadata, sources=one.sources
-            )
-            for one in wanted
-        ]
         acquisition = Acquisition(
             peer.session, items, self._ledger, self._flights, self._metrics, settled, self._tracer.here()
         )

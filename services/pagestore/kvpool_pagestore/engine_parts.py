@@ -40,6 +40,7 @@ class EngineWorkers:
     write: Workers
     pull: Workers
     push: Workers | None = None  # None: pages are sent by the threads that pull
+    prepare: Workers | None = None  # None: the arena's memory is put in place by the threads that verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

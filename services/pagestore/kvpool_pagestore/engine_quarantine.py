@@ -36,11 +36,15 @@ class Quarantine:
         self._departing: set[bytes] = set()  # closed properly, but their peers may not have unmapped yet
         self._task: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
+        self.old_gone = asyncio.Event()  # set while there are no segments of an earlier process
+        self.old_gone.set()
 
     def adopt_old(self, session_ids: Sequence[bytes], old_bytes: int) -> None:
         """Hold what an earlier process left: its segments go when none of its peers can touch them."""
         self._old_sessions = set(session_ids)
         self._old_bytes = old_bytes
+        if old_bytes:
+            self.old_gone.clear()
         self._ledger.space.hold_old_bytes(old_bytes)
         for session_id in session_ids:
             self._ledger.sessions.add_old(session_id)
@@ -118,4 +122,5 @@ class Quarantine:
             old_bytes, self._old_bytes = self._old_bytes, 0
             await self._workers.run(self._arena.destroy_old_segments)
             self._ledger.space.hold_old_bytes(-old_bytes)
+            self.old_gone.set()
             _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)

@@ -86,7 +86,10 @@ class Quotas:
         self._know(keyspace)
         if not self._book.knows(keyspace):
             return None
-        for shortfall in self._book.shortfalls(keyspace, more_bytes):
+        shortfalls = self._book.shortfalls(keyspace, more_bytes)
+        if not shortfalls:
+            return None
+        for shortfall in shortfalls:
             self._give_up(shortfall, spare)
         left = self._book.shortfalls(keyspace, more_bytes)
         if left:

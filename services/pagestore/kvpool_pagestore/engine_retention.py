@@ -65,6 +65,11 @@ class Retained:
         """Page bytes that are pinned now."""
         return self._pins.pinned_bytes(self._clock.wall_us())
 
+    @property
+    def may_expire(self) -> bool:
+        """Whether any page that is here will expire: else `drop_expired` has nothing to look for."""
+        return bool(self._expiry)
+
     def stop(self) -> None:
         """Sweep no more."""
         self._stopped = True
@@ -75,6 +80,11 @@ class Retained:
         """Metadata of a page that comes here now, with the defaults of its keyspace and the end of its life."""
         default = self._policies.policy(key.keyspace).retention
         return with_defaults(metadata, default, self._clock.wall_us())
+
+    def prepared_all(self, keyspace: bytes, metadata: Sequence[PageMetadata]) -> list[PageMetadata]:
+        """The same for pages of one keyspace."""
+        default, now_us = self._policies.policy(keyspace).retention, self._clock.wall_us()
+        return [with_defaults(one, default, now_us) for one in metadata]
 
     def visible(self, record: PageRecord) -> None:
         """A page came to staging: it will be forgotten when its time comes, or soon if it has come already."""

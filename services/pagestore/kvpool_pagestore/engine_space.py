@@ -41,14 +41,14 @@ class ArenaSpace:
     async def find(self, tenant: str, page_bytes: int, attempt: Callable[[], T | SpaceNeed]) -> T | ArenaFull:
         """What `attempt` answers once there is room for it; ArenaFull if there is none and none can be made."""
         for _ in range(_ATTEMPTS):
-            self._ledger.space.growth_allowed = self._clock.monotonic_s() >= self._paused_until_s
+            self.look_for_growth()
             answer = attempt()
             if answer is SpaceNeed.SEGMENT:
                 await self._grow(tenant, slot_bytes_for(page_bytes))
             elif answer is SpaceNeed.RETIREMENT:
                 await self.reap()
             elif not isinstance(answer, SpaceNeed):
-                self._grow_ahead(tenant, slot_bytes_for(page_bytes))
+                self.grow_ahead(tenant, slot_bytes_for(page_bytes))
                 return answer
             elif answer is SpaceNeed.QUOTA:
                 return ArenaFull("the quota is used up by pages that are in use, pinned or not yet durable")
@@ -63,7 +63,11 @@ class ArenaSpace:
             self._reaping.add_done_callback(self._reaped)
         await asyncio.shield(self._reaping)
 
-    def _grow_ahead(self, tenant: str, slot_bytes: int) -> None:
+    def look_for_growth(self) -> None:
+        """Note whether segments may be made now: before each row of attempts that `find` does not make."""
+        self._ledger.space.growth_allowed = self._clock.monotonic_s() >= self._paused_until_s
+
+    def grow_ahead(self, tenant: str, slot_bytes: int) -> None:
         """Making a segment takes tens of milliseconds: begin before the last slot is gone."""
         if (tenant, slot_bytes) not in self._growing and self._ledger.space.runs_short(tenant, slot_bytes):
             self._tasks.start(self._grow(tenant, slot_bytes), "grow-ahead")

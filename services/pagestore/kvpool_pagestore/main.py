@@ -47,6 +47,8 @@ from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
+_NICENESS = 10  # of threads whose work nobody waits for: an engine beside us comes first
+
 
 def main() -> int:
     """Run the service; returns the exit code of kvpool_server.lifecycle."""
@@ -108,6 +110,8 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
         metrics.watch_reconciliation(index.reconcile_figures)
     await servers.start()
     engine.movement.start()
+    if config.arena_prepare:
+        engine.preparation.start()
     _publish(config, node, engine.incarnation)
     try:
         await stop.wait()
@@ -171,8 +175,8 @@ def _index(config: PageStoreConfig, tls: ServiceTls | None, tracer: Tracer = NO_
 
 
 def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
-    def executor(name: str, threads: int) -> BoundedExecutor:
-        made = BoundedExecutor(name, threads=threads, queue_limit=config.queue_limit)
+    def executor(name: str, threads: int, *, niceness: int = 0) -> BoundedExecutor:
+        made = BoundedExecutor(name, threads=threads, queue_limit=config.queue_limit, niceness=niceness)
         stack.push_async_callback(made.close)
         return made
 
@@ -182,6 +186,7 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
         write=executor("write", config.write_threads),
         pull=executor("pull", config.pull_threads),
         push=executor("push", config.push_threads),
+        prepare=executor("prepare", min(config.prepare_threads, os.cpu_count() or 1), niceness=_NICENESS),
     )
 
 

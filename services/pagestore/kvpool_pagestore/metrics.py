@@ -24,6 +24,8 @@ class StoreGauges:
     arena_used_bytes: int
     arena_quarantined_bytes: int
     arena_dirty_bytes: int
+    arena_prepared_bytes: int
+    arena_prepare_seconds: float
     staging_pages: int
     disk_capacity_bytes: int
     disk_used_bytes: int
@@ -45,6 +47,8 @@ _GAUGE_HELP = {
     "arena_used_bytes": "Slots that hold a page or a lease.",
     "arena_quarantined_bytes": "Slots and old segments that a vanished peer may still touch.",
     "arena_dirty_bytes": "Slots of pages that are not yet durable.",
+    "arena_prepared_bytes": "Arena memory that was put in place before it was needed, since the start.",
+    "arena_prepare_seconds": "How long that took, or has taken so far.",
     "staging_pages": "Pages ready in staging.",
     "disk_capacity_bytes": "Hard budget of the disk tier.",
     "disk_used_bytes": "The disk tier as its file system counts it.",

@@ -53,6 +53,14 @@ class Arena(Protocol):
         """Create and map a segment with all its memory reserved. Raises ArenaFull when the file system has no room."""
         ...
 
+    def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+        """Create and map a segment with all its memory in place: touching it faults no more in this process.
+
+        `is_wanted` is asked every few tens of milliseconds; once it says no, nothing is left of the segment and the
+        answer is False. Raises ArenaFull when the file system has no room.
+        """
+        ...
+
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         """A writable view. Does not block. Every view must be gone before the segment is destroyed."""
         ...

@@ -18,7 +18,7 @@ async def made_of(store: IndexStore, ordinal: int, places: Sequence[tuple[bytes,
     found: dict[int, int] = {}
     for chunk, head in places:
         (value,) = await store.locations.read(KEYSPACE, [GroupRead(head, [chunk[:8]])])
-        for entry in decode_value(value):
+        for entry in decode_value(value, GRID):
             if entry.ordinal == ordinal:
                 held = holding(entry.shards, GRID)
                 found[range_of(head)] = found.get(range_of(head), 0) ^ fingerprint(KEYSPACE + head + chunk[:8], held)

@@ -46,7 +46,7 @@ async def value_of(store: IndexStore, chunk: bytes, head: bytes, keyspace: bytes
 
 
 async def shards_of(store: IndexStore, chunk: bytes, head: bytes) -> dict[int, TierMasks]:
-    return {entry.ordinal: entry.shards for entry in decode_value(await value_of(store, chunk, head))}
+    return {entry.ordinal: entry.shards for entry in decode_value(await value_of(store, chunk, head), GRID)}
 
 
 async def test_reads_answer_in_order_across_groups(harness: Harness) -> None:
@@ -118,7 +118,7 @@ async def test_shards_come_and_go_by_tier(harness: Harness) -> None:
     assert await shards_of(store, chunk, head) == {fence.ordinal: (0, 0b0011, 0)}
     full = await apply((1 << 7, GRID ^ 0b0011, GRID), (0, 0, 0))
     assert len(full) == 5 + 8, "only the partial tier has a bitmap"
-    (entry,) = decode_value(full)
+    (entry,) = decode_value(full, GRID)
     assert (entry.shards[0], entry.shards[1] & GRID, entry.shards[2] & GRID) == (1 << 7, GRID, GRID)
     await apply((0, 0, 0), (GRID, 0b1, 0))
     assert (await shards_of(store, chunk, head))[fence.ordinal][:2] == (0, GRID ^ 0b1)
@@ -144,6 +144,28 @@ async def test_an_unknown_grid_keeps_plain_bitmaps(harness: Harness) -> None:
     assert await shards_of(store, chunk, head) == {fence.ordinal: (0, GRID, 0)}
     await store.locations.apply(fence, [change(fence.ordinal, chunk, head, removed=staging(1), grid=0)])
     assert await shards_of(store, chunk, head) == {fence.ordinal: (0, GRID ^ 1, 0)}
+
+
+async def test_shards_beside_a_whole_chunk_are_neither_lost_nor_invented(harness: Harness) -> None:
+    """A grid of several splits: a whole chunk is not every shard, and every shard is more than a whole chunk."""
+    store, chunk, head = harness.store, secrets.token_bytes(16), secrets.token_bytes(16)
+    fence = await open_stream(store)
+    whole, every = 0b0001_0001, (1 << 64) - 1
+
+    async def apply(added: int = 0, removed: int = 0, grid: int = whole) -> int:
+        changed = change(fence.ordinal, chunk, head, added=staging(added), removed=staging(removed), grid=grid)
+        (state,) = await store.locations.apply(fence, [changed])
+        found = decode_value(state.value, whole)
+        return found[0].shards[1] if found else 0
+
+    assert await apply(added=whole) == whole
+    assert await apply(added=0b0110) == whole | 0b0110
+    assert await apply(added=every) == every
+    assert await apply(removed=0b0110) == every & ~0b0110
+    assert await apply(removed=every & ~whole) == whole
+    assert await apply(grid=0) == whole, "by a replica that does not know the grid, for the time being"
+    assert await apply(removed=0b1000, grid=0) == 0, "which shards are left cannot be said"
+    assert await apply(added=0b0110) == 0b0110
 
 
 async def test_nodes_do_not_disturb_each_other(harness: Harness) -> None:
@@ -232,7 +254,9 @@ async def test_remove_tells_what_was_there(harness: Harness) -> None:
     assert [state is not None for state in states] == [True, False, False, False]
     assert await shards_of(store, chunk, head) == {fence.ordinal: staging(0b10)}
     (state,) = await store.locations.apply(fence, [change(fence.ordinal, chunk, head, added=staging(0b01))])
-    assert decode_value(state.value)[0].shards == staging(0b11), "the stream itself is not fenced by a stale report"
+    assert decode_value(state.value, GRID)[0].shards == staging(0b11), (
+        "the stream itself is not fenced by a stale report"
+    )
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -252,8 +276,8 @@ async def test_drop_forgets_one_keyspace(harness: Harness, whole: bool) -> None:
     assert {state.group_head for state in states} == {head for _, head in places} and len(states) == len(places)
     assert {state.chunk_hash[:8] for state in states} == {chunk[:8] for chunk, _ in places}
     for chunk, head in places:
-        left = decode_value(await value_of(store, chunk, head, dropped))
+        left = decode_value(await value_of(store, chunk, head, dropped), GRID)
         assert [entry.ordinal for entry in left] == ([] if whole else [other.ordinal])
-        assert len(decode_value(await value_of(store, chunk, head, kept))) == 2
+        assert len(decode_value(await value_of(store, chunk, head, kept), GRID)) == 2
     again = [state async for step in store.locations.drop(dropped, None if whole else mine.ordinal) for state in step]
     assert again == []

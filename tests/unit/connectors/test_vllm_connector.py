@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 
 from kvpool.connectors.vllm import compatibility, wiring
 from kvpool.connectors.vllm.orders import LoadOrder, StepOrders, StoreOrder
+from kvpool.connectors.vllm.switched_off import switched_off_connector
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from tests.unit.connectors import vllm_modules
-from tests.unit.connectors.vllm_modules import BASE, Role, a_config
+from tests.unit.connectors.vllm_modules import BASE, Base, Role, a_config
 
 
 @pytest.fixture
@@ -106,20 +109,129 @@ def test_a_scheduler_that_cannot_share_computes(module: Any, monkeypatch: pytest
     assert connector.reset_cache() is True
 
 
-def test_a_vllm_without_what_is_needed_is_refused_by_name(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What vLLM imports, over stand-ins of its modules."""
+    vllm_modules.install(monkeypatch)
+    switched_off_connector.cache_clear()
+    yield importlib.import_module("kvpool.connectors.vllm")
+    switched_off_connector.cache_clear()
+
+
+def old_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class OldRequest:
         def __init__(self) -> None:
             self.request_id = self.num_prompt_tokens = 0
 
     monkeypatch.setattr(sys.modules["vllm.v1.request"], "Request", OldRequest)
-    with pytest.raises(InvalidRequest, match=r"vLLM 9\.9.*OldRequest\.num_in_flight_tokens") as refusal:
-        module.KvPoolConnector(a_config(), Role.WORKER, None)
-    assert compatibility.TESTED in str(refusal.value)
 
 
-def test_a_vllm_whose_modules_are_others_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_modules.install(monkeypatch)
+def moved_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules[BASE], "KVConnectorWorkerMetadata")
-    package = importlib.import_module("kvpool.connectors.vllm")
-    with pytest.raises(ImportError, match=r"vLLM 9\.9.*KVConnectorWorkerMetadata"):
-        _ = package.KvPoolConnector
+
+
+def new_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NewBase(Base):
+        @abc.abstractmethod
+        def answer_something_new(self) -> None: ...
+
+    monkeypatch.setattr(sys.modules[BASE], "KVConnectorBase_V1", NewBase)
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking"),
+    [
+        (old_request, "OldRequest.num_in_flight_tokens"),
+        (moved_metadata, "KVConnectorWorkerMetadata"),
+        (new_call, "answer_something_new"),
+    ],
+)
+def test_a_vllm_that_does_not_fit_runs_without_the_connector_which_says_why(
+    package: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Any, lacking: str
+) -> None:
+    change(monkeypatch)
+    for role in (Role.SCHEDULER, Role.WORKER):
+        connector = package.KvPoolConnector(a_config(), role, None)
+        assert_nothing_is_shared(connector)
+    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"  # vLLM's own
+    (said,) = (record.getMessage() for record in caplog.records if "switched off" in record.getMessage())
+    assert "vLLM 9.9" in said and lacking in said and compatibility.TESTED in said
+
+
+def test_a_bad_extra_config_stops_the_engine_whatever_vllm_it_is(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="agnet"):
+        package.KvPoolConnector(a_config(agnet="unix:/x"), Role.SCHEDULER, None)
+    old_request(monkeypatch)
+    with pytest.raises(InvalidRequest, match="agnet"):
+        package.KvPoolConnector(a_config(agnet="unix:/x"), Role.SCHEDULER, None)
+
+
+def assert_nothing_is_shared(connector: Any) -> None:
+    """As vLLM calls it, in either role; with a KV cache on a device that would not be found."""
+    request = SimpleNamespace(request_id="r", status=SimpleNamespace(name="FINISHED_STOPPED"))
+    connector.on_new_request(request) if callable(connector.on_new_request) else None
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
+    output = SimpleNamespace(num_scheduled_tokens={"r": 1}, preempted_req_ids=None)
+    metadata = connector.build_connector_meta(output)
+    assert metadata is not None
+    if callable(connector.register_kv_caches):
+        connector.register_kv_caches({"model.layers.0.self_attn": object()})
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_layer_load("model.layers.0.self_attn")
+    connector.save_kv_layer("model.layers.0.self_attn", None, None)
+    connector.wait_for_save()
+    if callable(connector.get_finished):
+        assert connector.get_finished({"r"}) == (None, None)
+    assert connector.request_finished_all_groups(request, ([1],)) == (False, None)
+    assert not connector.requires_kv_delivery
+
+
+@pytest.mark.parametrize(
+    ("model", "variables", "cure"),
+    [
+        ({"enable_sleep_mode": True}, {}, "--enable-sleep-mode"),
+        ({"enable_cumem_allocator": True}, {}, "--enable-cumem-allocator"),
+        ({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}, "expandable_segments"),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "cudaMallocAsync"),
+    ],
+)
+def test_an_engine_whose_memory_no_agent_can_map_runs_without_the_connector_which_says_why(
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model: dict[str, bool],
+    variables: dict[str, str],
+    cure: str,
+) -> None:
+    monkeypatch.setattr(wiring, "scheduler_side", refused)
+    monkeypatch.setattr(wiring, "worker_side", refused)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config: Any = a_config()
+    config.model_config, config.device_config = SimpleNamespace(**model), SimpleNamespace(device_type="cuda")
+    for role in (Role.SCHEDULER, Role.WORKER):
+        connector = module.KvPoolConnector(config, role, None)
+        assert_nothing_is_shared(connector)
+        assert connector.get_block_ids_with_load_errors() == set()
+        assert connector.build_connector_worker_meta() is None
+        assert (connector.take_events(), connector.reset_cache()) == ((), True)
+        connector.shutdown()
+    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "switched off" in line and cure in line
+
+
+def test_allocators_of_other_devices_do_not_count() -> None:
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    assert compatibility.switched_off(config, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
+    on_gpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    assert compatibility.switched_off(on_gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:False,backend:native"}) == ""
+
+
+def test_a_hybrid_models_cache_manager_stays_on(module: Any) -> None:
+    """vLLM turns it off for connectors that are not of this class; one that shares nothing must not cost that."""
+    connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
+    assert isinstance(connector, sys.modules[BASE].SupportsHMA)
+    assert connector.request_finished_all_groups(SimpleNamespace(request_id="r"), ([1], [2])) == (False, None)

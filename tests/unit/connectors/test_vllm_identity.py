@@ -23,6 +23,7 @@ from kvpool.connectors.vllm.identity import (
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
 from kvpool.core.geometry import PayloadKind
+from kvpool.core.keyspace import Codec, Dtype
 
 SETTINGS = VllmSettings(agent="unix:/a", model_revision="r1")
 ROWS = CacheFacts(block_tokens=16, head_count=4, row_bytes=2 * 64 * 2, opaque=False, dtype="bfloat16")
@@ -51,14 +52,20 @@ def configured(
     mla: bool = False,
     load_format: str = "auto",
     overrides: Any = None,
+    text_config: dict[str, Any] | None = None,
+    max_model_len: int = 4096,
+    fitted: bool = False,
+    cache_dtype: str = "auto",
+    **cache: Any,
 ) -> Any:
-    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64."""
+    """What is read of a VllmConfig: 8 layers, 8 KV heads x 64. fitted: with max_model_len -1."""
+    values = {"rope_theta": 1e4, "_name_or_path": "somewhere"} | (text_config or {})
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
         device_config=SimpleNamespace(device_type=device),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, **cache),
         load_config=SimpleNamespace(load_format=load_format),
         model_config=SimpleNamespace(
             model="org/model",
@@ -67,7 +74,9 @@ def configured(
             use_mla=mla,
             hf_config=SimpleNamespace(_commit_hash=None),
             hf_overrides=overrides or {},
-            hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": "somewhere"}),
+            hf_text_config=SimpleNamespace(to_dict=lambda: values, **values),
+            max_model_len=max_model_len,
+            original_max_model_len=-1 if fitted else max_model_len,
             get_total_num_hidden_layers=lambda: 8,
             get_total_num_kv_heads=lambda: 8,
             get_head_size=lambda: 64,
@@ -121,6 +130,57 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
     assert by_function == model_spec(SETTINGS, configured(overrides=lambda config: config), ROWS) != one
 
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+def salt_of(rope: dict[str, Any], **configuration: Any) -> bytes:
+    return model_spec(SETTINGS, configured(text_config={"rope_parameters": rope}, **configuration), ROWS).salt
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"full_attention": LONGROPE}])
+def test_engines_share_longrope_on_the_same_side_of_its_threshold_only(rope: dict[str, Any]) -> None:
+    short = salt_of(rope, max_model_len=4096)
+    assert short == salt_of(rope, max_model_len=2048)
+    long = salt_of(rope, max_model_len=4097)
+    assert long == salt_of(rope, max_model_len=131072) != short
+
+
+def test_a_longrope_engine_that_fitted_its_length_to_memory_shares_with_its_like() -> None:
+    # The model was built before its length was fitted: which factors it took cannot be seen any more.
+    fitted = salt_of(LONGROPE, max_model_len=2048, fitted=True)
+    assert fitted == salt_of(LONGROPE, max_model_len=3000, fitted=True)
+    assert fitted not in (salt_of(LONGROPE, max_model_len=2048), salt_of(LONGROPE, max_model_len=8192))
+
+
+def test_a_longrope_threshold_may_stand_beside_the_rope() -> None:
+    def salt(max_model_len: int) -> bytes:
+        config = {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096}
+        return model_spec(SETTINGS, configured(text_config=config, max_model_len=max_model_len), ROWS).salt
+
+    assert salt(4096) == salt(1024) != salt(8192)
+
+
+@pytest.mark.parametrize(
+    ("rope", "same"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        ({"rope_type": "dynamic", "alpha": 1000.0}, True),
+        ({"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 4096}, False),
+        ({"rope_type": "default", "use_fope": True}, False),
+        ({"rope_type": "default", "use_fope": True, "num_inv_freq": 32}, True),
+    ],
+)
+def test_the_length_of_requests_counts_where_the_rope_depends_on_it(rope: dict[str, Any], same: bool) -> None:
+    assert (salt_of(rope, max_model_len=2048) == salt_of(rope, max_model_len=8192)) is same
+
+
+def test_what_a_model_writes_into_its_config_as_it_is_built_does_not_part_workers_from_the_scheduler() -> None:
+    scheduler, worker = configured(), configured(text_config={"max_model_len": 4096})
+    assert model_spec(SETTINGS, scheduler, ROWS) == model_spec(SETTINGS, worker, ROWS)
+
+
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
@@ -139,6 +199,67 @@ def test_whatever_changes_the_kv_changes_the_keyspace() -> None:
 def test_what_cannot_be_shared_is_named(specs: list[Any], names: str) -> None:
     with pytest.raises(GeometryUnsupported, match=names):
         cache_facts(configured(), groups(*specs))
+
+
+FP8_PER_TENSOR, PER_TOKEN_HEAD = 1, 3  # of vLLM's KVQuantMode
+
+
+def fp8_blocks(**values: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        **({"dtype": torch.uint8, "page_size_bytes": 16 * 4 * 2 * 64, "kv_quant_mode": FP8_PER_TENSOR} | values)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype"),
+    [
+        ("fp8", Dtype.FP8_E4M3),
+        ("fp8_e4m3", Dtype.FP8_E4M3),
+        ("auto", Dtype.FP8_E4M3),  # of a checkpoint whose scheme vLLM follows while it builds the model
+        ("fp8_e5m2", Dtype.FP8_E5M2),
+    ],
+)
+def test_fp8_caches_are_bytes_whose_scales_are_the_checkpoints(cache_dtype: str, dtype: Dtype) -> None:
+    config = configured(cache_dtype=cache_dtype)
+    facts = cache_facts(config, groups(fp8_blocks()))
+    assert facts.row_bytes == 2 * 64
+    spec = model_spec(SETTINGS, config, facts)
+    assert (spec.dtype, spec.engine_row_bytes, spec.codec) == (dtype, 64, Codec.RAW)
+    assert spec.salt != model_spec(SETTINGS, configured(), ROWS).salt
+    assert "fp8" in keyspace_name(SETTINGS, spec)
+
+
+def test_two_names_of_one_element_type_share() -> None:
+    specs = [
+        model_spec(SETTINGS, config, cache_facts(config, groups(fp8_blocks())))
+        for config in (configured(cache_dtype="fp8"), configured(cache_dtype="fp8_e4m3"))
+    ]
+    assert specs[0] == specs[1]
+    assert model_spec(SETTINGS, configured(cache_dtype="bfloat16"), ROWS) == model_spec(SETTINGS, configured(), ROWS)
+
+
+def test_an_mla_latent_in_fp8() -> None:
+    config = configured(mla=True, cache_dtype="fp8")
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 0, "page_size_bytes": 16 * 576}
+    facts = cache_facts(config, groups(fp8_blocks(**latent, cache_dtype_str="fp8")))
+    assert model_spec(SETTINGS, config, facts).group.latent_dim == 576
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "names"),
+    [
+        ({"cache_dtype": "fp8", "calculate_kv_scales": True}, {}, "calculate_kv_scales"),
+        ({"cache_dtype": "fp8_per_token_head"}, {"kv_quant_mode": PER_TOKEN_HEAD}, "fp8_per_token_head"),
+        ({"cache_dtype": "nvfp4"}, {"kv_quant_mode": 5}, "nvfp4"),
+        ({"cache_dtype": "fp8_ds_mla"}, {"cache_dtype_str": "fp8_ds_mla"}, "fp8_ds_mla"),
+        ({"cache_dtype": "fp8_inc"}, {"dtype": torch.float8_e4m3fn}, "fp8_inc"),
+    ],
+)
+def test_caches_whose_scales_are_each_engines_own_are_named(
+    config: dict[str, Any], spec: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(GeometryUnsupported, match=names):
+        cache_facts(configured(**config), groups(fp8_blocks(**spec)))
 
 
 def test_other_devices_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 import sys
 from dataclasses import dataclass, field
@@ -22,13 +23,41 @@ class Role(enum.Enum):
     WORKER = 1
 
 
-class Base:
+class SupportsHMA(abc.ABC):
+    """The class of that name."""
+
+    @abc.abstractmethod
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]: ...
+
+
+class Base(abc.ABC):
     """KVConnectorBase_V1."""
 
     def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
         self._vllm_config, self._kv_cache_config, self._role = vllm_config, kv_cache_config, role
         self._kv_transfer_config = vllm_config.kv_transfer_config
         self._connector_metadata: Any = None
+
+    @abc.abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    @abc.abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    @abc.abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    @abc.abstractmethod
+    def wait_for_save(self) -> None: ...
+    @abc.abstractmethod
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
+    @abc.abstractmethod
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    @abc.abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        return None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        return None, None
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._connector_metadata = metadata
@@ -87,6 +116,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         BASE: {
             "KVConnectorBase_V1": Base,
             "KVConnectorRole": Role,
+            "SupportsHMA": SupportsHMA,
             "KVConnectorMetadata": empty,
             "KVConnectorWorkerMetadata": empty,
         },

@@ -91,15 +91,25 @@ MODELS = {
         lambda e: [Tensor((e.b, 2, e.t, e.h, e.d), (0, 1, 3, 2, 4))] * e.n,
         lambda x, e, n, p, b, t: x[n][b, p, t],
     ),
-    "vllm_all_layers_nhd": EngineModel(
-        layout_presets.vllm_all_layers_nhd_layout,
-        lambda e: [Tensor((e.n, 2, e.b, e.t, e.h, e.d), (2, 0, 1, 3, 4, 5))],
-        lambda x, e, n, p, b, t: x[0][n, p, b, t],
+    "vllm_lbnhc": EngineModel(
+        layout_presets.vllm_lbnhc_layout,
+        lambda e: [Tensor((e.b, e.t, e.h, 2 * e.d))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b, t, :, p * e.d : (p + 1) * e.d],
     ),
-    "vllm_all_layers_hnd": EngineModel(
-        layout_presets.vllm_all_layers_hnd_layout,
-        lambda e: [Tensor((e.n, 2, e.b, e.t, e.h, e.d), (2, 4, 0, 1, 3, 5))],
-        lambda x, e, n, p, b, t: x[0][n, p, b, t],
+    "vllm_lbhnc": EngineModel(
+        layout_presets.vllm_lbhnc_layout,
+        lambda e: [Tensor((e.b, e.t, e.h, 2 * e.d), (0, 2, 1, 3))] * e.n,
+        lambda x, e, n, p, b, t: x[n][b, t, :, p * e.d : (p + 1) * e.d],
+    ),
+    "vllm_blhnc": EngineModel(
+        layout_presets.vllm_blhnc_layout,
+        lambda e: [Tensor((e.n, e.b, e.t, e.h, 2 * e.d), (1, 0, 3, 2, 4))],
+        lambda x, e, n, p, b, t: x[0][n, b, t, :, p * e.d : (p + 1) * e.d],
+    ),
+    "vllm_bhlnc": EngineModel(
+        layout_presets.vllm_bhlnc_layout,
+        lambda e: [Tensor((e.n, e.b, e.t, e.h, 2 * e.d), (1, 3, 0, 2, 4))],
+        lambda x, e, n, p, b, t: x[0][n, b, t, :, p * e.d : (p + 1) * e.d],
     ),
     "sglang": EngineModel(
         layout_presets.sglang_layout,

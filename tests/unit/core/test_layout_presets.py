@@ -16,7 +16,7 @@ from kvpool.core.layout_presets import (
     inline_scales_layout,
     lightllm_layout,
     lightllm_quantized_layout,
-    vllm_all_layers_hnd_layout,
+    vllm_bhlnc_layout,
 )
 from kvpool.core.plane_table import PlaneTable
 from kvpool.core.reference import gather_payload_reference, scatter_payload_reference
@@ -115,7 +115,7 @@ def test_what_one_engine_writes_another_reads(preset: str, spec: KeyspaceSpec) -
     assert other != preset or spec.opaque
     noise = np.random.default_rng(2)
     heads = spec.group.kv_heads
-    grid = ShardGrid(6, heads, 2, min(heads, 4))
+    grid = ShardGrid(6, heads, 2, (min(heads, 4),))
     block_tokens = spec.opaque.block_tokens if spec.opaque else 8
     there = spec.opaque.block_tokens if spec.opaque else 2
     writer = make_cache(preset, spec, range(6), range(heads), block_tokens, 5, noise)
@@ -176,7 +176,7 @@ def test_scales_that_touch_their_rows_are_refused(preset: Callable[..., EngineLa
 
 @pytest.mark.parametrize(
     "preset, codec",
-    [(vllm_all_layers_hnd_layout, Codec.RAW), (inline_scales_layout, Codec.FP8_E4M3), (lightllm_layout, Codec.RAW)],
+    [(vllm_bhlnc_layout, Codec.RAW), (inline_scales_layout, Codec.FP8_E4M3), (lightllm_layout, Codec.RAW)],
 )
 def test_many_layers_are_checked_quickly(preset: Callable[..., EngineLayout], codec: Codec) -> None:
     """Also where the rows of all planes interleave, and every pair of planes has to be looked at."""

@@ -26,8 +26,10 @@ MHA_PRESETS = (
     "vllm_hnd",
     "vllm_blocks_nhd",
     "vllm_blocks_hnd",
-    "vllm_all_layers_nhd",
-    "vllm_all_layers_hnd",
+    "vllm_lbnhc",
+    "vllm_lbhnc",
+    "vllm_blhnc",
+    "vllm_bhlnc",
     "sglang",
     "lightllm",
 )

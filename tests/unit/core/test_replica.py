@@ -18,10 +18,15 @@ from kvpool.core.cluster import (
     NodeKind,
     ResyncEvent,
 )
+from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool.core.replica import NOTHING, ReplicaTable
 
-KEYSPACE, GRID = b"k" * 16, 0xFFFF
+KEYSPACE = b"k" * 16
+SIXTEEN = ShardGrid(layers=16, kv_heads=1, layer_groups=16, splits=(1,))
+GRID = SIXTEEN.all_shards
+SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
+TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 A = NodeInfo(node_id=b"a" * 16, kind=NodeKind.PAGESTORE, host_id="east", incarnation=5)
 B = NodeInfo(node_id=b"b" * 16, kind=NodeKind.PAGESTORE, host_id="west", incarnation=7)
 
@@ -29,10 +34,10 @@ B = NodeInfo(node_id=b"b" * 16, kind=NodeKind.PAGESTORE, host_id="west", incarna
 class Replica:
     """A table that is current, with nodes A and B alive."""
 
-    def __init__(self, capacity_bytes: int = 1 << 24) -> None:
+    def __init__(self, capacity_bytes: int = 1 << 24, grid: ShardGrid = SIXTEEN) -> None:
         self.table = ReplicaTable(capacity_bytes=capacity_bytes, max_lag_s=3.0)
         self.version = 0
-        self.table.open_keyspace(KEYSPACE, GRID)
+        self.table.open_keyspace(KEYSPACE, grid)
         self.feed(ResyncEvent(cause="begins", nodes=(A, B)))
         self.feed(HeartbeatEvent(age_ms=0))
 
@@ -140,7 +145,7 @@ def test_a_resync_empties_it_until_the_next_heartbeat() -> None:
 
 def test_before_the_first_resync_nothing_is_kept() -> None:
     table, hashes = ReplicaTable(capacity_bytes=1 << 20, max_lag_s=3.0), chain()
-    table.open_keyspace(KEYSPACE, GRID)
+    table.open_keyspace(KEYSPACE, SIXTEEN)
     table.apply(IndexEvent(position="", event=HeartbeatEvent(age_ms=0)), 0.0)
     asked = table.begin()
     table.learn(asked, ask(hashes), ChainMatch(matched_chunks=40, runs=(MatchRun(chunk_count=40, locations=(at(A),)),)))
@@ -193,6 +198,40 @@ def test_an_event_from_before_what_was_forgotten_adds_nothing() -> None:
     replica.version = 1
     replica.hold(hashes, at(A))  # cannot be ordered against the answer: the index is to be asked
     assert replica.matched(hashes) == 0
+
+
+def rank(tp: int, number: int) -> int:
+    """What a rank writes."""
+    heads = SPLITS.kv_heads // tp
+    return SPLITS.bitmap_for(range(SPLITS.layers), range(number * heads, number * heads + heads))
+
+
+def test_pages_of_another_split_count() -> None:
+    replica, hashes = Replica(grid=SPLITS), chain(4)
+    replica.hold(hashes, at(A, shards=TP2))
+    assert [replica.matched(hashes, shards=shards) for shards in (0, TP1, TP4, rank(4, 3), TP2)] == [4] * 5
+    replica.hold(hashes, at(A, shards=rank(2, 0)))
+    assert [replica.matched(hashes, shards=shards) for shards in (0, rank(4, 3), rank(4, 1), rank(2, 0))] == [
+        0, 0, 4, 4,
+    ]  # fmt: skip
+    replica.hold(hashes, at(A, shards=rank(2, 0)), at(B, shards=rank(2, 1)))
+    found = replica.table.match(ask(hashes), 0.0)
+    assert [run.locations for run in found.runs] == [(at(A, shards=rank(2, 0)), at(B, shards=rank(2, 1)))]
+    (run,) = replica.table.match(ask(hashes, shards=rank(4, 3)), 0.0).runs
+    assert run.locations == (at(B, shards=rank(2, 1)),), "the other one has nothing of it"
+    replica.hold(hashes, at(A, shards=TP1))
+    assert replica.matched(hashes, shards=rank(4, 3)) == 4
+    assert replica.table.match(ask(hashes, shards=SPLITS.valid_shards + 1), 0.0) == NOTHING
+
+
+def test_an_answer_speaks_of_all_places_with_something_of_what_was_asked_for() -> None:
+    """A place with pages of another split that an answer does not name has them no more."""
+    replica, hashes = Replica(grid=SPLITS), chain(4)
+    replica.learn(ask(hashes, shards=TP1), MatchRun(chunk_count=4, locations=(at(A, shards=TP1),)))
+    replica.learn(ask(hashes, shards=rank(2, 0)), MatchRun(chunk_count=4, locations=(at(B, shards=rank(2, 0)),)))
+    assert [replica.matched(hashes, shards=shards) for shards in (0, rank(2, 0), rank(2, 1))] == [0, 4, 0]
+    replica.learn(ask(hashes, shards=rank(2, 1)), MatchRun(chunk_count=4, locations=(at(A, shards=rank(2, 1)),)))
+    assert [replica.matched(hashes, shards=shards) for shards in (0, rank(2, 0), rank(2, 1))] == [4, 4, 4]
 
 
 def test_what_misled_is_forgotten() -> None:

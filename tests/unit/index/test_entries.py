@@ -12,10 +12,12 @@ from kvpool_index.core.entries import (
     apply_operation,
     decode_value,
     encode_entry,
+    ordinals_in,
 )
 
-GRID = 0b1111
-masks = st.tuples(*[st.integers(0, GRID)] * 3)
+GRID = 0b1001001  # of two shards a layer group that are no whole chunk, behind one that is
+bitmaps = st.one_of(st.just(GRID), st.integers(0, (1 << 9) - 1), st.just(ALL_SHARDS))
+masks = st.tuples(*[bitmaps] * 3)
 operations = st.builds(Operation, ordinal=st.integers(1, 4), full_shards=st.just(GRID), added=masks, removed=masks)
 
 
@@ -28,8 +30,8 @@ def apply_to_model(model: dict[int, list[set[int]]], operation: Operation) -> No
 
 def as_model(value: bytes) -> dict[int, list[set[int]]]:
     return {
-        entry.ordinal: [{bit for bit in range(64) if (shards & GRID) >> bit & 1} for shards in entry.shards]
-        for entry in decode_value(value)
+        entry.ordinal: [{bit for bit in range(64) if shards >> bit & 1} for shards in entry.shards]
+        for entry in decode_value(value, GRID)
     }
 
 
@@ -40,7 +42,7 @@ def test_operations_do_what_sets_do(history: list[Operation]) -> None:
         value = apply_operation(value, operation)
         apply_to_model(model, operation)
     assert as_model(value) == {ordinal: tiers for ordinal, tiers in model.items() if any(tiers)}
-    assert [entry.ordinal for entry in decode_value(value)] == sorted(as_model(value))
+    assert ordinals_in(value) == sorted(as_model(value))
 
 
 @given(st.lists(operations.filter(lambda each: each.ordinal == 1), min_size=1, max_size=6))
@@ -59,20 +61,34 @@ def test_folded_operations_do_the_same_as_one_after_the_other(history: list[Oper
 def test_equal_locations_are_equal_bytes(shards: TierMasks) -> None:
     at_once = apply_operation(None, Operation(ordinal=7, full_shards=GRID, added=shards))
     value = b""
-    for bit in range(4):
+    for bit in range(64):
         step = tuple(mask & 1 << bit for mask in shards)
         value = apply_operation(value, Operation(ordinal=7, full_shards=GRID, added=(step[0], step[1], step[2])))
     assert value == at_once
 
 
-def test_a_whole_grid_takes_five_bytes() -> None:
+def test_a_whole_chunk_takes_five_bytes() -> None:
     value = apply_operation(None, Operation(ordinal=0x01020304, full_shards=GRID, added=(0, GRID, GRID)))
     assert value == b"\x04\x03\x02\x01\x06"
-    assert decode_value(value) == (Entry(0x01020304, (0, ALL_SHARDS, ALL_SHARDS)),)
+    assert decode_value(value, GRID) == (Entry(0x01020304, (0, GRID, GRID)),)
 
 
-def test_a_partial_tier_has_its_bitmap() -> None:
-    assert encode_entry(Entry(1, (0, 0, 5)), GRID) == b"\x01\0\0\0\x44" + (5).to_bytes(8, "little")
+def test_other_shards_than_a_whole_chunk_have_their_bitmap() -> None:
+    for shards in (5, GRID | 1 << 1, ALL_SHARDS):
+        value = encode_entry(Entry(1, (0, 0, shards)), GRID)
+        assert value == b"\x01\0\0\0\x44" + shards.to_bytes(8, "little")
+        assert decode_value(value, GRID) == (Entry(1, (0, 0, shards)),)
+
+
+def test_a_whole_chunk_of_a_grid_that_is_not_known_stays_or_goes_as_a_whole() -> None:
+    """Which shards it has cannot be said, so that no others may be made of it."""
+    whole = apply_operation(None, Operation(ordinal=1, full_shards=GRID, added=(0, GRID, GRID)))
+    beside = apply_operation(whole, Operation(ordinal=1, full_shards=0, added=(0, 0b10, 0)))
+    assert decode_value(beside, GRID) == (Entry(1, (0, 0b10, GRID)),)
+    removed = apply_operation(whole, Operation(ordinal=1, full_shards=0, removed=(0, 0, 1)))
+    assert decode_value(removed, GRID) == (Entry(1, (0, GRID, 0)),)
+    assert apply_operation(removed, Operation(ordinal=1, full_shards=0, removed=(0, ALL_SHARDS, 0))) == b""
+    assert apply_operation(whole, Operation(ordinal=1, full_shards=0)) == whole
 
 
 def test_other_nodes_entries_keep_their_bytes() -> None:
@@ -85,9 +101,9 @@ def test_a_further_node_than_the_limit_is_not_recorded() -> None:
     value = b""
     for ordinal in range(1, MAX_ENTRIES + 2):
         value = apply_operation(value, Operation(ordinal=ordinal, full_shards=GRID, added=(GRID, 0, 0)))
-    assert [entry.ordinal for entry in decode_value(value)] == list(range(1, MAX_ENTRIES + 1))
+    assert ordinals_in(value) == list(range(1, MAX_ENTRIES + 1))
 
 
 def test_nothing_is_nothing() -> None:
-    assert decode_value(None) == decode_value(b"") == ()
+    assert decode_value(None, GRID) == decode_value(b"", GRID) == ()
     assert apply_operation(None, Operation(ordinal=1, full_shards=GRID, removed=(GRID, GRID, GRID))) == b""

@@ -1,11 +1,20 @@
 """Longest prefixes over values, without any store."""
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvpool.core.cluster import ChainMatch, Location, NodeInfo, NodeKind
+from kvpool.core.coverage import Coverage
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import Entry, TierMasks, encode_entry
 from kvpool_index.core.match import Judgements, Matcher, locations_of
 
-GRID = 0b1111
+FOUR = ShardGrid(layers=4, kv_heads=1, layer_groups=4, splits=(1,))
+GRID = FOUR.all_shards
+SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
+TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 
 
 def node(number: int, host: str = "") -> NodeInfo:
@@ -14,6 +23,7 @@ def node(number: int, host: str = "") -> NodeInfo:
     )
 
 
+WHOLE = Coverage.of(FOUR, 0)
 NODES = {1: node(1, "east"), 2: node(2, "west"), 3: node(3, "west")}
 
 
@@ -22,7 +32,7 @@ def value(entries: dict[int, TierMasks]) -> bytes:
 
 
 def matcher(shards: int = 0, host_id: str = "") -> Matcher:
-    return Matcher(grid=GRID, shards=shards, host_id=host_id, live_node=NODES.get)
+    return Matcher(Coverage.of(FOUR, shards), host_id=host_id, live_node=NODES.get)
 
 
 def at(number: int, tier: Tier, shards: int = GRID) -> Location:
@@ -89,17 +99,17 @@ def test_dead_ordinals_are_reported() -> None:
 def test_bits_outside_of_the_grid_do_not_show() -> None:
     wide = encode_entry(Entry(1, (0, (1 << 64) - 2, 0)), 0)
     assert matcher().match([wide]).matched_chunks == 0
-    assert locations_of(wide, grid=GRID, live_node=NODES.get) == (at(1, Tier.STAGING, 0b1110),)
+    assert locations_of(wide, whole=WHOLE, live_node=NODES.get) == (at(1, Tier.STAGING, 0b1110),)
 
 
 def test_all_locations_of_an_event() -> None:
     both = value({2: (0b1, 0, 0b10), 1: (0, GRID, 0), 99: (GRID, 0, 0)})
-    assert locations_of(both, grid=GRID, live_node=NODES.get) == (
+    assert locations_of(both, whole=WHOLE, live_node=NODES.get) == (
         at(1, Tier.STAGING),
         at(2, Tier.GPU, 0b1),
         at(2, Tier.DISK, 0b10),
     )
-    assert locations_of(b"", grid=GRID, live_node=NODES.get) == ()
+    assert locations_of(b"", whole=WHOLE, live_node=NODES.get) == ()
 
 
 def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> None:
@@ -107,7 +117,7 @@ def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> No
     known = Judgements()
 
     def ask(shards: int = 0, host_id: str = "") -> tuple[ChainMatch, set[int]]:
-        asked = Matcher(grid=GRID, shards=shards, host_id=host_id, live_node=nodes.get, known=known)
+        asked = Matcher(Coverage.of(FOUR, shards), host_id=host_id, live_node=nodes.get, known=known)
         return asked.match([both]), asked.dead_ordinals
 
     both = value({1: (0, GRID, 0), 2: (0, GRID, 0)})
@@ -130,8 +140,71 @@ def test_what_is_remembered_of_earlier_requests_holds_while_its_nodes_do() -> No
 
 def test_not_all_is_remembered_for_ever() -> None:
     known = Judgements()
-    for number in range(3):
-        for shards in range(2000):
-            asked = Matcher(grid=GRID, shards=shards + 1, host_id=str(number), live_node=NODES.get, known=known)
+    for number in range(400):
+        for shards in range(15):
+            asked = Matcher(Coverage.of(FOUR, shards + 1), host_id=str(number), live_node=NODES.get, known=known)
             asked.match([value({1: (0, GRID, 0)})])
     assert 0 < len(known) <= 4096
+
+
+def rank(tp: int, number: int) -> int:
+    """What a rank writes."""
+    heads = SPLITS.kv_heads // tp
+    return SPLITS.bitmap_for(range(SPLITS.layers), range(number * heads, number * heads + heads))
+
+
+def asked_of_splits(wanted: int, held: dict[int, int]) -> ChainMatch:
+    """held: what nodes have in staging."""
+    packed = b"".join(encode_entry(Entry(at, (0, held[at], 0)), SPLITS.all_shards) for at in sorted(held) if held[at])
+    return Matcher(Coverage.of(SPLITS, wanted), host_id="", live_node=NODES.get).match([packed])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held", "named"),
+    [
+        (0, {1: TP2}, [1]),
+        (0, {1: rank(2, 0), 2: rank(2, 1)}, [1, 2]),
+        (0, {1: rank(2, 0)}, []),
+        (rank(2, 0), {1: rank(2, 0)}, [1]),
+        (rank(4, 2), {1: TP1}, [1]),
+        (rank(4, 2), {1: rank(2, 0), 2: rank(2, 1)}, [2]),
+        (rank(4, 2), {1: rank(2, 0)}, []),
+        (TP4, {1: TP4, 2: TP1}, [1, 2]),  # which of them to read is the reader's choice
+        (0, {1: TP1 & 0b1, 2: TP2 & ~0b1111111}, [1, 2]),  # each layer group in a split of its own
+        (0, {1: rank(2, 0), 2: rank(4, 2) | rank(4, 3)}, [1, 2]),  # halves of one in two splits
+    ],
+)
+def test_pages_of_another_split_count(wanted: int, held: dict[int, int], named: list[int]) -> None:
+    found = asked_of_splits(wanted, held)
+    assert found.matched_chunks == bool(named)
+    assert [(place.node_id[0], place.shards) for run in found.runs for place in run.locations] == [
+        (number, held[number]) for number in named
+    ]
+
+
+def cells(shards: int) -> set[tuple[int, int]]:
+    """Layers and heads of shards."""
+    return {
+        (layer, head)
+        for shard in shards_in(shards)
+        for layer in SPLITS.layers_of(shard)
+        for head in SPLITS.heads_of(shard)
+    }
+
+
+bitmaps = st.one_of(
+    st.integers(0, SPLITS.valid_shards),
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)), max_size=3).map(
+        lambda ranks: sum({rank(tp, number % tp) for tp, number in ranks})
+    ),
+)
+
+
+@given(wanted=bitmaps, held=st.dictionaries(st.integers(1, 3), bitmaps, max_size=3))
+def test_a_chunk_is_complete_if_every_wanted_layer_and_head_is_somewhere(wanted: int, held: dict[int, int]) -> None:
+    found = asked_of_splits(wanted, held)
+    wanted_cells = cells(wanted or SPLITS.all_shards)
+    assert found.matched_chunks == (wanted_cells <= set().union(*map(cells, held.values())))
+    if found.matched_chunks:
+        useful = {number for number, shards in held.items() if cells(shards) & wanted_cells}
+        assert {place.node_id[0] for place in found.runs[0].locations} == useful

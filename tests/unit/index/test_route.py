@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from kvpool.core.cluster import ChainMatch, LiveNode, Location, MatchRun, NodeInfo, NodeKind, NodeLoad, RouteCandidate
+from kvpool.core.coverage import Coverage
+from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool_index.config import IndexConfig
 from kvpool_index.core import route as route_module
 from kvpool_index.core.route import RouteWeights, route
 
 WEIGHTS = RouteWeights(gpu=1.0, staging=0.8, disk=0.5, remote=0.25)
-GRID = 0b1111
+FOUR = ShardGrid(layers=4, kv_heads=1, layer_groups=4, splits=(1,))
+GRID = FOUR.all_shards
 
 
 def live(name: bytes, host: str, *, used: int = 0, draining: bool = False, agent: bool = False) -> LiveNode:
@@ -26,14 +29,18 @@ def at(node: LiveNode, tier: Tier, shards: int = GRID) -> Location:
 
 
 def routed(
-    runs: list[MatchRun], *alive: LiveNode, wanted: int = GRID, with_unmatched: bool = False
+    runs: list[MatchRun],
+    *alive: LiveNode,
+    wanted: int = 0,
+    with_unmatched: bool = False,
+    grid: ShardGrid = FOUR,
 ) -> list[RouteCandidate]:
     match = ChainMatch(
         matched_chunks=sum(run.chunk_count for run in runs),
         runs=tuple(runs),
         nodes={node.info.node_id: node.info for node in alive},
     )
-    return route(match, alive, wanted=wanted, weights=WEIGHTS, with_unmatched=with_unmatched)
+    return route(match, alive, coverage=Coverage.of(grid, wanted), weights=WEIGHTS, with_unmatched=with_unmatched)
 
 
 def run(count: int, *where: Location) -> MatchRun:
@@ -78,6 +85,26 @@ def test_only_wanted_shards_count() -> None:
     a, b = live(b"a", "one"), live(b"b", "two")
     found = routed([run(2, at(a, Tier.STAGING, 0b0011), at(b, Tier.DISK))], a, b, wanted=0b0011)
     assert brief(found) == [("one", 2, 1.6), ("two", 2, 1.0)]
+
+
+def test_shards_of_another_split_count_by_the_heads_that_they_have() -> None:
+    a, b = live(b"a", "one"), live(b"b", "two")
+    grid = ShardGrid(layers=2, kv_heads=12, layer_groups=2, splits=(1, 2, 3, 4))
+    tp1, halves, quarters = (grid.whole_chunk(split) for split in (1, 2, 4))
+    first_half = grid.bitmap_for(range(2), range(6))
+    # TP 2 and TP 1 stored, TP 1 asks; the half of it is none.
+    found = routed([run(2, at(a, Tier.STAGING, halves), at(b, Tier.DISK, tp1))], a, b, grid=grid)
+    assert brief(found) == [("one", 2, 1.6), ("two", 2, 1.0)]
+    found = routed([run(2, at(a, Tier.STAGING, first_half), at(b, Tier.DISK, tp1))], a, b, grid=grid)
+    assert brief(found) == [("one", 0, 0.8 + 0.25), ("two", 2, 1.0)]
+    # TP 1 and half of TP 2 stored, a rank of TP 4 asks.
+    rank = grid.bitmap_for(range(2), range(3, 6))
+    stored = run(1, at(a, Tier.DISK, tp1), at(b, Tier.STAGING, first_half))
+    assert brief(routed([stored], a, b, wanted=rank, grid=grid)) == [("two", 1, 0.8), ("one", 1, 0.5)]
+    # A third lies across quarters: three of its four heads in staging, the other one on disk.
+    third, quarter = grid.bitmap_for(range(2), range(4)), grid.bitmap_for(range(2), range(3))
+    part = run(1, at(a, Tier.STAGING, quarter), at(a, Tier.DISK, quarters))
+    assert brief(routed([part], a, wanted=third, grid=grid)) == [("one", 1, pytest.approx((3 * 0.8 + 0.5) / 4))]
 
 
 def test_ties_go_to_the_emptier_arenas_and_then_by_name() -> None:

@@ -147,3 +147,63 @@ def test_only_arenas_whose_owner_and_peers_are_gone_are_swept(directory: Path) -
     assert abandoned.old_bytes == 0 and abandoned.old_sessions() == []
     for arena in (living, abandoned):
         arena.close(remove=True)
+
+
+def test_a_prepared_segment_has_all_its_memory_in_place(directory: Path) -> None:
+    arena = opened(directory)
+    assert arena.prepare_segment(7, MIB, lambda: True)
+    info = os.fstat(arena.descriptor(7))
+    assert (info.st_size, info.st_blocks * 512, info.st_mode & 0o777) == (MIB, MIB, 0o600)
+    with arena.view(7, 4096, 10) as view:
+        view[:] = b"0123456789"
+        assert os.pread(arena.descriptor(7), 10, 4096) == b"0123456789"
+    arena.close(remove=True)
+    assert not directory.exists()
+
+
+def test_a_segment_that_is_not_wanted_any_more_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PREPARED_AT_ONCE_BYTES", MIB // 4)
+    arena = opened(directory)
+    answers = iter((True, True, False))
+    assert not arena.prepare_segment(1, MIB, lambda: next(answers))
+    assert next(answers, None) is None and not list(directory.glob("segment-*"))
+    with pytest.raises(KeyError):
+        arena.descriptor(1)
+    arena.close(remove=True)
+
+
+def test_a_kernel_that_cannot_populate_has_the_memory_reserved(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
+    arena = opened(directory)
+    assert arena.prepare_segment(1, MIB, lambda: True)
+    assert os.fstat(arena.descriptor(1)).st_blocks * 512 == MIB
+    arena.close(remove=True)
+
+
+def test_no_room_for_a_prepared_segment_is_a_full_arena_and_leaves_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = opened(directory)
+
+    def no_space(fd: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(ArenaFull, match=r"grow /dev/shm or lower --arena-bytes"):
+        arena.prepare_segment(1, MIB, lambda: True)
+    assert not list(directory.glob("segment-*"))
+    arena.close(remove=True)
+
+
+@pytest.mark.parametrize(("said", "asked_for"), [("always [advise] never", True), ("always [never] deny", False)])
+def test_huge_pages_are_asked_for_where_the_system_gives_them(
+    said: str, asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shmem_enabled").write_text(said)
+    monkeypatch.setattr(arena_module, "_HUGE_PAGES", tmp_path / "shmem_enabled")
+    assert arena_module._huge_pages_may_be_asked_for() is asked_for
+    monkeypatch.setattr(arena_module, "_HUGE_PAGES", tmp_path / "missing")
+    assert not arena_module._huge_pages_may_be_asked_for()

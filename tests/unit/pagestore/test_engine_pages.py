@@ -209,5 +209,5 @@ async def test_a_shard_that_does_not_exist_is_refused_before_anything_begins() -
             peer = await open_session(running)
             await store(running, peer, [1])
             with pytest.raises(InvalidRequest, match="item 1"):
-                await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=2))])
+                await acquire(running, peer, [wanted(1), WantedPage(key=page_key(1, shard=3))])
             assert running.engine.gauges().leases == 0

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.outcome import Tier
+from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
-from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
+from kvpool_pagestore.engine_locations import Announcer, NodeTruth, StagedChunk
+from tests.fixtures.pagestore import KEYSPACE, SPEC, TENANT, RecordingIndex, metadata, page_key
 
 
 def test_changes_of_a_chunk_are_merged_and_named_by_their_group() -> None:
@@ -28,6 +30,21 @@ def test_a_dropped_keyspace_leaves_nothing_pending() -> None:
     buffer.note(page_key(1, keyspace=b"o" * 16), metadata(1).group_head_hash, Tier.DISK, True)
     buffer.forget_keyspace(KEYSPACE)
     assert [change.keyspace for change in buffer.take()] == [b"o" * 16]
+
+
+def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -> None:
+    """The grid of the fixtures' keyspace has one shard of both heads and one of each."""
+    book = KeyspaceBook()
+    book.admit(TENANT, KEYSPACE, SPEC)
+    chunk, head = page_key(17).chunk_hash, metadata(17).group_head_hash
+    for staged in (0b001, 0b010, 0b111):
+        announcer = Announcer(RecordingIndex())
+        announcer.staged[KEYSPACE + chunk] = StagedChunk(head, staged)
+        truth = NodeTruth(announcer, None, book)
+        (held,) = truth.locate(KEYSPACE, chunk)
+        assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
+        (change,) = truth.of_keyspace(KEYSPACE)
+        assert (change.added_shards, change.removed_shards) == (staged, 0b111 & ~staged)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()))))

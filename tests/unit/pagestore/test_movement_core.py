@@ -6,11 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
+from kvpool.core.grid import ShardGrid
 from kvpool_pagestore.core.copies import HeldChunk, Holder, consecutive, missing, others, pick, ranked
 from kvpool_pagestore.core.hotness import HotChunks
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.replicas import ReplicaQueue
 from tests.fixtures.pagestore import page_key
+
+THREE = ShardGrid(layers=3, kv_heads=1, layer_groups=3, splits=(1,))
+SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
+TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 
 
 def node(number: int, host: str = "", *, draining: bool = False) -> NodeInfo:
@@ -24,7 +29,7 @@ def node(number: int, host: str = "", *, draining: bool = False) -> NodeInfo:
     )
 
 
-def chunk(index: int = 0, shards: int = 0b11, *, durable: bool = True) -> HeldChunk:
+def chunk(index: int = 0, shards: int = 0b11, *, durable: bool = True, grid: ShardGrid = THREE) -> HeldChunk:
     return HeldChunk(
         keyspace=b"k" * 16,
         chunk_hash=index.to_bytes(16, "big"),
@@ -32,6 +37,7 @@ def chunk(index: int = 0, shards: int = 0b11, *, durable: bool = True) -> HeldCh
         group_head_hash=b"g" * 16,
         shards=shards,
         durable=durable,
+        grid=grid,
     )
 
 
@@ -46,6 +52,24 @@ def test_a_copy_counts_if_it_is_whole_live_as_durable_and_stays() -> None:
     assert [one.node_id[0] for one in others(chunk(durable=False), holders, node(1).node_id)] == [2, 4]
     assert missing(chunk(), holders, node(2).node_id) == 0b10
     assert missing(chunk(), holders, node(9).node_id) == 0b11
+
+
+def test_pages_of_another_split_are_copies_if_they_have_every_layer_and_head() -> None:
+    first_half = SPLITS.bitmap_for(range(2), range(2))
+    holders = [
+        Holder(node=node(2), disk_shards=TP2, staging_shards=0),
+        Holder(node=node(3), disk_shards=first_half, staging_shards=TP2),
+        Holder(node=node(4), disk_shards=TP4 | first_half, staging_shards=0),
+    ]
+    whole = chunk(shards=TP1, grid=SPLITS)
+    assert [one.node_id[0] for one in others(whole, holders, node(1).node_id)] == [2, 4]
+    assert [missing(whole, holders, node(number).node_id) for number in (2, 3, 4)] == [0, TP1, 0]
+    halves = chunk(shards=TP2, grid=SPLITS)
+    assert missing(halves, holders, node(3).node_id) == TP2 & ~first_half, "page by page of those that exist"
+    part = chunk(shards=first_half, grid=SPLITS)
+    assert [one.node_id[0] for one in others(part, holders, node(1).node_id)] == [2, 3, 4]
+    both = chunk(shards=TP1 | TP2, grid=SPLITS)
+    assert missing(both, holders, node(2).node_id) == 0
 
 
 def test_targets_are_on_hosts_of_their_own_as_long_as_there_are_such() -> None:

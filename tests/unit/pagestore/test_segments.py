@@ -201,3 +201,112 @@ def test_the_next_segment_is_wanted_before_the_last_slot_is_gone() -> None:
     assert table.space.runs_short("a", 4 * KIB)
     assert table.space.plan_segment("a", 4 * KIB) is not None
     assert not table.space.runs_short("a", 4 * KIB), "one is being made"
+
+
+def prepared(table: Table, size_bytes: int = 16 * KIB) -> int:
+    """Prepare what the budget has room for: how many segments."""
+    count = 0
+    while (segment := table.space.plan_prepared(size_bytes)) is not None:
+        table.space.segment_prepared(segment)
+        count += 1
+    return count
+
+
+def test_a_class_takes_a_prepared_segment_at_once_and_the_budget_holds() -> None:
+    table = Table()
+    assert prepared(table) == 4 and table.space.prepared_bytes == table.space.segment_total_bytes == 64 * KIB
+    slot = table.space.allocate("a", 8 * KIB)
+    assert isinstance(slot, Slot) and (slot.segment.tenant, slot.segment.slot_bytes) == ("a", 8 * KIB)
+    other = table.space.allocate("b", 4 * KIB)
+    assert isinstance(other, Slot) and other.segment.tenant == "b"
+    assert table.space.prepared_bytes == 32 * KIB and table.space.segment_total_bytes == 64 * KIB
+
+
+def test_the_last_prepared_segment_takes_what_is_left_unless_that_is_of_no_use() -> None:
+    table = Table(capacity_bytes=(5 << 20) + 4096, segment_bytes=4 << 20)
+    sizes = [segment.size_bytes for segment in iter(lambda: table.space.plan_prepared(3 << 20), None)]
+    assert sizes == [3 << 20, (2 << 20) + 4096]
+    assert table.space.segment_total_bytes == table.space.capacity_bytes
+
+
+def test_a_rest_that_is_of_no_use_is_left_to_what_needs_it() -> None:
+    table = Table(capacity_bytes=(4 << 20) + 4096, segment_bytes=4096)
+    assert prepared(table, 4 << 20) == 1
+    assert table.space.allocate("a", 8 * KIB)
+    assert table.space.plan_segment("a", 4096) is not None
+
+
+def test_no_segment_is_made_ahead_of_use_while_prepared_ones_are_left() -> None:
+    table = Table(capacity_bytes=80 * KIB)
+    planned = [table.space.plan_prepared(16 * KIB) for _ in range(4)]
+    for segment in planned[:2]:
+        assert segment is not None
+        table.space.segment_prepared(segment)
+    for number in range(4):
+        table.page(number)
+    assert not table.space.runs_short("a", 4 * KIB)
+    for number in range(4, 8):
+        table.page(number)
+    assert table.space.runs_short("a", 4 * KIB)
+
+
+def test_a_tenant_that_is_alone_is_assigned_everything_or_the_share_it_asks_for() -> None:
+    table = Table()
+    prepared(table)
+    assert sum(one.size_bytes for one in table.space.assign("a", 20 * KIB, alone=True)) == 32 * KIB
+    assert sum(one.size_bytes for one in table.space.assign("a", 20 * KIB, alone=True)) == 32 * KIB
+    assert sum(one.size_bytes for one in table.space.assign("a", 0, alone=True)) == 64 * KIB
+    assert table.space.prepared_bytes == 0 and table.space.segment_total_bytes == 64 * KIB
+
+
+def test_a_tenant_that_is_not_alone_is_assigned_half_however_often_it_asks() -> None:
+    table = Table(capacity_bytes=128 * KIB)
+    prepared(table)
+    for _ in range(3):
+        assert sum(one.size_bytes for one in table.space.assign("a", 0, alone=False)) == 64 * KIB
+    assert sum(one.size_bytes for one in table.space.assign("b", 0, alone=False)) == 32 * KIB
+
+
+def test_an_assigned_segment_is_used_before_any_other_and_cut_then() -> None:
+    table = Table()
+    table.page(1)
+    prepared(table)
+    (own, assigned) = table.space.assign("a", 32 * KIB, alone=True)
+    assert own.slot_bytes == 4 * KIB and assigned.slot_bytes == 0 and assigned.all_idle
+    slot = table.page(2, 16 * KIB)
+    assert slot.segment is assigned and assigned.slot_bytes == 16 * KIB
+    assert table.page(3, 8 * KIB).segment not in (own, assigned)
+
+
+def test_a_segment_that_was_assigned_and_is_not_mapped_goes_to_a_tenant_that_needs_one() -> None:
+    table = Table()
+    prepared(table)
+    (first, *others) = table.space.assign("a", 0, alone=True)
+    for segment in others:
+        segment.mappers.add(b"s" * 16)
+    assert table.allocate(tenant="b") is SpaceNeed.RETIREMENT
+    assert table.space.reapable() == [first]
+    table.space.segment_gone(first)
+    slot = table.allocate(tenant="b")
+    assert isinstance(slot, Slot) and slot.segment.tenant == "b"
+
+
+def test_prepared_segments_make_way_for_a_page_that_is_larger() -> None:
+    table = Table()
+    prepared(table)
+    table.page(1)
+    assert table.allocate(40 * KIB) is SpaceNeed.RETIREMENT
+    for segment in table.space.reapable():
+        table.space.segment_gone(segment)
+    slot = table.allocate(40 * KIB)
+    assert isinstance(slot, Slot) and slot.segment.size_bytes == 40 * KIB
+    assert table.space.segment_total_bytes <= table.space.capacity_bytes and table.space.prepared_bytes == 0
+
+
+def test_an_emptied_segment_is_found_again_for_another_size() -> None:
+    table = Table(capacity_bytes=16 * KIB)
+    slots = [table.page(number) for number in range(4)]
+    for slot in slots:
+        table.space.free(slot)
+    slot = table.page(10, 8 * KIB)
+    assert not table.evicted and slot.segment is slots[0].segment

@@ -1,6 +1,7 @@
 """Blocking calls: a bounded queue, and no call is lost when its caller leaves."""
 
 import asyncio
+import os
 import threading
 
 import pytest
@@ -73,3 +74,17 @@ async def test_closed_executor_refuses() -> None:
     await executor.close()
     with pytest.raises(Draining):
         await executor.run(int)
+
+
+async def test_threads_of_a_nice_executor_leave_the_cpu_to_others() -> None:
+    nice, plain = (BoundedExecutor("x", threads=1, queue_limit=0, niceness=one) for one in (7, 0))
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    here = niceness()
+    assert await plain.run(niceness) == here
+    assert await nice.run(niceness) == 7
+    assert niceness() == here, "the threads alone"
+    await nice.close()
+    await plain.close()

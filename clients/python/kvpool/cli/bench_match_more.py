@@ -31,7 +31,7 @@ async def add_replica(
             current.set()
 
     replica = LocationReplica(index, ReplicaConfig(), on_match=answered.append, on_event=on_event)
-    replica.open_keyspace(keyspace.keyspace, keyspace.grid.all_shards)
+    replica.open_keyspace(keyspace.keyspace, keyspace.grid)
     try:
         await asyncio.wait_for(current.wait(), _CURRENT_LIMIT_S)
         await replica.match(query)

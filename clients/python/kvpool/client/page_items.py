@@ -12,6 +12,7 @@ from kvpool.core.outcome import Admission, Outcome
 from kvpool.core.page import PageKey
 from kvpool.v1 import common_pb2, pagestore_pb2
 from kvpool.wire.convert import enum_from_proto, is_newer, item_error_from_proto, page_metadata_to_proto
+from kvpool.wire.convert_spans import remote_source_to_proto
 
 _NEWER = "of a newer pagestore; upgrade this side to use it"
 
@@ -111,12 +112,7 @@ def acquire_to_proto(items: Sequence[AcquireItem], wait_ms: int, local_only: boo
         items=[
             pagestore_pb2.AcquireItem(
                 key=item.key.pack(),
-                sources=[
-                    pagestore_pb2.RemoteSource(
-                        node_id=source.node_id, incarnation=source.incarnation, bulk_endpoint=source.bulk_endpoint
-                    )
-                    for source in item.sources
-                ],
+                sources=[remote_source_to_proto(source) for source in item.sources],
                 metadata=page_metadata_to_proto(item.metadata) if item.metadata is not None else None,
             )
             for item in items

@@ -14,6 +14,7 @@ from kvpool.client.retry import Backoff
 from kvpool.core.clock import Clock, SystemClock
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS, ChainMatch, ChainQuery, MatchRun, ResyncEvent
 from kvpool.core.errors import KvPoolError
+from kvpool.core.grid import ShardGrid
 from kvpool.core.replica import ReplicaTable
 
 _log = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ class LocationReplica:
         """Whether what is known may be used now."""
         return self._table.is_current(self._clock.monotonic_s())
 
-    def open_keyspace(self, keyspace: bytes, all_shards: int) -> None:
-        """Keep locations of this keyspace from now on, whose grid has these shards; begins to watch."""
-        self._table.open_keyspace(keyspace, all_shards)
+    def open_keyspace(self, keyspace: bytes, grid: ShardGrid) -> None:
+        """Keep locations of this keyspace from now on; begins to watch."""
+        self._table.open_keyspace(keyspace, grid)
         if self._following is None:
             self._following = asyncio.create_task(self._follow(), name="location replica")
 

@@ -57,6 +57,7 @@ class CpuKvCacheClient:
                 self.owner = CacheOwner(self._settings, self.cpu_kv_cache_tensor)
         self._calls = self.owner or CallClient(self._settings.socket)
         self._hash_key = b""
+        self._images_logged = False
 
     def allocate_pages(self, hash_keys: Sequence[int], disk_offload_enable: bool) -> tuple[list[int], list[bool]]:
         """A page for each chunk, and whether its bytes are there; -1 from the first one for which none is free."""
@@ -105,8 +106,20 @@ class CpuKvCacheClient:
     def compute_token_list_hash(self, tokens: Tokens, cpu_cache_token_page_size: int) -> list[int]:
         """128-bit numbers: the chunk hashes of all full pages of tokens[:-1], those that every other engine computes.
 
-        None as long as the keyspace was never opened: then the prompt is served without the cache.
+        None for prompts with images or audio, whose token ids say nothing of what is in them, and as long as the
+        keyspace was never opened: then the prompt is served without the cache.
         """
+        import numpy as np
+
+        if len(tokens) and int(np.max(np.asarray(tokens))) >= self._settings.vocabulary:
+            if not self._images_logged:
+                _log.warning(
+                    "kvpool: prompts with images or audio are not shared: the ids of their tokens (from %d on) name "
+                    "other content in another server",
+                    self._settings.vocabulary,
+                )
+            self._images_logged = True
+            return []
         if not self._hash_key:
             self._hash_key = bytes.fromhex(self._ask("hash_key", otherwise=""))
         if not self._hash_key or len(tokens) < 2:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from kvpool.connectors.direct_config import DirectPoolConfig
@@ -18,6 +19,8 @@ from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 
 SETTINGS_VARIABLE = "KVPOOL_LIGHTLLM"
 """Environment variable with the settings as JSON: all processes of a server read the same."""
+FIRST_IMAGE_TOKEN = 100_000_000
+"""lightllm numbers tokens of images and audio from here on, in the order in which a server meets them."""
 # [page, layer, token, K heads then V heads, row]; with scales each row is followed by its own.
 _PAGES = CacheAxes(axes=("block", "layer", "token", "plane", "head"))
 _PAGES_WITH_SCALES = CacheAxes(axes=("block", "layer", "token", "plane", "head"), scales_behind="head")
@@ -49,6 +52,7 @@ class LightLlmSettings:
     model_revision: str
     keyspace_name: str = ""
     offload_tokens_min: int = 0  # shorter prompts are not stored
+    vocabulary: int = FIRST_IMAGE_TOKEN  # token ids from here on name no text
 
     def space(self) -> SharedSpace:
         """The keyspace. raises: GeometryUnsupported for a cache that is not served, saying why."""
@@ -145,4 +149,22 @@ def settings_of_server(variables: Mapping[str, str] = os.environ) -> LightLlmSet
         model_revision=given.get("model_revision", "unspecified"),
         keyspace_name=given.get("keyspace_name", ""),
         offload_tokens_min=get_disk_cache_prompt_limit_length(),
+        vocabulary=vocabulary_of(arguments.model_dir),
     )
+
+
+def vocabulary_of(model_dir: str) -> int:
+    """Token ids of a model: the largest vocabulary that its config.json names, at most FIRST_IMAGE_TOKEN."""
+    try:
+        found = list(_vocabularies(json.loads((Path(model_dir) / "config.json").read_text())))
+    except (OSError, ValueError):
+        found = []
+    return min(max(found, default=FIRST_IMAGE_TOKEN), FIRST_IMAGE_TOKEN)
+
+
+def _vocabularies(config: Any) -> Iterator[int]:
+    if isinstance(config, dict):
+        if isinstance(config.get("vocab_size"), int):
+            yield config["vocab_size"]
+        for part in config.values():
+            yield from _vocabularies(part)

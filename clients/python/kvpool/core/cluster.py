@@ -155,7 +155,7 @@ class ChainQuery:
     chunk_hashes: bytes  # 16 bytes each, concatenated, from first_chunk_index on
     first_chunk_index: int = 0
     group_head_hash: bytes = b""  # head of the first chunk's group; may be empty when its index is a multiple of 16
-    shards: int = 0  # shards that must be covered; 0: all of the keyspace's grid
+    shards: int = 0  # shards whose layers and heads must be covered; 0: whole chunks
     host_id: str = ""  # nodes of this host are listed first
 
     @property
@@ -241,7 +241,7 @@ class IndexEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteNode:
-    """Chunks of a prefix of which one node holds any wanted shard, by tier."""
+    """Chunks of a prefix of which one node holds any wanted layer and head, by tier."""
 
     node: NodeInfo
     gpu_chunks: int = 0

@@ -1,15 +1,16 @@
 """Contiguous runs of page copies, for a copy engine that needs no kernel.
 
-A payload has its rows without gaps, [position][head] of each plane; how long a run is depends on how the engine has
-them. Everything is numpy over many pages at once: a page has thousands of rows, and takes the link some 20 us.
+What is contiguous on both sides is the same for every block of a chunk, so it is found once for each shard; the runs of
+pages follow from their block ids. A page of an 8B model has 16 runs in a block-major cache, and takes the link 80 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.plane_table import (
@@ -17,10 +18,14 @@ from kvpool.core.plane_table import (
     BLOCK_STRIDE,
     HEAD_STRIDE,
     PAYLOAD_OFFSET,
+    PAYLOAD_UNIT_STRIDE,
     TOKEN_STRIDE,
     Int64s,
     PlaneTable,
+    ShardPlanes,
 )
+
+Shards = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,159 +41,188 @@ class Runs:
     pages: Int64s
 
 
-def runs_of(
-    table: PlaneTable, shard: int, block_ids: Int64s, skip_tokens: int = 0, layers: range | None = None
-) -> Runs:
-    """The runs of one page; see `runs_of_pages`. block_ids: [chunk_tokens / block_tokens] int64."""
-    return runs_of_pages(table, [shard], block_ids[np.newaxis], [skip_tokens], layers)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Template:
+    """The runs of each block of a shard's page, or of its tokens from some one on.
 
-
-def runs_of_pages(
-    table: PlaneTable,
-    shards: Sequence[int],
-    block_ids: Int64s,
-    skip_tokens: Sequence[int],
-    layers: range | None = None,
-) -> Runs:
-    """The longest runs that make up the copies of N pages, page by page in payload order.
-
-    shards:      [N]: of each page.
-    block_ids:   [N, chunk_tokens / block_tokens] int64: where each page's chunk lies.
-    skip_tokens: [N]: leading tokens of the chunk that are left out; opaque: a multiple of the block.
-    layers:      consecutive model layers, of which each page has those of its shard; None = all.
-    raises: InvalidRequest naming the argument; NotServed if a codec turns cache rows into other bytes.
+    addresses, block_strides: [R] of block 0, and from a block of the engine to the next.
+    payload_offsets:          [J, R], by the block's place in the chunk. sizes_bytes: [R].
     """
-    _check_copies(table, shards, block_ids, skip_tokens)
-    items = [np.zeros((5, 0), dtype=np.int64)]
-    items += [_items(table, batch, block_ids) for batch in _batches(table, shards, skip_tokens, layers)]
-    whole = np.concatenate(items, axis=1)
-    if len(items) > 2:  # batches mix pages; a page's data came before its scales
-        whole = whole[:, np.argsort(whole[0], kind="stable")]
-    return _joined(whole)
+
+    addresses: Int64s
+    block_strides: Int64s
+    payload_offsets: Int64s
+    sizes_bytes: Int64s
 
 
-def run_bytes_of(table: PlaneTable, shard: int) -> int:
-    """Bytes that every run of a whole page has at least, whatever the blocks: what decides how to move it.
+@dataclass(frozen=True, slots=True, eq=False)
+class RunTable:
+    """The runs of any pages of a rank. Thread-safe. _templates: by shard; none if a codec leaves no runs."""
 
-    Runs may be longer, where blocks follow each other; only a copy with skip_tokens may have a shorter one. 0 if a
-    codec turns cache rows into other bytes, so that there are no runs.
-    """
-    if not table.layout.holds_codec_rows(table.spec):
-        return 0
-    planes = table.of_shard(shard)
-    heads, sizes = len(planes.heads), list[int]()
-    row_sizes = (table.row_bytes, table.scale_row_bytes)
-    for rows, row_bytes in zip(planes.of_layers(planes.layers), row_sizes, strict=True):
-        by_head, by_token = _joins(table.planes[rows.start : rows.stop], row_bytes, heads, table.block_rows)
-        if len(rows):
-            sizes.append(row_bytes * (heads if by_head else 1) * (table.block_rows if by_token else 1))
-    return min(sizes)
+    _table: PlaneTable
+    _templates: Mapping[int, _Template]
 
+    @classmethod
+    def of(cls, table: PlaneTable) -> RunTable:
+        """Finds the runs of all shards, which takes milliseconds; later calls only use them."""
+        if not table.layout.holds_codec_rows(table.spec):
+            return cls(table, {})
+        return cls(table, {shard: _template(table, planes, 0) for shard, planes in table.shards.items()})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Pages of equal shape: planes of one kind. first_planes: table row of each page's first one."""
+    def run_bytes(self, shard: int) -> int:
+        """Bytes that every run of a whole page has at least, whatever the blocks: what decides how to move it.
 
-    pages: list[int]
-    first_planes: list[int]
-    plane_count: int
-    row_bytes: int
-    heads: int
-    skip_positions: int
+        Only a copy with skip_tokens may have a shorter one. 0 if a codec turns cache rows into other bytes, so that
+        there are no runs. raises: InvalidRequest for a shard of which the rank has nothing.
+        """
+        self._table.of_shard(shard)
+        return int(self._templates[shard].sizes_bytes.min()) if self._templates else 0
 
+    def runs(self, shards: Shards, block_ids: Int64s, skip_tokens: Shards) -> Runs:
+        """The longest runs within blocks that make up the copies of N pages, page by page and block by block.
 
-def _batches(
-    table: PlaneTable, shards: Sequence[int], skip_tokens: Sequence[int], layers: range | None
-) -> Iterator[_Batch]:
-    for kind, row_bytes in enumerate((table.row_bytes, table.scale_row_bytes)):
-        alike: dict[tuple[int, int], _Batch] = {}
-        for page, (shard, skip) in enumerate(zip(shards, skip_tokens, strict=True)):
-            planes = table.of_shard(shard)
-            wanted = planes.layers if layers is None else _common(planes.layers, layers)
-            rows = planes.of_layers(wanted)[kind]
-            if len(rows):
-                new = _Batch(
-                    pages=[],
-                    first_planes=[],
-                    plane_count=len(rows),
-                    row_bytes=row_bytes,
-                    heads=len(planes.heads),
-                    skip_positions=skip * table.spec.positions // table.spec.chunk_tokens,
-                )
-                batch = alike.setdefault((len(rows), skip), new)
-                batch.pages.append(page)
-                batch.first_planes.append(rows.start)
-        yield from alike.values()
+        shards:      [N]: of each page.
+        block_ids:   [N, chunk_tokens / block_tokens] int64: where each page's chunk lies.
+        skip_tokens: [N]: leading tokens of the chunk that are left out; opaque: a multiple of the block.
+        raises: InvalidRequest naming the argument; NotServed if a codec turns cache rows into other bytes.
+        """
+        self._check(shards, block_ids, skip_tokens)
+        parts = list(self._parts(shards, block_ids, skip_tokens))
+        if len(parts) == 1:
+            return parts[0]
+        pages = np.concatenate([_NONE, *(part.pages for part in parts)])
+        order = np.argsort(pages, kind="stable")  # parts are sorted: little more than a merge
+        return Runs(
+            addresses=np.concatenate([_NONE, *(part.addresses for part in parts)])[order],
+            payload_offsets=np.concatenate([_NONE, *(part.payload_offsets for part in parts)])[order],
+            sizes_bytes=np.concatenate([_NONE, *(part.sizes_bytes for part in parts)])[order],
+            pages=pages[order],
+        )
 
+    def _parts(self, shards: Shards, block_ids: Int64s, skip_tokens: Shards) -> Iterator[Runs]:
+        """Runs of pages that are alike; of a page in block order."""
+        spec, block_rows = self._table.spec, self._table.block_rows
+        skips = np.asarray(skip_tokens, dtype=np.int64) * spec.positions // spec.chunk_tokens
+        kinds = np.asarray(shards, dtype=np.int64) * (spec.positions + 1) + skips
+        for kind in np.unique(kinds).tolist():
+            shard, skip = divmod(kind, spec.positions + 1)
+            pages = np.flatnonzero(kinds == kind)
+            first, rest = divmod(skip, block_rows)
+            if rest:
+                cut = _template(self._table, self._table.shards[shard], rest)
+                yield _runs_of(cut, pages, block_ids, slice(first, first + 1))
+                first += 1
+            if first < block_ids.shape[1]:
+                yield _runs_of(self._templates[shard], pages, block_ids, slice(first, None))
 
-def _common(left: range, right: range) -> range:
-    start = max(left.start, right.start)
-    return range(start, max(start, min(left.stop, right.stop)))
-
-
-def _joins(planes: Int64s, row_bytes: int, heads: int, block_rows: int) -> tuple[bool, bool]:
-    """Whether in all planes [..., 8] a token's heads follow each other without a gap, and so a block's tokens too."""
-    by_head = heads == 1 or bool((planes[..., HEAD_STRIDE] == row_bytes).all())
-    return by_head, by_head and (block_rows == 1 or bool((planes[..., TOKEN_STRIDE] == row_bytes * heads).all()))
-
-
-def _items(table: PlaneTable, batch: _Batch, block_ids: Int64s) -> Int64s:
-    """[5, items]: page, handle, address, payload offset and size of what is contiguous in any case."""
-    block_rows, row_bytes, heads = table.block_rows, batch.row_bytes, batch.heads
-    numbers = np.array(batch.first_planes)[:, np.newaxis] + np.arange(batch.plane_count)
-    planes = table.planes[numbers]
-    by_head, by_token = _joins(planes, row_bytes, heads, block_rows)
-    positions, skip = table.spec.positions, batch.skip_positions
-    if by_token:
-        starts = np.arange(skip // block_rows * block_rows, positions, block_rows)
-        starts[:1] = skip  # the first block may be cut
-    else:
-        starts = np.arange(skip, positions)
-    steps = np.arange(1 if by_head else heads)
-    blocks, tokens = np.divmod(starts, block_rows)
-    columns = planes[..., np.newaxis, :]  # [pages, planes, 1, 8]
-    places = block_ids[batch.pages][:, np.newaxis, blocks] * columns[..., BLOCK_STRIDE]
-    places += columns[..., ADDRESS]
-    places += columns[..., TOKEN_STRIDE] * tokens
-    offsets = columns[..., PAYLOAD_OFFSET] + starts * (heads * row_bytes)
-    items = np.empty((5, *places.shape, steps.size), dtype=np.int64)
-    items[0] = np.array(batch.pages)[:, np.newaxis, np.newaxis, np.newaxis]
-    items[1] = table.handles[numbers][..., np.newaxis, np.newaxis]
-    items[2] = places[..., np.newaxis] + columns[..., HEAD_STRIDE, np.newaxis] * steps
-    items[3] = offsets[..., np.newaxis] + steps * row_bytes
-    items[4] = np.diff(starts, append=positions)[:, np.newaxis] * (row_bytes * (heads if by_head else 1))
-    return items.reshape(5, -1)
+    def _check(self, shards: Shards, block_ids: Int64s, skip_tokens: Shards) -> None:
+        spec, layout = self._table.spec, self._table.layout
+        if not layout.holds_codec_rows(spec):
+            raise NotServed(f"codec {spec.codec.name} makes other bytes of a {spec.dtype.name} cache: no runs to copy")
+        shape = len(shards), spec.chunk_tokens // layout.block_tokens
+        if block_ids.shape != shape or block_ids.dtype != np.int64:
+            raise InvalidRequest(f"block_ids must be {shape} int64, got {block_ids.shape} {block_ids.dtype}")
+        if block_ids.size and (int(block_ids.min()) < 0 or int(block_ids.max()) >= layout.block_count):
+            raise InvalidRequest(f"block_ids must lie in [0, {layout.block_count})")
+        if len(skip_tokens) != len(shards):
+            raise InvalidRequest(f"skip_tokens must be {len(shards)}, one for each of shards, got {len(skip_tokens)}")
+        for shard in np.unique(shards).tolist():
+            self._table.of_shard(shard)
+        for skip in np.unique(skip_tokens).tolist():
+            if not 0 <= skip <= spec.chunk_tokens or (spec.opaque and skip % spec.opaque.block_tokens):
+                raise InvalidRequest(f"skip_tokens {skip} does not fit chunks of {spec.chunk_tokens} tokens")
 
 
-def _joined(items: Int64s) -> Runs:
-    """Neighbours that follow each other on both sides, in one page and one handle, become one."""
-    pages, handles, addresses, offsets, sizes = items
-    if not sizes.size:
-        return Runs(addresses=addresses, payload_offsets=offsets, sizes_bytes=sizes, pages=pages)
-    breaks = addresses[1:] != addresses[:-1] + sizes[:-1]
-    breaks |= offsets[1:] != offsets[:-1] + sizes[:-1]
-    breaks |= handles[1:] != handles[:-1]
-    breaks |= pages[1:] != pages[:-1]
-    first = np.flatnonzero(np.concatenate(([True], breaks)))
-    return Runs(
-        addresses=addresses[first],
-        payload_offsets=offsets[first],
-        sizes_bytes=np.add.reduceat(sizes, first),
-        pages=pages[first],
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    """Rows of block 0 in payload order, each [R], and what later blocks of a chunk lie further on in the payload."""
+
+    addresses: Int64s
+    block_strides: Int64s
+    handles: Int64s
+    payload_offsets: Int64s
+    sizes_bytes: Int64s
+    unit_stride: int
+    position_stride: int
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _template(table: PlaneTable, planes: ShardPlanes, first_token: int) -> _Template:
+    """first_token: of the block; those before are left out."""
+    kinds = [_rows(table, planes.data_rows, len(planes.heads), table.row_bytes, first_token)]
+    if planes.scale_plane_count:
+        kinds.append(_rows(table, planes.scale_rows, len(planes.heads), table.scale_row_bytes, first_token))
+    places = np.arange(table.spec.positions // table.block_rows, dtype=np.int64) * table.block_rows
+    units, positions = np.divmod(places, table.unit_rows)
+    joined = [_joined(rows) for rows in kinds]
+    offsets = [
+        rows.payload_offsets + (units * rows.unit_stride + positions * rows.position_stride)[:, np.newaxis]
+        for rows in joined
+    ]
+    return _Template(
+        addresses=np.concatenate([rows.addresses for rows in joined]),
+        block_strides=np.concatenate([rows.block_strides for rows in joined]),
+        payload_offsets=np.concatenate(offsets, axis=1),
+        sizes_bytes=np.concatenate([rows.sizes_bytes for rows in joined]),
     )
 
 
-def _check_copies(table: PlaneTable, shards: Sequence[int], block_ids: Int64s, skip_tokens: Sequence[int]) -> None:
-    spec, layout = table.spec, table.layout
-    if not layout.holds_codec_rows(spec):
-        raise NotServed(f"codec {spec.codec.name} makes other bytes of a {spec.dtype.name} cache: no runs to copy")
-    shape = len(shards), spec.chunk_tokens // layout.block_tokens
-    if block_ids.shape != shape or block_ids.dtype != np.int64:
-        raise InvalidRequest(f"block_ids must be {shape} int64, got {block_ids.shape} {block_ids.dtype}")
-    if block_ids.size and (int(block_ids.min()) < 0 or int(block_ids.max()) >= layout.block_count):
-        raise InvalidRequest(f"block_ids must lie in [0, {layout.block_count})")
-    if len(skip_tokens) != len(shards):
-        raise InvalidRequest(f"skip_tokens must be {len(shards)}, one for each of shards, got {len(skip_tokens)}")
-    for skip in set(skip_tokens):
-        if not 0 <= skip <= spec.chunk_tokens or (spec.opaque and skip % spec.opaque.block_tokens):
-            raise InvalidRequest(f"skip_tokens {skip} does not fit chunks of {spec.chunk_tokens} tokens")
+def _rows(table: PlaneTable, chosen: slice, heads: int, row_bytes: int, first_token: int) -> _Rows:
+    """Every row of block 0 of some planes, in payload order."""
+    planes = table.planes[chosen].reshape(-1, table.spec.planes, 1, table.planes.shape[1])  # by layer
+    tokens = np.arange(first_token, table.block_rows, dtype=np.int64)
+    units, positions = np.divmod(tokens, table.unit_rows)
+    position_stride = table.spec.planes * row_bytes
+    nth_head = np.arange(heads, dtype=np.int64)
+    of_heads = planes[..., HEAD_STRIDE] * nth_head  # [layer, plane, head]
+    addresses = (planes[..., ADDRESS] + of_heads)[..., np.newaxis] + planes[..., TOKEN_STRIDE, np.newaxis] * tokens
+    offsets = (planes[..., PAYLOAD_OFFSET] + nth_head * (table.unit_rows * position_stride))[..., np.newaxis]
+    offsets = offsets + planes[..., PAYLOAD_UNIT_STRIDE, np.newaxis] * units + positions * position_stride
+    shape = addresses.shape  # [layer, plane, head, token]
+    order = np.argsort(offsets, axis=None, kind="stable")
+    strides = np.broadcast_to(planes[..., BLOCK_STRIDE, np.newaxis], shape)
+    handles = np.broadcast_to(table.handles[chosen].reshape(-1, table.spec.planes, 1, 1), shape)
+    return _Rows(
+        addresses=addresses.reshape(-1)[order],
+        block_strides=strides.reshape(-1)[order],
+        handles=handles.reshape(-1)[order],
+        payload_offsets=offsets.reshape(-1)[order],
+        sizes_bytes=np.full(order.size, row_bytes, dtype=np.int64),
+        unit_stride=int(planes[0, 0, 0, PAYLOAD_UNIT_STRIDE]),
+        position_stride=position_stride,
+    )
+
+
+def _joined(rows: _Rows) -> _Rows:
+    """Neighbours that follow each other on both sides, in one handle and in every block, become one."""
+    breaks = np.ones(rows.sizes_bytes.size, dtype=np.bool_)
+    breaks[1:] = np.diff(rows.addresses) != rows.sizes_bytes[:-1]
+    breaks[1:] |= np.diff(rows.payload_offsets) != rows.sizes_bytes[:-1]
+    breaks[1:] |= np.diff(rows.handles) != 0
+    breaks[1:] |= np.diff(rows.block_strides) != 0
+    first = np.flatnonzero(breaks)
+    return _Rows(
+        addresses=rows.addresses[first],
+        block_strides=rows.block_strides[first],
+        handles=rows.handles[first],
+        payload_offsets=rows.payload_offsets[first],
+        sizes_bytes=np.add.reduceat(rows.sizes_bytes, first),
+        unit_stride=rows.unit_stride,
+        position_stride=rows.position_stride,
+    )
+
+
+def _runs_of(template: _Template, pages: Int64s, block_ids: Int64s, blocks: slice) -> Runs:
+    """Runs of some blocks of pages of one shard."""
+    ids = block_ids[pages, blocks] if len(pages) < len(block_ids) else block_ids[:, blocks]
+    addresses = ids[..., np.newaxis] * template.block_strides
+    addresses += template.addresses
+    shape = addresses.shape  # [pages, blocks, runs]
+    return Runs(
+        addresses=addresses.reshape(-1),
+        payload_offsets=np.broadcast_to(template.payload_offsets[blocks], shape).reshape(-1),
+        sizes_bytes=np.broadcast_to(template.sizes_bytes, shape).reshape(-1),
+        pages=np.repeat(pages, shape[1] * shape[2]),
+    )

@@ -20,8 +20,10 @@ _PER_LAYER = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "token", 
 _VLLM_HND = CacheAxes(tensors_per=("layer",), axes=("plane", "block", "head", "token"))
 _VLLM_BLOCKS_NHD = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "token", "head"))
 _VLLM_BLOCKS_HND = CacheAxes(tensors_per=("layer",), axes=("block", "plane", "head", "token"))
-_VLLM_ALL_LAYERS_NHD = CacheAxes(axes=("block", "layer", "plane", "token", "head"))
-_VLLM_ALL_LAYERS_HND = CacheAxes(axes=("block", "head", "layer", "plane", "token"))
+_VLLM_LBNHC = CacheAxes(tensors_per=("layer",), axes=("block", "token", "head", "plane"))
+_VLLM_LBHNC = CacheAxes(tensors_per=("layer",), axes=("block", "head", "token", "plane"))
+_VLLM_BLHNC = CacheAxes(axes=("block", "layer", "head", "token", "plane"))
+_VLLM_BHLNC = CacheAxes(axes=("block", "head", "layer", "token", "plane"))
 _VLLM_CPU = CacheAxes(tensors_per=("layer",), axes=("block", "head"))
 _SGLANG = CacheAxes(tensors_per=("plane", "layer"), axes=("block", "token", "head"))
 _LIGHTLLM = CacheAxes(axes=("layer", "block", "token", "plane", "head"))
@@ -65,18 +67,32 @@ def vllm_blocks_hnd_layout(
     return _VLLM_BLOCKS_HND.layout(spec, layers, heads, block_tokens, block_count)
 
 
-def vllm_all_layers_nhd_layout(
+def vllm_lbnhc_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """vLLM with blocks across layers, NHD: one tensor [L, 2, B, T, H, D], in memory [B, L, 2, T, H, D]."""
-    return _VLLM_ALL_LAYERS_NHD.layout(spec, layers, heads, block_tokens, block_count)
+    """vLLM 0.32, LBNHC: a tensor [B, T, H, 2 D] for each layer, K and V of a token and head side by side."""
+    return _VLLM_LBNHC.layout(spec, layers, heads, block_tokens, block_count)
 
 
-def vllm_all_layers_hnd_layout(
+def vllm_lbhnc_layout(
     spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
 ) -> EngineLayout:
-    """vLLM with blocks across layers, HND: one tensor [L, 2, B, T, H, D], in memory [B, H, L, 2, T, D]."""
-    return _VLLM_ALL_LAYERS_HND.layout(spec, layers, heads, block_tokens, block_count)
+    """vLLM 0.32, LBHNC: a tensor for each layer, in memory [B, H, T, 2 D]."""
+    return _VLLM_LBHNC.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def vllm_blhnc_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """vLLM 0.32, BLHNC: one allocation, in memory [B, L, H, T, 2 D]. At equal TP a page is one run a block."""
+    return _VLLM_BLHNC.layout(spec, layers, heads, block_tokens, block_count)
+
+
+def vllm_bhlnc_layout(
+    spec: KeyspaceSpec, layers: range, heads: range, block_tokens: int, block_count: int
+) -> EngineLayout:
+    """vLLM 0.32, BHLNC: one allocation, in memory [B, H, L, T, 2 D]."""
+    return _VLLM_BHLNC.layout(spec, layers, heads, block_tokens, block_count)
 
 
 def vllm_cpu_opaque_layout(

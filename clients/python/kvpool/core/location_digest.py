@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 
-from kvpool.core.cluster import ALL_SHARDS
-
 FIELD_BYTES = 8  # of a chunk hash; enough to tell the 16 chunks of a group apart
 BUCKET_COUNT = 1 << 16
 BUCKETS_PER_RANGE = 16
@@ -43,16 +41,16 @@ def range_buckets(first_range: int, last_range: int) -> tuple[int, int]:
 def holding(shards: Sequence[int], full_shards: int) -> bytes:
     """What one node holds of a chunk, as the index keeps it after the node's ordinal; b"" for nothing.
 
-    shards: bitmaps of gpu, staging and disk. full_shards: the keyspace's whole grid, 0 if it is not known.
-    Layout: u8 flags, then a little-endian u64 for each tier that is held in part. Flag bit t (0 gpu, 1 staging,
-    2 disk): something is there; bit t + 4: not the whole grid, so that a bitmap follows.
+    shards: bitmaps of gpu, staging and disk. full_shards: all_shards of the keyspace's grid, 0 if it is not known.
+    Layout: u8 flags, then a little-endian u64 for each tier of other shards. Flag bit t (0 gpu, 1 staging, 2 disk):
+    something is there; bit t + 4: it is not just the grid's coarsest split, so that a bitmap follows.
     """
     flags, bitmaps = 0, b""
     for tier, bitmap in enumerate(shards):
         if not bitmap:
             continue
         flags |= 1 << tier
-        if bitmap not in (full_shards, ALL_SHARDS):
+        if bitmap != full_shards:
             flags |= 1 << (tier + 4)
             bitmaps += _BITMAP.pack(bitmap)
     return bytes((flags,)) + bitmaps if flags else b""
@@ -72,7 +70,7 @@ def fingerprint(place: bytes, held: bytes) -> int:
 class HeldChunk:
     """What one node holds of one chunk now.
 
-    shards: bitmaps of gpu, staging and disk. full_shards: the keyspace's whole grid.
+    shards: bitmaps of gpu, staging and disk. full_shards: all_shards of the keyspace's grid.
     """
 
     group_head: bytes  # 16 bytes

@@ -28,6 +28,8 @@ from kvpool.core.cluster import (
     NodeInfo,
     ResyncEvent,
 )
+from kvpool.core.coverage import Coverage
+from kvpool.core.grid import ShardGrid
 from kvpool.core.replica_groups import FIELD_BYTES, HASH_BYTES, GroupStore, parts
 from kvpool.core.replica_values import Lens, merged
 
@@ -51,7 +53,7 @@ class ReplicaTable:
     def __init__(self, *, capacity_bytes: int, max_lag_s: float) -> None:
         """max_lag_s: how old the last look at the end of the log may be for anything to be used."""
         self._max_lag_s = max_lag_s
-        self._grids: dict[bytes, int] = {}
+        self._grids: dict[bytes, ShardGrid] = {}
         self._store = GroupStore(capacity_bytes)
         self._nodes: dict[bytes, NodeInfo] = {}
         self._lenses: dict[tuple[bytes, int, str], Lens] = {}
@@ -75,12 +77,12 @@ class ReplicaTable:
         """Whether what is known may be used."""
         return now_s <= self._current_until_s
 
-    def open_keyspace(self, keyspace: bytes, all_shards: int) -> None:
-        """Keep what comes of this keyspace. all_shards: the bitmap of its grid."""
+    def open_keyspace(self, keyspace: bytes, grid: ShardGrid) -> None:
+        """Keep what comes of this keyspace."""
         if keyspace not in self._grids:
             # Its events so far were dropped, versions and all.
             self._store.raise_floors(self._highest_version)
-            self._grids[keyspace] = all_shards
+            self._grids[keyspace] = grid
 
     def apply(self, event: IndexEvent, now_s: float) -> None:
         """Take the next event of a watch for replicas."""
@@ -147,8 +149,8 @@ class ReplicaTable:
 
     def learn(self, asked: Asked, query: ChainQuery, found: ChainMatch) -> None:
         """Take the index's answer, before `end`."""
-        wanted = query.shards or self._grids.get(query.keyspace, 0)
-        if asked.epoch != self._epoch or not self._begun or query.keyspace not in self._grids or not wanted:
+        coverage = self._coverage(query)
+        if asked.epoch != self._epoch or not self._begun or coverage is None:
             return
         places = (run.locations for run in found.runs for _ in range(run.chunk_count))
         keys: list[bytes] = []
@@ -158,7 +160,7 @@ class ReplicaTable:
                 break
             if self._touched.get(key, 0) <= asked.stamp:
                 keys.append(key)
-                self._learn_part(key, part, where, wanted)
+                self._learn_part(key, part, where, coverage)
         self._store.use(keys)
         self._store.shrink()
 
@@ -167,12 +169,12 @@ class ReplicaTable:
         for key, _ in parts(query):
             self._store.drop(key)
 
-    def _learn_part(self, key: bytes, part: bytes, where: list[tuple[Location, ...]], wanted: int) -> None:
+    def _learn_part(self, key: bytes, part: bytes, where: list[tuple[Location, ...]], coverage: Coverage) -> None:
         group = self._store.open(key, asked_for=True)
         for number, locations in enumerate(where):
             field = part[number * HASH_BYTES : number * HASH_BYTES + FIELD_BYTES]
             version, ordered, value = self._store.known(key, field)
-            self._store.put(key, group, field, version, ordered, merged(value, locations, wanted))
+            self._store.put(key, group, field, version, ordered, merged(value, locations, coverage))
         self._store.close(key, group)
 
     def _apply_chunk(self, event: ChunkEvent) -> None:
@@ -230,10 +232,17 @@ class ReplicaTable:
         key = (query.keyspace, query.shards, query.host_id)
         lens = self._lenses.get(key)
         if lens is None:
-            grid = self._grids.get(query.keyspace, 0)
-            if not grid or query.shards & ~grid:
+            coverage = self._coverage(query)
+            if coverage is None:
                 return None
             if len(self._lenses) >= _LENSES_MAX:
                 self._lenses.clear()
-            lens = self._lenses[key] = Lens(query.shards or grid, query.host_id, self._nodes)
+            lens = self._lenses[key] = Lens(coverage, query.host_id, self._nodes)
         return lens
+
+    def _coverage(self, query: ChainQuery) -> Coverage | None:
+        """What a question is about; None for a keyspace that was not opened, and shards that it has not."""
+        grid = self._grids.get(query.keyspace)
+        if grid is None or query.shards & ~grid.valid_shards:
+            return None
+        return Coverage.of(grid, query.shards)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvpool.core.cluster import TIER_RANK, Location, NodeInfo
+from kvpool.core.coverage import Coverage
 
 _VALUE_BYTES = 200  # of one distinct value, and of each location in it; measured, see test_replica_memory
 _LOCATION_BYTES = 230
@@ -54,17 +55,17 @@ class SharedValues:
 
 
 class Lens:
-    """One kind of question: shards that must be covered, asked from one host, while the nodes stay as they are."""
+    """One kind of question: what must be covered, asked from one host, while the nodes stay as they are."""
 
-    __slots__ = ("_host_id", "_judged", "_nodes", "_wanted")
+    __slots__ = ("_coverage", "_host_id", "_judged", "_nodes")
 
-    def __init__(self, wanted: int, host_id: str, nodes: Mapping[bytes, NodeInfo]) -> None:
+    def __init__(self, coverage: Coverage, host_id: str, nodes: Mapping[bytes, NodeInfo]) -> None:
         """nodes: those alive, by id; it must not change in the life of the lens."""
-        self._wanted, self._host_id, self._nodes = wanted, host_id, nodes
+        self._coverage, self._host_id, self._nodes = coverage, host_id, nodes
         self._judged: dict[SharedValue, tuple[Location, ...]] = {}
 
     def judge(self, value: SharedValue) -> tuple[Location, ...]:
-        """Live locations with wanted shards, best first, as a match lists them; () unless they cover all of them."""
+        """Live locations with something wanted, best first, as a match lists them; () unless they cover all of it."""
         found = self._judged.get(value)
         if found is None:
             if len(self._judged) >= _JUDGED_MAX:
@@ -74,29 +75,29 @@ class Lens:
 
     def _judge(self, value: SharedValue) -> tuple[Location, ...]:
         ranked: list[tuple[tuple[bool, int, bytes], Location]] = []
-        union = 0
+        union, touching = 0, self._coverage.touching
         for location in value.locations:
             node = self._nodes.get(location.node_id)
-            if node is None or node.incarnation != location.incarnation or not location.shards & self._wanted:
+            if node is None or node.incarnation != location.incarnation or not location.shards & touching:
                 continue
             union |= location.shards
             away = not (self._host_id and node.host_id == self._host_id)
             ranked.append(((away, TIER_RANK[location.tier], node.node_id), location))
-        if union & self._wanted != self._wanted:
+        if not self._coverage.is_met_by(union):
             return ()
         ranked.sort(key=lambda pair: pair[0])
         return tuple(location for _, location in ranked)
 
 
-def merged(known: SharedValue | None, answer: tuple[Location, ...], wanted: int) -> list[Location]:
-    """What is known after an answer about the shards in `wanted`: of places without any of them it says nothing."""
+def merged(known: SharedValue | None, answer: tuple[Location, ...], coverage: Coverage) -> list[Location]:
+    """What is known after an answer about what `coverage` wants: it says nothing of places that have none of that."""
     if known is None:
         return list(answer)
     named = {(location.node_id, location.tier) for location in answer}
     silent = [
         location
         for location in known.locations
-        if not location.shards & wanted and (location.node_id, location.tier) not in named
+        if not location.shards & coverage.touching and (location.node_id, location.tier) not in named
     ]
     return [*answer, *silent]
 

@@ -91,10 +91,8 @@ class PageSpan:
         """[N], in one pass."""
         hashes = self.chunk_hashes
         by_chunk = [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
-        parts = zip(
-            repeat(self.keyspace), map(by_chunk.__getitem__, self.positions.tolist()), self.shards.tolist(), strict=False
-        )
-        return list(map(PageKey._make, parts))
+        chunks = map(by_chunk.__getitem__, self.positions.tolist())
+        return list(map(PageKey._make, zip(repeat(self.keyspace), chunks, self.shards.tolist(), strict=False)))
 
     @cached_property
     def metadata(self) -> tuple[PageMetadata, ...]:

@@ -20,7 +20,7 @@ class GrpcIndex:
         """See ports.IndexPort."""
         opened = await self._client.open_keyspace(name, spec, timeout_s=self._timeout_s)
         if self._replica is not None:
-            self._replica.open_keyspace(opened.keyspace, opened.grid.all_shards)
+            self._replica.open_keyspace(opened.keyspace, opened.grid)
         return OpenedKeyspace(keyspace=opened.keyspace, hash_key=opened.hash_key)
 
     async def match(self, query: ChainQuery) -> ChainMatch:

@@ -11,7 +11,7 @@ from kvpool.core.location_digest import FIELD_BYTES, bucket_of, fingerprint, ran
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
 from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
-from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, decode_value, held_by
+from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, held_by, ordinals_in
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry, group_reads
 from kvpool_index.ports import StreamFence
@@ -115,7 +115,7 @@ class MemoryLocationStore:
         places = [(keyspace, head) for keyspace, groups in self._groups.items() for head in groups]
         for keyspace, head in places:
             yield [
-                NamedChunk(NodeEntry(keyspace, head, chunk), [entry.ordinal for entry in decode_value(value)])
+                NamedChunk(NodeEntry(keyspace, head, chunk), ordinals_in(value))
                 for chunk, value in self._values(keyspace, head).items()
             ]
 
@@ -127,7 +127,7 @@ class MemoryLocationStore:
         group = self._groups.get(keyspace, {}).get(head)
         changed: list[ChunkState] = []
         for chunk, value in list(group.values.items()) if group is not None else ():
-            ordinals = [ordinal] if ordinal is not None else [entry.ordinal for entry in decode_value(value)]
+            ordinals = [ordinal] if ordinal is not None else ordinals_in(value)
             states = [self._remove_all(keyspace, head, chunk, each) for each in ordinals]
             changed += [state for state in states if state is not None][-1:]
         return changed

@@ -17,7 +17,7 @@ from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import range_tag, read_groups, read_whole_groups
 from kvpool_index.adapters.redis_wire import checked, pack, pack_script
-from kvpool_index.core.entries import EVERY_SHARD, Operation, decode_value
+from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import (
     HASH_BYTES,
@@ -176,7 +176,7 @@ class RedisLocationStore:
             pairs = checked(content)
             for field, value in zip(pairs[::2], pairs[1::2], strict=True):
                 if field != _META:
-                    found.append((key, field, [entry.ordinal for entry in decode_value(value)]))
+                    found.append((key, field, ordinals_in(value)))
         return found
 
     async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:

@@ -4,8 +4,9 @@ A value is a run of entries ordered by ordinal, so that equal locations are equa
 
     u32 ordinal | u8 flags | u64 bitmap for each tier whose partial flag is set, in the order gpu, staging, disk
 
-Flag bit t (0 gpu, 1 staging, 2 disk): the node has shards in that tier. Flag bit t + 4: not all shards of the grid, so
-a bitmap follows. Little endian. An absent value and an empty one mean the same: nobody has the chunk.
+Flag bit t (0 gpu, 1 staging, 2 disk): the node has shards in that tier. Flag bit t + 4: they are not just those of the
+grid's coarsest split (ShardGrid.all_shards), so a bitmap follows. Little endian. An absent value and an empty one mean
+the same: no node has the chunk.
 
 `adapters/redis_lua/apply_change.lua` does to a value in Redis what `apply_operation` does here.
 """
@@ -26,6 +27,7 @@ _HEAD: Final = struct.Struct("<IB")
 _ORDINAL: Final = struct.Struct("<I")
 _BITMAP: Final = struct.Struct("<Q")
 _OPERATION: Final = struct.Struct("<IIQ6Q")
+_TIER_FLAGS: Final = (1 << len(TIERS)) - 1
 
 TierMasks = tuple[int, int, int]
 """One shard bitmap for each of TIERS."""
@@ -36,7 +38,7 @@ EVERY_SHARD: Final[TierMasks] = (ALL_SHARDS, ALL_SHARDS, ALL_SHARDS)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one node has of a chunk. A bitmap of ALL_SHARDS stands for the whole grid."""
+    """What one node has of a chunk."""
 
     ordinal: int
     shards: TierMasks
@@ -46,7 +48,9 @@ class Entry:
 class Operation:
     """A change of one node's entry of one chunk: shards that appeared, then shards that went, in each tier.
 
-    full_shards: the bitmap of the whole grid, or 0 when it is not known (then entries are kept as plain bitmaps).
+    full_shards: the grid's all_shards, or 0 when the grid is not known. Then bitmaps are written out. A tier that is
+    recorded as whole then stays so, or loses that record with any change of the tier, as its shards are not known; the
+    node's next reconciliation brings them back.
     """
 
     ordinal: int
@@ -72,9 +76,17 @@ class Operation:
         )
 
 
-def decode_value(value: bytes | None) -> tuple[Entry, ...]:
-    """The entries of a value, by ascending ordinal. Raises struct.error for bytes that are no value."""
-    return tuple(entry for entry, _ in _split(value))
+def decode_value(value: bytes | None, full_shards: int) -> tuple[Entry, ...]:
+    """The entries of a value, by ascending ordinal. full_shards: the grid's all_shards.
+
+    Raises struct.error for bytes that are no value.
+    """
+    return tuple(Entry(ordinal, _decoded(held, full_shards)) for ordinal, held in _split(value))
+
+
+def ordinals_in(value: bytes | None) -> list[int]:
+    """The ordinals of a value's entries, ascending. Raises struct.error for bytes that are no value."""
+    return [ordinal for ordinal, _ in _split(value)]
 
 
 def encode_entry(entry: Entry, full_shards: int) -> bytes:
@@ -85,52 +97,64 @@ def encode_entry(entry: Entry, full_shards: int) -> bytes:
 
 def held_by(value: bytes | None, ordinal: int) -> bytes:
     """The bytes of one node's entry after its ordinal, of which digests are made; b"" if there is none."""
-    for entry, entry_bytes in _split(value):
-        if entry.ordinal == ordinal:
-            return entry_bytes[_ORDINAL.size :]
-    return b""
+    return next((held for other, held in _split(value) if other == ordinal), b"")
 
 
 def apply_operation(value: bytes | None, operation: Operation) -> bytes:
     """The value after the operation; b"" when nothing is left. Other nodes' entries keep their bytes."""
-    packed: dict[int, bytes] = {}
-    before = NO_SHARDS
-    for entry, entry_bytes in _split(value):
-        packed[entry.ordinal] = entry_bytes
-        if entry.ordinal == operation.ordinal:
-            before = entry.shards
-    if operation.ordinal not in packed and len(packed) >= MAX_ENTRIES:
+    held = dict(_split(value))
+    before = held.get(operation.ordinal)
+    if before is None and len(held) >= MAX_ENTRIES:
         return value or b""
+    held[operation.ordinal] = _changed(before or b"\0", operation)
+    return b"".join(_ORDINAL.pack(ordinal) + held[ordinal] for ordinal in sorted(held) if held[ordinal])
+
+
+def _changed(held: bytes, operation: Operation) -> bytes:
+    """What a node holds, packed as `holding` does, after the operation."""
+    before = _decoded(held, operation.full_shards)
     after = [
-        ((_grid(shards, operation.full_shards) | added) & ~removed) & ALL_SHARDS
+        (shards | added) & ~removed & ALL_SHARDS
         for shards, added, removed in zip(before, operation.added, operation.removed, strict=True)
     ]
-    packed[operation.ordinal] = encode_entry(Entry(operation.ordinal, _masks(after)), operation.full_shards)
-    return b"".join(packed[ordinal] for ordinal in sorted(packed))
+    changed = holding(after, operation.full_shards)
+    if operation.full_shards:
+        return changed
+    kept = sum(
+        1 << tier
+        for tier in range(len(TIERS))
+        if _is_whole(held[0], tier) and not operation.added[tier] and not operation.removed[tier]
+    )
+    return bytes((changed[0] | kept if changed else kept,)) + changed[1:] if changed or kept else b""
 
 
-def _split(value: bytes | None) -> list[tuple[Entry, bytes]]:
-    """Each entry with its own bytes."""
-    found: list[tuple[Entry, bytes]] = []
+def _split(value: bytes | None) -> list[tuple[int, bytes]]:
+    """Each entry's ordinal, and the bytes that follow it."""
+    found: list[tuple[int, bytes]] = []
     offset = 0
     while value and offset < len(value):
-        start = offset
         ordinal, flags = _HEAD.unpack_from(value, offset)
-        offset += _HEAD.size
-        shards = [0, 0, 0]
-        for tier in range(len(TIERS)):
-            if flags >> tier & 1:
-                shards[tier] = ALL_SHARDS
-                if flags >> (tier + 4) & 1:
-                    (shards[tier],) = _BITMAP.unpack_from(value, offset)
-                    offset += _BITMAP.size
-        found.append((Entry(ordinal, _masks(shards)), value[start:offset]))
+        start, offset = offset + _ORDINAL.size, offset + _HEAD.size
+        offset += _BITMAP.size * (flags & flags >> 4 & _TIER_FLAGS).bit_count()
+        found.append((ordinal, value[start:offset]))
     return found
 
 
-def _grid(shards: int, full_shards: int) -> int:
-    """ALL_SHARDS as the grid's own bitmap, where the grid is known."""
-    return full_shards if shards == ALL_SHARDS and full_shards else shards
+def _decoded(held: bytes, full_shards: int) -> TierMasks:
+    """Bitmaps by tier of packed bytes of `holding`."""
+    flags, offset = held[0], 1
+    shards = [0, 0, 0]
+    for tier in range(len(TIERS)):
+        if _is_whole(flags, tier):
+            shards[tier] = full_shards
+        elif flags >> tier & 1:
+            (shards[tier],) = _BITMAP.unpack_from(held, offset)
+            offset += _BITMAP.size
+    return _masks(shards)
+
+
+def _is_whole(flags: int, tier: int) -> bool:
+    return bool(flags >> tier & 1) and not flags >> (tier + 4) & 1
 
 
 def _masks(shards: Sequence[int]) -> TierMasks:

@@ -109,7 +109,7 @@ def operations_of(
     """One operation for each chunk that a node's batch touches, in the order of first mention.
 
     Changes of one chunk are folded in their order; chunks are independent of each other, so that their order is free.
-    full_shards: the grid's bitmap of a keyspace, 0 if it is not known.
+    full_shards: all_shards of a keyspace's grid, 0 if it is not known.
     """
     found: dict[tuple[bytes, bytes, bytes], ChunkOperation] = {}
     for change in changes:

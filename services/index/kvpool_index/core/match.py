@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.cluster import TIER_RANK, ChainMatch, Location, MatchRun, NodeInfo
+from kvpool.core.coverage import Coverage
 from kvpool_index.core.entries import TIERS, decode_value
 
 _BLOCK: Final = 64  # values that are compared at once
@@ -26,7 +27,7 @@ class _Judged:
     seen: tuple[tuple[int, NodeInfo | None], ...]  # each ordinal of the value, and the live node behind it
 
 
-_Asked = tuple[int, int, str]  # grid, wanted shards and host of a request
+_Asked = tuple[Coverage, str]  # what a request wants, and its host
 
 
 class Judgements:
@@ -59,11 +60,9 @@ class Matcher:
     """Judges the values of one request. Equal values are judged once, and make one run."""
 
     def __init__(
-        self, *, grid: int, shards: int, host_id: str, live_node: LiveNodeOf, known: Judgements | None = None
+        self, coverage: Coverage, *, host_id: str, live_node: LiveNodeOf, known: Judgements | None = None
     ) -> None:
-        """grid: the bitmap of the keyspace's whole grid; shards: what must be covered, 0 for the grid."""
-        self._grid = grid
-        self._wanted = shards or grid
+        self._coverage = coverage
         self._host_id = host_id
         self._live_node = live_node
         self._known = known if known is not None else Judgements()
@@ -71,7 +70,7 @@ class Matcher:
         self.dead_ordinals: set[int] = set()
 
     def match(self, values: Sequence[bytes | None]) -> ChainMatch:
-        """values: of consecutive chunks; None for a chunk that nobody has."""
+        """values: of consecutive chunks; None for a chunk that no node has."""
         runs: list[MatchRun] = []
         nodes: dict[bytes, NodeInfo] = {}
         count = at = 0
@@ -95,7 +94,7 @@ class Matcher:
         return ChainMatch(matched_chunks=at, runs=tuple(runs), nodes=nodes)
 
     def _judge(self, value: bytes) -> _Judged:
-        asked = (self._grid, self._wanted, self._host_id)
+        asked = (self._coverage, self._host_id)
         judged = self._known.get(value, asked, self._live_node)
         if judged is None:
             judged = self._judge_anew(value)
@@ -105,19 +104,20 @@ class Matcher:
         return judged
 
     def _judge_anew(self, value: bytes) -> _Judged:
+        coverage = self._coverage
         ranked: list[tuple[tuple[bool, int, bytes], Location]] = []
         nodes: dict[bytes, NodeInfo] = {}
         seen: list[tuple[int, NodeInfo | None]] = []
         union = 0
-        for entry in decode_value(value):
+        for entry in decode_value(value, coverage.all_shards):
             node = self._live_node(entry.ordinal)
             seen.append((entry.ordinal, node))
             if node is None:
                 continue
             away = not (self._host_id and node.host_id == self._host_id)
             for tier, held in zip(TIERS, entry.shards, strict=True):
-                shards = held & self._grid
-                if shards & self._wanted:
+                shards = held & coverage.valid_shards
+                if shards & coverage.touching:
                     union |= shards
                     nodes[node.node_id] = node
                     location = Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=shards)
@@ -125,7 +125,7 @@ class Matcher:
         ranked.sort(key=lambda pair: pair[0])
         return _Judged(
             locations=tuple(location for _, location in ranked),
-            covered=union & self._wanted == self._wanted,
+            covered=coverage.is_met_by(union),
             nodes=tuple(nodes.values()),
             seen=tuple(seen),
         )
@@ -141,13 +141,14 @@ def _equal_run(values: Sequence[bytes | None], start: int) -> int:
     return at - start
 
 
-def locations_of(value: bytes | None, *, grid: int, live_node: LiveNodeOf) -> tuple[Location, ...]:
-    """All live locations that a value names, by node id and tier; grid as in Matcher."""
+def locations_of(value: bytes | None, *, whole: Coverage, live_node: LiveNodeOf) -> tuple[Location, ...]:
+    """All live locations that a value names, by node id and tier. whole: of the keyspace's whole chunks."""
+    valid = whole.valid_shards
     found = [
-        Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=held & grid)
-        for entry in decode_value(value)
+        Location(node_id=node.node_id, incarnation=node.incarnation, tier=tier, shards=held & valid)
+        for entry in decode_value(value, whole.all_shards)
         if (node := live_node(entry.ordinal)) is not None
         for tier, held in zip(TIERS, entry.shards, strict=True)
-        if held & grid
+        if held & valid
     ]
     return tuple(sorted(found, key=lambda location: (location.node_id, location.tier)))

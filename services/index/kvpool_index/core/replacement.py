@@ -47,7 +47,7 @@ class Replacement:
     """A node's whole truth for some buckets. Chunks of a group that share a field are one, as in the store."""
 
     def __init__(self, changes: Iterable[LocationChange], *, ordinal: int, full_shards: Callable[[bytes], int]) -> None:
-        """full_shards: the grid's bitmap of a keyspace, 0 if it is not known."""
+        """full_shards: all_shards of a keyspace's grid, 0 if it is not known."""
         self._ordinal = ordinal
         self._held: dict[NodeEntry, tuple[bytes, list[int]]] = {}
         self._full_shards = full_shards

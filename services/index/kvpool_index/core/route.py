@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.cluster import ChainMatch, LiveNode, NodeInfo, RouteCandidate, RouteNode
+from kvpool.core.coverage import Coverage
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 
 _SCORE_DIGITS: Final = 9  # so that hosts with equal holdings have equal scores, in whichever order these were summed up
@@ -12,12 +14,28 @@ _SCORE_DIGITS: Final = 9  # so that hosts with equal holdings have equal scores,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteWeights:
-    """What a chunk is worth to an engine by where its shards are, >= 0; a shard counts once, as the first of these."""
+    """What a chunk is worth to an engine by where its KV heads are, >= 0; a head counts once, as the first of these."""
 
     gpu: float
     staging: float
     disk: float
     remote: float  # on another host, in staging or on disk
+
+
+class _Heads(dict[int, int]):
+    """By a bitmap of shards, the KV heads that they have: bit g * kv_heads + h is head h of layer group g."""
+
+    def __init__(self, grid: ShardGrid) -> None:
+        self._grid = grid
+
+    def __missing__(self, shards: int) -> int:
+        grid, heads = self._grid, 0
+        for shard in shards_in(shards):
+            of_shard = grid.heads_of(shard)
+            first = grid.layer_group_of(shard) * grid.kv_heads + of_shard.start
+            heads |= ((1 << len(of_shard)) - 1) << first
+        self[shards] = heads
+        return heads
 
 
 @dataclass(slots=True)
@@ -30,14 +48,17 @@ class _Host:
 
 
 def route(
-    match: ChainMatch, alive: Sequence[LiveNode], *, wanted: int, weights: RouteWeights, with_unmatched: bool
+    match: ChainMatch, alive: Sequence[LiveNode], *, coverage: Coverage, weights: RouteWeights, with_unmatched: bool
 ) -> list[RouteCandidate]:
     """Hosts, best first: by score, then the emptier arenas, then the name.
 
-    match: for the wanted shards. Each chunk of it gives a host the mean weight of its shards: of the best tier that the
-    host itself has of them, else of `remote` where another host could send them. A cache of another host's engine can
-    send nothing, so that it counts as nothing. Hosts on which all nodes drain are left out.
+    match: for the shards that `coverage` wants. Each chunk of it gives a host the mean weight of the KV heads that are
+    wanted of each layer group: of the best tier in which the host itself has them, in shards of whichever split, else
+    of `remote` where another host could send them. A cache of another host's engine can send nothing, so that it counts
+    as nothing. Hosts on which all nodes drain are left out.
     """
+    heads = _Heads(coverage.grid)
+    wanted = heads[coverage.wanted]
     hosts = {name: _Host() for name in _open_hosts(alive)}
     elsewhere = 0.0  # score of a host that itself holds nothing
     matched = 0
@@ -46,18 +67,20 @@ def route(
         sendable = 0
         for location in run.locations:
             node = match.nodes[location.node_id]
-            shards = location.shards & wanted
+            shards = location.shards
             held.setdefault(host_of(node), [0, 0, 0])[location.tier - Tier.GPU] |= shards
             sendable |= shards if location.tier != Tier.GPU else 0
             if host_of(node) in hosts:
                 counts = hosts[host_of(node)].nodes.setdefault(node.node_id, [0, 0, 0])
                 counts[location.tier - Tier.GPU] += run.chunk_count
         # Only hosts that hold some of it are looked at: there may be as many runs as chunks, and very many hosts.
-        remote = run.chunk_count * _worth(0, 0, 0, sendable, wanted, weights)
+        sent = heads[sendable]
+        remote = run.chunk_count * _worth(0, 0, 0, sent, wanted, weights)
         for name in held.keys() & hosts.keys():
             host, (gpu, staging, disk) = hosts[name], held[name]
-            host.nearer += run.chunk_count * _worth(gpu, staging, disk, sendable, wanted, weights) - remote
-            if host.matched == matched and (gpu | staging | disk) == wanted:
+            worth = _worth(heads[gpu], heads[staging], heads[disk], sent, wanted, weights)
+            host.nearer += run.chunk_count * worth - remote
+            if host.matched == matched and coverage.is_met_by(gpu | staging | disk):
                 host.matched += run.chunk_count
         elsewhere += remote
         matched += run.chunk_count
@@ -87,14 +110,14 @@ def _open_hosts(alive: Iterable[LiveNode]) -> list[str]:
 
 def _worth(gpu: int, staging: int, disk: int, sendable: int, wanted: int, weights: RouteWeights) -> float:
     left, worth = wanted, 0.0
-    for shards, weight in (
+    for heads, weight in (
         (gpu, weights.gpu),
         (staging, weights.staging),
         (disk, weights.disk),
         (sendable, weights.remote),
     ):
-        worth += weight * (shards & left).bit_count()
-        left &= ~shards
+        worth += weight * (heads & left).bit_count()
+        left &= ~heads
     return worth / wanted.bit_count()
 
 

@@ -6,6 +6,7 @@ The files have names, not only descriptors, because an owner that restarts must 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -13,7 +14,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,15 @@ _LOCK_NAME = "lock"
 _SWEEP_PATIENCE_S = 1.0
 _NODE_DIRECTORY = re.compile(r"kvpool-[0-9a-f]{32}")
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_PREPARED_AT_ONCE_BYTES = 64 << 20  # some tens of milliseconds on one thread: how soon preparing ends when it is to
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE_PAGES_ASKED_FOR = ("[always]", "[within_size]", "[advise]")
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+# Called directly, because mmap.madvise holds the GIL for as long as the kernel fills pages.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +118,33 @@ class TmpfsArena:
             os.close(fd)
             path.unlink()
             if error.errno in _NO_ROOM:
-                raise ArenaFull(
-                    f"{self._directory} has no room for {size_bytes} bytes more; grow /dev/shm or lower --arena-bytes"
-                ) from error
+                raise self._no_room(size_bytes) from error
             raise
         self._open[segment_id] = _Mapping(path, fd, memory, memoryview(memory))
+
+    def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+        path = self._directory / f"{_PREFIX}{segment_id:016x}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, size_bytes)
+            memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = _Mapping(path, fd, memory, memoryview(memory))
+        except OSError:
+            os.close(fd)
+            path.unlink()
+            raise
+        try:
+            made = _populate(mapping, is_wanted)
+        except OSError as error:
+            _discard(mapping)
+            if error.errno in _NO_ROOM:
+                raise self._no_room(size_bytes) from error
+            raise
+        if made:
+            self._open[segment_id] = mapping
+        else:
+            _discard(mapping)
+        return made
 
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         return self._open[segment_id].view[offset : offset + size_bytes]
@@ -121,11 +153,7 @@ class TmpfsArena:
         return self._open[segment_id].fd
 
     def destroy_segment(self, segment_id: int) -> None:
-        mapping = self._open.pop(segment_id)
-        mapping.path.unlink()
-        os.close(mapping.fd)
-        mapping.view.release()
-        _unmap(mapping)
+        _discard(self._open.pop(segment_id))
 
     def create_session_file(self, session_id: bytes) -> int:
         return self._locks.create_session_file(self._directory, session_id.hex())
@@ -170,6 +198,11 @@ class TmpfsArena:
                 self._directory.rmdir()
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+    def _no_room(self, size_bytes: int) -> ArenaFull:
+        return ArenaFull(
+            f"{self._directory} has no room for {size_bytes} bytes more; grow /dev/shm or lower --arena-bytes"
+        )
 
     def _sweep(self, sibling: Path) -> bool:
         segments = list(sibling.glob(f"{_PREFIX}*"))
@@ -216,6 +249,44 @@ def _lock(fd: int) -> None:
             time.sleep(_SWEEP_PATIENCE_S / 50)  # at start, before anything is served
         else:
             return
+
+
+def _populate(mapping: _Mapping, is_wanted: Callable[[], bool]) -> bool:
+    """Put all memory of a segment in place, zeroed and mapped here, piece by piece. False if it is not wanted any more.
+
+    The memory is of the NUMA node of the calling thread. Raises OSError with ENOSPC when there is not enough of it.
+    """
+    size_bytes = len(mapping.memory)
+    first = ctypes.c_char.from_buffer(mapping.memory)  # keeps the mapping from being closed meanwhile
+    address = ctypes.addressof(first)
+    if _huge_pages_may_be_asked_for():
+        _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)  # a kernel that has none takes small ones
+    try:
+        for offset in range(0, size_bytes, _PREPARED_AT_ONCE_BYTES):
+            if not is_wanted():
+                return False
+            piece_bytes = min(_PREPARED_AT_ONCE_BYTES, size_bytes - offset)
+            if _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE):
+                # A kernel that cannot do it, or no room, which it does not tell apart from other faults. This reserves
+                # what is left of the piece, or says why it cannot.
+                os.posix_fallocate(mapping.fd, offset, piece_bytes)
+    finally:
+        del first
+    return True
+
+
+def _huge_pages_may_be_asked_for() -> bool:
+    with contextlib.suppress(OSError):
+        return any(one in _HUGE_PAGES.read_text() for one in _HUGE_PAGES_ASKED_FOR)
+    return False
+
+
+def _discard(mapping: _Mapping) -> None:
+    """Give a segment's memory back."""
+    mapping.path.unlink()
+    os.close(mapping.fd)
+    mapping.view.release()
+    _unmap(mapping)
 
 
 def _unmap(mapping: _Mapping) -> None:

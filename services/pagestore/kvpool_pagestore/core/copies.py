@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.core.cluster import LiveNode, NodeInfo
-from kvpool.core.grid import shards_in
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.page import PageKey
 from kvpool.core.placement import place
 
@@ -21,6 +21,11 @@ class HeldChunk:
     group_head_hash: bytes
     shards: int
     durable: bool
+    grid: ShardGrid = field(compare=False)  # the keyspace's
+
+    def lacking(self, present: int) -> int:
+        """Shards that are missing beside these; 0 if these have all layers and heads of the chunk's, in any split."""
+        return 0 if self.grid.covers(present, self.shards) else self.shards & ~present
 
     def keys(self, shards: int) -> list[PageKey]:
         """Those pages of the chunk that a bitmap names."""
@@ -41,17 +46,17 @@ class Holder:
 
 
 def others(chunk: HeldChunk, holders: Iterable[Holder], my_id: bytes) -> list[NodeInfo]:
-    """Nodes that stay and have copies of all the chunk's pages."""
+    """Nodes that stay and have copies of all that the chunk's pages have."""
     return [
         one.node
         for one in holders
-        if one.node.node_id != my_id and not one.node.draining and not chunk.shards & ~one.held(chunk)
+        if one.node.node_id != my_id and not one.node.draining and not chunk.lacking(one.held(chunk))
     ]
 
 
 def missing(chunk: HeldChunk, holders: Iterable[Holder], node_id: bytes) -> int:
     """Shards of the chunk that a node lacks."""
-    return next((chunk.shards & ~one.held(chunk) for one in holders if one.node.node_id == node_id), chunk.shards)
+    return next((chunk.lacking(one.held(chunk)) for one in holders if one.node.node_id == node_id), chunk.shards)
 
 
 def ranked(nodes: Sequence[LiveNode], me: NodeInfo, keyspace: bytes, head: bytes) -> list[NodeInfo]:

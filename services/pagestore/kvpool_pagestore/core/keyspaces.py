@@ -31,7 +31,7 @@ class Keyspace:
 
     @cached_property
     def all_shards(self) -> int:
-        """The bitmap of the whole grid."""
+        """Bitmap of the grid's coarsest split: a whole chunk in the fewest pages."""
         return self.grid.all_shards
 
     def payload_bytes(self, shard: int) -> int:

@@ -5,7 +5,8 @@ Every method is one atomic change. Nothing here waits: whoever cannot have a slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
 from kvpool.core.outcome import Admission
@@ -24,6 +25,18 @@ class Grant:
     slot: Slot
 
 
+@dataclass(slots=True)
+class ReadLeases:
+    """Which of some pages were leased. Pages are named by their position."""
+
+    pages: list[int] = field(default_factory=list)
+    lease_ids: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)  # not in staging
+    refused: list[int] = field(default_factory=list)
+    refusal: SessionBusy | None = None  # why
+
+
 class Ledger(StagedPages):
     """Pages in the arena, their slots, sessions and leases. Use from one thread only."""
 
@@ -35,6 +48,13 @@ class Ledger(StagedPages):
 
     def reserve(self, session: Session, record: PageRecord) -> Grant | Admission | KvPoolError | SpaceNeed:
         """Ask to be the one writer of a page that is not on disk (the caller has looked there)."""
+        answer = self.reserve_slot(session, record, slot_bytes_for(record.page_bytes))
+        return Grant(session.last_lease_id, answer) if isinstance(answer, Slot) else answer
+
+    def reserve_slot(
+        self, session: Session, record: PageRecord, slot_bytes: int
+    ) -> Slot | Admission | KvPoolError | SpaceNeed:
+        """The same. The lease on a slot has the session's last lease id."""
         ready = self._ready.get(record.key)
         if ready is not None:
             self._use(ready)
@@ -43,7 +63,6 @@ class Ledger(StagedPages):
             return Admission.PENDING
         if len(session.writes) >= session.max_leases:
             return SessionBusy(f"the session holds {session.max_leases} write leases, its window")
-        slot_bytes = slot_bytes_for(record.page_bytes)
         if self.writer_bytes + slot_bytes > self._limits.writer_bytes:
             return ArenaFull(f"{self.writer_bytes} bytes are being written or not yet durable, the cap")
         refused = self.admit(record, slot_bytes)
@@ -55,9 +74,8 @@ class Ledger(StagedPages):
         self._take(slot, SlotState.RESERVED, record)
         self.writer_bytes += slot.size_bytes
         self._writing[record.key] = slot
-        lease_id = session.next_lease_id()
-        session.writes[lease_id] = slot
-        return Grant(lease_id, slot)
+        session.writes[session.next_lease_id()] = slot
+        return slot
 
     def begin_commit(self, session: Session, lease_id: int) -> Slot | LeaseLost:
         """The session has finished writing; the caller verifies the bytes, then calls `finish_commit`."""
@@ -105,12 +123,25 @@ class Ledger(StagedPages):
         busy = self.read_window(session)
         if busy is not None:
             return busy
-        slot.readers += 1
-        self.space.settle(slot)
-        lease_id = session.next_lease_id()
-        session.reads[lease_id] = slot
-        self._use(slot)
-        return Grant(lease_id, slot)
+        return Grant(self._lease(session, slot), slot)
+
+    def acquire_ready(self, session: Session, keys: Sequence[PageKey]) -> ReadLeases:
+        """Read leases on those of the pages that are visible, as far as the session's window goes."""
+        leases = ReadLeases()
+        left = session.max_leases - len(session.reads) - session.waiting
+        for page, slot in enumerate(map(self._ready.get, keys)):
+            if slot is None:
+                leases.absent.append(page)
+            elif left <= 0:
+                leases.refused.append(page)
+            else:
+                left -= 1
+                leases.pages.append(page)
+                leases.lease_ids.append(self._lease(session, slot))
+                leases.slots.append(slot)
+        if leases.refused:
+            leases.refusal = self.read_window(session)
+        return leases
 
     def release(self, session: Session, lease_id: int) -> Slot | None:
         """End a read lease; None if there is no such lease. The slot may be FREE afterwards."""
@@ -149,6 +180,14 @@ class Ledger(StagedPages):
         self.sessions.forget(session)
 
     # Inside
+
+    def _lease(self, session: Session, slot: Slot) -> int:
+        slot.readers += 1
+        self.space.hold(slot)
+        lease_id = session.next_lease_id()
+        session.reads[lease_id] = slot
+        self._use(slot)
+        return lease_id
 
     def _drop_writer(self, slot: Slot) -> None:
         self.writer_bytes -= slot.size_bytes

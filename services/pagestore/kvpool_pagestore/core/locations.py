@@ -35,7 +35,10 @@ class LocationBuffer:
         self, keyspace: bytes, chunk_hash: bytes, group_head_hash: bytes, tier: Tier, shards: int, present: bool
     ) -> None:
         """Shards (a bitmap) of one chunk came to a tier or left it."""
-        pending = self._pending.setdefault((keyspace, chunk_hash, tier), _Pending(group_head_hash))
+        at = (keyspace, chunk_hash, tier)
+        pending = self._pending.get(at)
+        if pending is None:
+            pending = self._pending[at] = _Pending(group_head_hash)
         if present:
             pending.added |= shards
             pending.removed &= ~shards

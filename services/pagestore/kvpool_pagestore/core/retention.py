@@ -19,6 +19,8 @@ _SLACK: Final = 64  # entries that a heap may have too many before it is built a
 def with_defaults(metadata: PageMetadata, default: Retention, now_us: int) -> PageMetadata:
     """Metadata of a page that is stored now: what it says itself, or else the default of its keyspace."""
     if not (metadata.ttl_ms or metadata.priority or metadata.pinned_until_us or metadata.expires_us):
+        if not (default.ttl_ms or default.priority):
+            return metadata
         metadata = replace(metadata, ttl_ms=default.ttl_ms, priority=default.priority)
     if metadata.expires_us or not metadata.ttl_ms:
         return metadata
@@ -27,6 +29,8 @@ def with_defaults(metadata: PageMetadata, default: Retention, now_us: int) -> Pa
 
 def extended(kept: PageMetadata, wanted: PageMetadata) -> PageMetadata:
     """What holds after a page was asked to be stored again: of each wish, the one that keeps it longer."""
+    if kept == wanted:
+        return kept
     forever = not kept.expires_us or not wanted.expires_us
     longer = kept if kept.ttl_ms >= wanted.ttl_ms else wanted
     return replace(

@@ -2,6 +2,9 @@
 
 Slab-like: a segment belongs to one tenant and one slot size (together: a class). Inside a class, the page that has been
 out of use for longest makes room. Between classes, whole segments move, and only when nothing in them is in use.
+
+Segments that were prepared, their memory in place before anything needs it, belong to no tenant until a class takes one
+or until they are assigned to a tenant ahead of use. A class of that tenant that takes one cuts it into slots.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
+from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 from kvpool_pagestore.core.victims import walk
+
+_LEAST_PREPARED_BYTES = 2 << 20  # a smaller rest of the budget is left to whatever needs it
 
 
 @dataclass(slots=True)
@@ -54,6 +60,7 @@ class SegmentTable:
         self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
+        self._vacant: dict[str, dict[int, Segment]] = {}  # all slots FREE, by tenant and id; tenant "": PREPARED
         self._tick = 0
 
     @property
@@ -75,9 +82,9 @@ class SegmentTable:
         size_class = self._class(tenant, slot_bytes)
         if size_class.open:
             return self._pop_free(size_class)
-        empty = self._idlest(lambda one: one.tenant == tenant and one.idle_count == 0 and one.size_bytes >= slot_bytes)
-        if empty is not None:
-            return self._reformat(empty, slot_bytes)
+        vacant = self._vacant_for(tenant, slot_bytes)
+        if vacant is not None:
+            return self._reformat(vacant, slot_bytes, tenant)
         if self._new_segment_bytes(slot_bytes):
             return SpaceNeed.SEGMENT
         victim = self._victim(size_class)
@@ -86,7 +93,7 @@ class SegmentTable:
             return self._pop_free(size_class)
         own = self._idlest(lambda one: one.tenant == tenant and one.size_bytes >= slot_bytes)
         if own is not None:
-            return self._reformat(own, slot_bytes)
+            return self._reformat(own, slot_bytes, tenant)
         return self._retire_for(tenant, slot_bytes)
 
     def occupy(self, slot: Slot, state: SlotState) -> None:
@@ -99,10 +106,12 @@ class SegmentTable:
         """Give a slot back. Only when nobody can touch its bytes any more."""
         assert slot.state is not SlotState.FREE and slot.unused
         self._leave(slot)
-        slot.state, slot.record, slot.dirty, slot.doomed = SlotState.FREE, None, False, False
+        slot.state, slot.record, slot.dirty, slot.doomed, slot.sealed = SlotState.FREE, None, False, False, False
         self.used_bytes -= slot.size_bytes
         segment = slot.segment
         segment.free.append(slot.index)
+        if segment.vacant:
+            self._vacant.setdefault(segment.tenant, {})[segment.segment_id] = segment
         self._class(segment.tenant, segment.slot_bytes).open[segment.segment_id] = segment
 
     def touch(self, slot: Slot) -> None:
@@ -125,6 +134,18 @@ class SegmentTable:
                 pages.release(slot.name)
             else:
                 pages.hold(slot.name)
+
+    def hold(self, slot: Slot) -> None:
+        """A visible page has come into use: what `settle` would do, in less time."""
+        if slot.idle:
+            slot.idle = False
+            slot.segment.idle_count -= 1
+            self._class_of(slot).pages.hold(slot.name)
+
+    def note_use(self, slot: Slot) -> None:
+        """The page has just become visible: the policy counts that as a use by itself."""
+        self._tick += 1
+        slot.segment.last_used = self._tick
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
@@ -163,35 +184,74 @@ class SegmentTable:
 
     def runs_short(self, tenant: str, slot_bytes: int) -> bool:
         """Whether it is time to make the next segment of a class, so that nobody has to wait for it."""
-        if not self._new_segment_bytes(slot_bytes) or any(
-            one.state is SegmentState.PLANNED and one.tenant == tenant for one in self._segments.values()
-        ):
+        if not self._new_segment_bytes(slot_bytes):
             return False
-        free_count = sum(len(one.free) for one in self._class(tenant, slot_bytes).open.values())
-        return 2 * free_count * slot_bytes < self._segment_bytes
+        free_count = sum(one.free_count for one in self._class(tenant, slot_bytes).open.values())
+        if 2 * free_count * slot_bytes >= self._segment_bytes or self._vacant_for(tenant, slot_bytes) is not None:
+            return False
+        return not any(one.state is SegmentState.PLANNED and one.tenant == tenant for one in self._segments.values())
 
     def plan_segment(self, tenant: str, slot_bytes: int) -> Segment | None:
         """Book the bytes of a new segment that the caller is about to make; None if the budget has no room for it."""
         size_bytes = self._new_segment_bytes(slot_bytes)
-        if not size_bytes:
-            return None
-        segment = Segment(self._next_segment_id, tenant, size_bytes, slot_bytes)
-        self._next_segment_id += 1
-        self._segments[segment.segment_id] = segment
-        self.segment_total_bytes += size_bytes
-        return segment
+        return self._planned(tenant, size_bytes, slot_bytes) if size_bytes else None
 
     def segment_made(self, segment: Segment) -> None:
         """Its file is there: its slots can be handed out."""
         segment.state = SegmentState.LIVE
         segment.format(segment.slot_bytes)
         self._class(segment.tenant, segment.slot_bytes).open[segment.segment_id] = segment
+        self._vacant.setdefault(segment.tenant, {})[segment.segment_id] = segment
+
+    def plan_prepared(self, size_bytes: int) -> Segment | None:
+        """Book the bytes of a segment that is made before anything needs it; None if the budget has no room for it.
+
+        The last one takes what is left of the budget, unless that is too little to be of use.
+        """
+        left_bytes = (self.capacity_bytes - self.segment_total_bytes) // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        if left_bytes < min(size_bytes, _LEAST_PREPARED_BYTES):
+            return None
+        return self._planned("", min(size_bytes, left_bytes), 0)
+
+    def segment_prepared(self, segment: Segment) -> None:
+        """Its memory is in place: it is for the first tenant that needs one."""
+        segment.state = SegmentState.PREPARED
+        self._vacant.setdefault("", {})[segment.segment_id] = segment
+
+    def assign(self, tenant: str, share_bytes: int, *, alone: bool) -> list[Segment]:
+        """Give prepared segments to a tenant ahead of use; returns all of its segments.
+
+        share_bytes: what the tenant is to have in all, rounded up to whole segments; 0: everything. If it is not
+        `alone`, it may have at most half of what no page was ever in, counting what it was assigned before.
+        """
+        own = [one for one in self._segments.values() if one.state is SegmentState.LIVE and one.tenant == tenant]
+        own_bytes = sum(one.size_bytes for one in own)
+        prepared = self._vacant.get("", {})
+        most_bytes = prepared_bytes = sum(one.size_bytes for one in prepared.values())
+        if not alone:
+            unused_bytes = sum(one.size_bytes for one in own if not one.slot_bytes)
+            most_bytes = (prepared_bytes + unused_bytes) // 2 - unused_bytes
+        wanted_bytes = share_bytes - own_bytes if share_bytes else prepared_bytes
+        for segment in list(prepared.values()):
+            if wanted_bytes <= 0:
+                break
+            if segment.size_bytes <= most_bytes:
+                self._adopt(segment, tenant)
+                own.append(segment)
+                most_bytes -= segment.size_bytes
+                wanted_bytes -= segment.size_bytes
+        return own
 
     def segment_gone(self, segment: Segment) -> None:
         """It could not be made, or was destroyed: its bytes come back."""
         assert segment.state is not SegmentState.LIVE
         del self._segments[segment.segment_id]
         self.segment_total_bytes -= segment.size_bytes
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of segments that belong to no tenant yet."""
+        return sum(one.size_bytes for one in self._vacant.get("", {}).values())
 
     def reapable(self) -> list[Segment]:
         """Segments out of service that no peer maps any more: destroy them, then call `segment_gone`."""
@@ -210,6 +270,27 @@ class SegmentTable:
             found = self._classes[tenant, slot_bytes] = _SizeClass(make_policy(self._policy))
         return found
 
+    def _planned(self, tenant: str, size_bytes: int, slot_bytes: int) -> Segment:
+        segment = Segment(self._next_segment_id, tenant, size_bytes, slot_bytes)
+        self._next_segment_id += 1
+        self._segments[segment.segment_id] = segment
+        self.segment_total_bytes += size_bytes
+        return segment
+
+    def _adopt(self, segment: Segment, tenant: str) -> None:
+        """A prepared segment belongs to a tenant from now on."""
+        del self._vacant[""][segment.segment_id]
+        segment.state, segment.tenant = SegmentState.LIVE, tenant
+        self._vacant.setdefault(tenant, {})[segment.segment_id] = segment
+
+    def _vacant_for(self, tenant: str, slot_bytes: int) -> Segment | None:
+        """A segment with nothing in it: of the tenant, first one that was never used; else a prepared one."""
+        own = [one for one in self._vacant.get(tenant, {}).values() if one.size_bytes >= slot_bytes]
+        if own:
+            return min(own, key=lambda one: (one.slot_bytes > 0, one.last_used))
+        prepared = self._vacant.get("", {}).values()
+        return next((one for one in prepared if one.size_bytes >= slot_bytes), None)
+
     def _new_segment_bytes(self, slot_bytes: int) -> int:
         """Size of the segment that could be made now: the usual one, what is left, or one large slot; 0 for none."""
         left_bytes = self.capacity_bytes - self.segment_total_bytes if self.growth_allowed else 0
@@ -218,8 +299,10 @@ class SegmentTable:
 
     def _pop_free(self, size_class: _SizeClass) -> Slot:
         segment = next(iter(size_class.open.values()))
-        slot = segment.slots[segment.free.pop()]
-        if not segment.free:
+        if segment.vacant:
+            del self._vacant[segment.tenant][segment.segment_id]
+        slot = segment.take_free()
+        if not segment.free_count:
             del size_class.open[segment.segment_id]
         return slot
 
@@ -274,12 +357,16 @@ class SegmentTable:
         for slot in segment.slots:
             if slot.state is not SlotState.FREE:
                 self._evict(slot)
-        self._class(segment.tenant, segment.slot_bytes).open.pop(segment.segment_id, None)
+        if segment.slot_bytes:
+            self._class(segment.tenant, segment.slot_bytes).open.pop(segment.segment_id, None)
 
-    def _reformat(self, segment: Segment, slot_bytes: int) -> Slot:
+    def _reformat(self, segment: Segment, slot_bytes: int, tenant: str) -> Slot:
+        """Cut a segment of the tenant, or a prepared one, into slots of another size."""
+        if segment.state is SegmentState.PREPARED:
+            self._adopt(segment, tenant)
         self._empty(segment)
         segment.format(slot_bytes)
-        size_class = self._class(segment.tenant, slot_bytes)
+        size_class = self._class(tenant, slot_bytes)
         size_class.open[segment.segment_id] = segment
         return self._pop_free(size_class)
 
@@ -287,13 +374,29 @@ class SegmentTable:
         """Take another tenant's idle segment out of service; a segment never changes tenant."""
         if any(one.state is SegmentState.DYING and not one.mappers for one in self._segments.values()):
             return SpaceNeed.RETIREMENT  # one is on its way out already
+        if self._retire_prepared(slot_bytes):
+            return SpaceNeed.RETIREMENT
         victim = self._idlest(lambda one: one.tenant != tenant and one.size_bytes >= slot_bytes and not one.mappers)
         if victim is None:
             return SpaceNeed.FULL
         self._empty(victim)
+        del self._vacant[victim.tenant][victim.segment_id]
         victim.state = SegmentState.DYING
         victim.slots, victim.free = [], []
         return SpaceNeed.RETIREMENT
+
+    def _retire_prepared(self, slot_bytes: int) -> bool:
+        """Take prepared segments, all smaller than such a slot, out of service if one that holds it fits then."""
+        left_bytes = self.capacity_bytes - self.segment_total_bytes
+        if not self.growth_allowed or left_bytes + self.prepared_bytes < slot_bytes:
+            return False
+        for segment in list(self._vacant.get("", {}).values()):
+            if left_bytes >= slot_bytes:
+                break
+            del self._vacant[""][segment.segment_id]
+            segment.state = SegmentState.DYING
+            left_bytes += segment.size_bytes
+        return True
 
 
 def _is_pinned(segment: Segment, now_us: int) -> bool:

@@ -29,6 +29,7 @@ class SegmentState(Enum):
     """Life of a segment."""
 
     PLANNED = "planned"  # its bytes are booked, its file is being made
+    PREPARED = "prepared"  # its memory is in place; it belongs to no tenant yet
     LIVE = "live"
     DYING = "dying"  # empty and out of service; its bytes come back when no peer maps it
 
@@ -67,6 +68,7 @@ class Slot:
     ghosts: int = 0
     pins: int = 0
     dirty: bool = False
+    sealed: bool = False  # header and sum table are in place and speak of the payload: the page verifies
     # READY, but no longer to be found by its key: dropped while in use, free after the last use.
     doomed: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
@@ -104,7 +106,11 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One piece of shared memory, cut into equal slots. It belongs to one tenant for all its life."""
+    """One piece of shared memory, cut into equal slots. Once it belongs to a tenant, it does so for all its life.
+
+    tenant is empty while it is PREPARED. slot_bytes is 0 until it is used for the first time. `slots` has those that
+    were handed out at least once, so that cutting a large segment takes no time.
+    """
 
     segment_id: int
     tenant: str
@@ -112,14 +118,24 @@ class Segment:
     slot_bytes: int
     state: SegmentState = SegmentState.PLANNED
     slots: list[Slot] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)  # indexes; the last is handed out next
+    free: list[int] = field(default_factory=list)  # indexes of `slots`; the last is handed out next
     idle_count: int = 0  # evictable slots
     last_used: int = 0  # tick of the last touch of any of its pages
     mappers: set[bytes] = field(default_factory=set)  # sessions whose peer may map it
 
     @property
     def slot_count(self) -> int:
-        return self.size_bytes // self.slot_bytes
+        return self.size_bytes // self.slot_bytes if self.slot_bytes else 0
+
+    @property
+    def free_count(self) -> int:
+        """FREE slots."""
+        return len(self.free) + self.slot_count - len(self.slots)
+
+    @property
+    def vacant(self) -> bool:
+        """Every slot is FREE."""
+        return len(self.free) == len(self.slots)
 
     @property
     def all_idle(self) -> bool:
@@ -129,6 +145,15 @@ class Segment:
     def format(self, slot_bytes: int) -> None:
         """Cut into slots anew. Only while no slot is in use; older Slot objects become meaningless."""
         self.slot_bytes = slot_bytes
-        self.slots = [Slot(self, index) for index in range(self.slot_count)]
-        self.free = list(range(self.slot_count - 1, -1, -1))
+        self.slots = []
+        self.free = []
         self.idle_count = 0
+
+    def take_free(self) -> Slot:
+        """A FREE slot, to be given a state at once; only while there is one."""
+        if self.free:
+            return self.slots[self.free.pop()]
+        assert len(self.slots) < self.slot_count
+        slot = Slot(self, len(self.slots))
+        self.slots.append(slot)
+        return slot

@@ -139,7 +139,7 @@ class StagedPages:
         """Hold a READY slot for the owner's own use."""
         assert slot.state is SlotState.READY
         slot.pins += 1
-        self.space.settle(slot)
+        self.space.hold(slot)
 
     def unpin(self, slot: Slot) -> None:
         """End one of the owner's uses. The slot may be FREE afterwards."""
@@ -224,19 +224,18 @@ class StagedPages:
 
     def _use(self, slot: Slot) -> None:
         slot.uses += 1
-        self._touch(slot)
-        self.on_used(slot)
-
-    def _touch(self, slot: Slot) -> None:
         self._tick += 1
         slot.used_at = self._tick
         self.space.touch(slot)
+        self.on_used(slot)
 
     def _publish(self, slot: Slot) -> None:
         slot.state = SlotState.READY
         self._ready[slot.page.key] = slot
         self.space.settle(slot)
-        self._touch(slot)
+        self.space.note_use(slot)
+        self._tick += 1
+        slot.used_at = self._tick
         self._tell(slot.page, True)
 
     def _evicted(self, slot: Slot) -> None:
@@ -251,11 +250,13 @@ class StagedPages:
             self._on_staging(record, present)
 
     def _free_or_settle(self, slot: Slot) -> None:
-        if slot.unused and slot.fleeting and slot.evictable:
+        if slot.readers or slot.pins:
+            return  # settled when it came into use
+        if slot.fleeting and slot.evictable:
             del self._ready[slot.page.key]
             self._tell(slot.page, False)
             self._free(slot)
-        elif slot.doomed and slot.unused:
+        elif slot.doomed and not slot.ghosts:
             self._free(slot)
         else:
             self.space.settle(slot)

@@ -17,6 +17,7 @@ from kvpool.wire.convert import (
     page_metadata_from_proto,
 )
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.convert_spans import MAX_SOURCES, remote_source_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_acquire import Acquired
@@ -24,10 +25,8 @@ from kvpool_pagestore.engine_evict import MAX_EVICT_CHUNKS, WantedGone
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem, WantedPage
 from kvpool_pagestore.engine_sessions import SessionRequest
-from kvpool_pagestore.ports import RemoteSource
 
 _MAX_PEER_NAME_CHARS = 128
-_MAX_SOURCES = 16
 _MAX_WAIT_MS = 600_000
 DEFAULT_WAIT_MS = 30_000
 
@@ -73,7 +72,7 @@ def wanted_pages_from_proto(message: pb.AcquireRequest, most: int) -> list[Wante
     return convert_items(message.items, _wanted_page, most=most)
 
 
-def wait_s_from_proto(message: pb.AcquireRequest) -> float:
+def wait_s_from_proto(message: pb.AcquireRequest | pb.AcquireSpanRequest) -> float:
     return (check_count(message.wait_ms, "wait_ms", most=_MAX_WAIT_MS) or DEFAULT_WAIT_MS) / 1e3
 
 
@@ -109,17 +108,7 @@ def _wanted_page(message: pb.AcquireItem) -> WantedPage:
     return WantedPage(
         key=page_key_from_proto(message.key),
         metadata=page_metadata_from_proto(message.metadata),
-        sources=tuple(convert_items(message.sources, _source, "source", most=_MAX_SOURCES)),
-    )
-
-
-def _source(message: pb.RemoteSource) -> RemoteSource:
-    if not message.bulk_endpoint:
-        raise InvalidRequest("bulk_endpoint must not be empty")
-    return RemoteSource(
-        node_id=check_id(message.node_id, "node_id"),
-        incarnation=message.incarnation,
-        bulk_endpoint=message.bulk_endpoint,
+        sources=tuple(convert_items(message.sources, remote_source_from_proto, "source", most=MAX_SOURCES)),
     )
 
 

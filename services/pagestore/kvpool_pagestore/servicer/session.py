@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, Stopped
+from kvpool.core.spans import SpanAnswer
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import common_pb2
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_to_proto
 from kvpool.wire.convert_keyspace import session_keyspace_from_proto
+from kvpool.wire.convert_spans import page_span_from_proto, span_answer_to_proto
 from kvpool.wire.versions import own_version_to_proto
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.servicer import messages
-from kvpool_pagestore.servicer.spans import AcquireSpan, note_committed, note_reserved, request_span
+from kvpool_pagestore.servicer.spans import AcquireSpan, note_committed, note_reserved, note_span_reserved, request_span
 from kvpool_server.logs import note_request
 
 _log = logging.getLogger(__name__)
@@ -125,10 +128,14 @@ class SessionStream:
         number = request.request_id
         if kind == "reserve":
             await self._reserve(request)
+        elif kind == "reserve_span":
+            await self._reserve_span(request)
         elif kind == "commit":
             self._start_commit(request)
         elif kind == "acquire":
             self._start_acquire(request)
+        elif kind == "acquire_span":
+            self._start_acquire_span(request)
         elif kind == "release":
             self._engine.pages.release(self._peer, request.release.lease_ids, request.release.corrupt_lease_ids)
             await self._answer(number, release=pb.ReleaseResponse())
@@ -149,6 +156,14 @@ class SessionStream:
             answers = await self._engine.pages.reserve(self._peer, items)
             note_reserved(span, answers)
         await self._answer(request.request_id, reserve=messages.reserve_results_to_proto(answers))
+
+    async def _reserve_span(self, request: pb.SessionRequest) -> None:
+        pages = page_span_from_proto(request.reserve_span.span, self._limits.max_leases)
+        with request_span(self._tracer, request, pages.page_count) as span:
+            answer = await self._engine.spans.reserve(self._peer, pages)
+            note_span_reserved(span, answer)
+        message = span_answer_to_proto(answer, final=True)
+        await self._outbox.put(pb.SessionResponse(request_id=request.request_id, span_answer=message))
 
     def _start_commit(self, request: pb.SessionRequest) -> None:
         self._take_turn()
@@ -176,21 +191,49 @@ class SessionStream:
         told = AcquireSpan(request_span(self._tracer, request, len(wanted)))
 
         def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
-            self._in_flight -= final
             told.settled(acquired, final)
-            if final:
-                self._acquires.discard(told)
             part = messages.acquired_to_proto(acquired, final)
-            try:
-                self._outbox.put_nowait(pb.SessionResponse(request_id=number, acquire=part))
-            except asyncio.QueueFull:
-                self._engine.sessions.end(self._peer, "its peer does not read")
+            self._answer_part(told, pb.SessionResponse(request_id=number, acquire=part), final)
 
+        with self._acquiring(told):
+            self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
+
+    def _start_acquire_span(self, request: pb.SessionRequest) -> None:
+        number = request.request_id
+        pages = page_span_from_proto(request.acquire_span.span, self._limits.max_leases)
+        wait_s = messages.wait_s_from_proto(request.acquire_span)
+        keyspace = self._peer.keyspace(pages.keyspace)
+        self._take_turn()
+        told = AcquireSpan(request_span(self._tracer, request, pages.page_count))
+
+        def page_bytes(page: int) -> int:
+            return keyspace.page_bytes(int(pages.shards[page])) if keyspace is not None else 0
+
+        def on_answer(answer: SpanAnswer, final: bool) -> None:
+            told.answered(answer, final, page_bytes)
+            part = span_answer_to_proto(answer, final=final)
+            self._answer_part(told, pb.SessionResponse(request_id=number, span_answer=part), final)
+
+        with self._acquiring(told):
+            self._engine.spans.acquire(self._peer, pages, wait_s=wait_s, on_answer=on_answer)
+
+    def _answer_part(self, told: AcquireSpan, part: pb.SessionResponse, final: bool) -> None:
+        self._in_flight -= final
+        if final:
+            self._acquires.discard(told)
+        try:
+            self._outbox.put_nowait(part)
+        except asyncio.QueueFull:
+            self._engine.sessions.end(self._peer, "its peer does not read")
+
+    @contextmanager
+    def _acquiring(self, told: AcquireSpan) -> Iterator[None]:
+        """Begin an acquire whose turn was taken; if it is refused, nothing was begun."""
         self._acquires.add(told)
         try:
             with told.span.current():
-                self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
-        except KvPoolError as error:  # nothing was begun
+                yield
+        except KvPoolError as error:
             self._in_flight -= 1
             self._acquires.discard(told)
             told.failed(error)

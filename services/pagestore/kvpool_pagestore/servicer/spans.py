@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 
 from kvpool.core.errors import KvPoolError
+from kvpool.core.spans import SpanAnswer
 from kvpool.core.tracing import BYTES, NO_SPAN, PAGES, REQUEST_ID, SERVED_PAGES, Span, Tracer, rpc_attributes
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_acquire import Acquired
+from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveAnswer
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)
 
+_SOURCES = {
+    pb.SOURCE_STAGING: Source.STAGING.value,
+    pb.SOURCE_DISK: Source.DISK.value,
+    pb.SOURCE_REMOTE: Source.REMOTE.value,
+}
 _RPC = rpc_attributes("PageStoreService", "Session")
 
 
@@ -34,6 +41,16 @@ def note_reserved(span: Span, answers: Sequence[ReserveAnswer]) -> None:
         span.set({SERVED_PAGES: granted})
         _note_errors(span, answers)
         _log.debug("reserve ended", extra=fields(pages=len(answers), served_pages=granted))
+
+
+def note_span_reserved(span: Span, answer: SpanAnswer) -> None:
+    """The same for a span of pages."""
+    if span.recording:
+        failed_count = len(answer.failed)
+        page_count = answer.granted.count + answer.exists.size + answer.pending.size + failed_count
+        span.set({SERVED_PAGES: answer.granted.count})
+        _note_errors(span, [error for _, error in answer.failed])
+        _log.debug("reserve ended", extra=fields(pages=page_count, served_pages=answer.granted.count))
 
 
 def note_committed(span: Span, errors: Sequence[KvPoolError | None]) -> None:
@@ -64,14 +81,30 @@ class AcquireSpan:
         if not self.span.recording:
             return
         for one in acquired:
-            source = one.source.value if one.source is not None else "miss"
-            self._pages[source] = self._pages.get(source, 0) + 1
+            self._count(one.source.value if one.source is not None else "miss")
             if one.grant is not None:
                 self._size_bytes += one.grant.slot.page.page_bytes
             if one.error is not None:
                 self.span.fail(one.error)
         if final:
             self._end()
+
+    def answered(self, answer: SpanAnswer, final: bool, page_bytes: Callable[[int], int]) -> None:
+        """The same for pages of a span. page_bytes: of a page, by its number."""
+        if not self.span.recording:
+            return
+        for page, source in zip(answer.granted.pages.tolist(), answer.granted.sources.tolist(), strict=True):
+            self._count(_SOURCES[source])
+            self._size_bytes += page_bytes(page)
+        for _, error in answer.failed:
+            self._count("miss")
+            if error is not None:
+                self.span.fail(error)
+        if final:
+            self._end()
+
+    def _count(self, source: str) -> None:
+        self._pages[source] = self._pages.get(source, 0) + 1
 
     def _end(self) -> None:
         hit_count = sum(count for source, count in self._pages.items() if source != "miss")

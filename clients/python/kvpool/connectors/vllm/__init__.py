@@ -18,12 +18,18 @@ __all__ = ["KvPoolConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KvPoolConnector":
-        try:
-            from kvpool.connectors.vllm.connector import KvPoolConnector
-        except ImportError as error:
-            from kvpool.connectors.vllm.compatibility import not_served
+    if name != "KvPoolConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvpool.connectors.vllm import compatibility
 
-            raise ImportError(not_served(str(error))) from error
-        return KvPoolConnector
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from kvpool.connectors.vllm.connector import KvPoolConnector
+
+        why = compatibility.unfit(KvPoolConnector)
+    except ImportError as error:
+        why = compatibility.not_served(str(error))
+    if why:
+        from kvpool.connectors.vllm.switched_off import switched_off_connector
+
+        return switched_off_connector(why)
+    return KvPoolConnector

@@ -1,9 +1,13 @@
-"""Whether the installed vLLM has what the connector reads and is asked; its interface changes between releases."""
+"""Whether the connector can serve the installed vLLM, and the engine as it was started.
+
+vLLM's interface changes between releases. What cannot be served switches the connector off: nothing here raises.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 TESTED = "0.32.0"
@@ -17,6 +21,7 @@ _CONNECTOR = (
     *("on_new_request", "update_connector_output", "take_events", "reset_cache", "requires_kv_delivery"),
     *("handle_preemptions", "get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
 )
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _CONFIG = ("kv_transfer_config", "kv_events_config", "max_concurrent_batches")
 
 
@@ -28,6 +33,52 @@ def not_served(cause: str) -> str:
         f"kvpool.connectors.vllm does not fit vLLM {getattr(vllm, '__version__', '?')}: {cause}. "
         f"It is tested with {TESTED}: install that, or a kvpool made for your vLLM"
     )
+
+
+def unfit(connector: type) -> str:
+    """Why the installed vLLM cannot have this connector; empty if it can. raises: ImportError for moved modules."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    lacking = missing(VllmConfig, SchedulerOutput, Request, KVConnectorBase_V1)
+    if lacking:
+        return not_served(f"there is no {', '.join(lacking)}")
+    unknown = sorted(getattr(connector, "__abstractmethods__", ()))
+    return not_served(f"it asks for {', '.join(unknown)}") if unknown else ""
+
+
+def switched_off(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+    """Why this engine runs without kvpool and what to set so that it does not; empty if it can be served.
+
+    The same in all processes of an engine. What is known of its KV cache only is refused where the cache is read.
+    """
+    model = getattr(vllm_config, "model_config", None)
+    if getattr(model, "enable_sleep_mode", False):
+        return (
+            "sleep mode takes the memory of the KV cache away and maps other memory in its place, which an agent "
+            "cannot follow; start without --enable-sleep-mode"
+        )
+    if getattr(model, "enable_cumem_allocator", False):
+        return "memory of vLLM's cumem allocator cannot be exported by CUDA IPC; start without --enable-cumem-allocator"
+    if str(getattr(getattr(vllm_config, "device_config", None), "device_type", "")) != "cuda":
+        return ""
+    for variable in _ALLOCATOR_VARIABLES:
+        options = _allocator_options(environment.get(variable, ""))
+        if options.get("expandable_segments", "false") == "true":
+            return (
+                f"memory of expandable segments cannot be exported by CUDA IPC; take expandable_segments:True out of "
+                f"{variable}"
+            )
+        if options.get("backend", "native") == "cudamallocasync":
+            return f"cudaMallocAsync's memory cannot be exported by CUDA IPC; take backend out of {variable}"
+    return ""
+
+
+def _allocator_options(text: str) -> dict[str, str]:
+    pairs = (option.partition(":") for option in text.split(",") if ":" in option)
+    return {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
 
 
 def missing(config: type, step: type, request: type, connector: type) -> list[str]:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvpool.connectors.vllm import wiring
+from kvpool.connectors.vllm import compatibility, wiring
 from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
 from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.seldom import Seldom
@@ -48,19 +48,25 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
     return guard
 
 
-class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's."""
+class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there then
+    """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's.
+
+    SupportsHMA: a model with several KV cache groups is not shared, but without it vLLM would give up the cache manager
+    that such models need.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        """raises: InvalidRequest for an extra config, or a vLLM, that must be another one; nothing else stops it."""
-        wiring.check_version()
+        """raises: InvalidRequest for an extra config that must be another one; nothing else stops it."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = wiring.settings_of(vllm_config)
+        self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
         self._layer_numbers: dict[str, int] = {}  # among this rank's layers
-        if role is KVConnectorRole.SCHEDULER:
+        if role is KVConnectorRole.SCHEDULER and self._off:
+            _log.error("kvpool: switched off, the engine runs without it: %s", self._off)
+        elif role is KVConnectorRole.SCHEDULER:
             # With vLLM's own default a request fails when a load does; vLLM reads it after this.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._start_scheduler()
@@ -79,6 +85,8 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See the base class."""
+        if self._off:
+            return
         self._register(kv_caches)
         if self._worker is None:  # the scheduler's side may be there all the same: what it orders has to end
             self._worker = wiring.idle_worker(self._settings, self._vllm_config)
@@ -186,6 +194,13 @@ class KvPoolConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not 
         if self._scheduler is None:
             return False, None
         return self._scheduler.finished(request, block_ids, request.status.name), None
+
+    @_guarded(otherwise=(False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class. There is a scheduler's side only where there is one group."""
+        return self.request_finished(request, block_ids[0])
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:

@@ -24,7 +24,16 @@ _NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 # Of a config: where it came from, not what it computes.
 _PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
-_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16, "float32": Dtype.FP32}
+_WRITTEN_BY_MODELS = ("max_model_len", "attn_temperature_tuning")  # into their config, in the workers only
+_FP8_NAMES = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_DTYPES = {
+    "bfloat16": Dtype.BF16,
+    "float16": Dtype.FP16,
+    "float32": Dtype.FP32,
+    "fp8_e4m3": Dtype.FP8_E4M3,
+    "fp8_e5m2": Dtype.FP8_E5M2,
+}
+_FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +67,7 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
     if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise GeometryUnsupported("context parallelism spreads a block's tokens over ranks; it is not served")
     _check_rows(spec)
-    dtype = str(spec.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise GeometryUnsupported(f"the engine's KV cache is of {dtype}; bfloat16, float16 and float32 are served")
+    dtype = _element_type(spec, vllm_config.cache_config)
     device = torch.device(vllm_config.device_config.device_type).type
     if device not in ("cpu", "cuda"):
         raise GeometryUnsupported(f"the engine runs on {device}; CPUs and NVIDIA GPUs are served")
@@ -81,6 +88,27 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         opaque=on_cpu,
         dtype=dtype,
         isa=isa,
+    )
+
+
+def _element_type(spec: Any, cache: Any) -> str:
+    """A name of _DTYPES. raises: GeometryUnsupported.
+
+    Elements in fp8 have one scale a tensor, of the checkpoint or 1.0, so the same bytes mean the same to all engines of
+    a keyspace. Other quantized caches have scales that each engine computes.
+    """
+    name, quantized = str(spec.dtype).removeprefix("torch."), int(getattr(spec, "kv_quant_mode", 0))
+    asked = str(getattr(spec, "cache_dtype_str", None) or cache.cache_dtype)
+    if getattr(cache, "calculate_kv_scales", False):
+        raise GeometryUnsupported(
+            "calculate_kv_scales has each engine find scales of its own for its KV cache; start without it"
+        )
+    if not quantized and name in _DTYPES:
+        return name
+    if quantized == _FP8_PER_TENSOR and asked in _FP8_NAMES:
+        return _FP8_NAMES[asked]
+    raise GeometryUnsupported(
+        f"the engine's KV cache is of {asked if quantized else name}; {', '.join(_DTYPES)} are served"
     )
 
 
@@ -131,7 +159,7 @@ def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> K
         chunk_tokens=settings.chunk_tokens,
         payload=PayloadKind.OPAQUE if opaque is not None else PayloadKind.CANONICAL,
         opaque=opaque,
-        salt=_salt(settings, vllm_config),
+        salt=_salt(settings, vllm_config, facts),
     )
 
 
@@ -149,17 +177,48 @@ def model_revision(model: Any) -> str:
     return digest.hex()[:32]
 
 
-def _salt(settings: VllmSettings, vllm_config: Any) -> bytes:
+def _salt(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> bytes:
     """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
     whether they are real ones."""
     model = vllm_config.model_config
-    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in _PROVENANCE}
+    left_out = (*_PROVENANCE, *_WRITTEN_BY_MODELS)
+    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in left_out}
     overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
-    quantization = [model.quantization, str(vllm_config.cache_config.cache_dtype)]
-    parts = [settings.salt, config, overrides, str(model.dtype), quantization]
+    quantization = [model.quantization, "the checkpoint's scales" if facts.dtype.startswith("fp8") else ""]
+    parts = [settings.salt, config, overrides, str(model.dtype), quantization, *_length_parts(model)]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _length_parts(model: Any) -> list[str]:
+    """What the rotary embeddings take from `max_model_len`, normalized; nothing for most kinds of them."""
+    ropes = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if "rope_type" not in ropes and "rope_theta" not in ropes:
+        ropes = [rope for rope in ropes.values() if isinstance(rope, dict)]  # one for each kind of layer
+    else:
+        ropes = [ropes]
+    return [part for rope in ropes for part in _length_part(model, rope)]
+
+
+def _length_part(model: Any, rope: dict[str, Any]) -> list[str]:
+    kind, limit = rope.get("rope_type"), None
+    if kind == "longrope":  # short or long factors for all tokens, by the engine's limit
+        limit = rope.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", None
+        )
+    elif not (
+        # Some architectures make their tables for max_model_len positions; these kinds choose frequencies by that.
+        (kind == "dynamic" and "alpha" not in rope and "max_trained_positions" in rope)
+        or (rope.get("use_fope") and rope.get("num_inv_freq") is None)
+    ):
+        return []
+    if getattr(model, "original_max_model_len", None) == -1:
+        # The model was built before vLLM fitted the length to the memory. What it was then follows from the config.
+        return ["length fitted"]
+    if limit is not None:
+        return ["long" if model.max_model_len > limit else "short"]
+    return [f"length {model.max_model_len}"]
 
 
 def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
-from kvpool.connectors.vllm.compatibility import missing, not_served
 from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
-from kvpool.core.errors import InvalidRequest
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 
@@ -23,18 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
-
-
-def check_version() -> None:
-    """raises: InvalidRequest if the installed vLLM cannot be served: better now than by a request that waits."""
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
-    lacking = missing(VllmConfig, SchedulerOutput, Request, KVConnectorBase_V1)
-    if lacking:
-        raise InvalidRequest(not_served(f"there is no {', '.join(lacking)}"))
 
 
 def settings_of(vllm_config: Any) -> VllmSettings:

@@ -5,7 +5,7 @@
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
 -- KEYS[3]  groups of the range that have a chunk, a set in the same slot: keyspace id and head of each
 -- ARGV[1]  field of the chunk
--- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 bitmap of the grid (0: not known),
+-- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
 -- ARGV[3]  milliseconds for which an emptied group remembers its version and fences
 -- Returns  {status, version, value}; status 1 changed, 0 as it was, -1 refused: a later stream of the node was here
@@ -48,7 +48,8 @@ if fence > 0 then
 end
 
 local before, after, mine_before, count, found = "", "", "", 0, false
-local low, high = {0, 0, 0}, {0, 0, 0}
+local grid_known = grid_low ~= 0 or grid_high ~= 0
+local low, high, kept = {0, 0, 0}, {0, 0, 0}, {}
 local i = 1
 while i <= #value do
   local start, other, flags = i, unpack("<I4B", value, i)
@@ -61,10 +62,12 @@ while i <= #value do
           low[t + 1], high[t + 1] = unpack("<I4I4", value, i)
         end
         i = i + 8
-      elseif mine and (grid_low ~= 0 or grid_high ~= 0) then
+      elseif mine and grid_known then
         low[t + 1], high[t + 1] = grid_low, grid_high
       elseif mine then
-        low[t + 1], high[t + 1] = 4294967295, 4294967295
+        -- Which shards these are is not known: they stay as they are, or are forgotten with a change of this tier.
+        local a = 5 + 4 * t
+        kept[t + 1] = op[a] == 0 and op[a + 1] == 0 and op[a + 2] == 0 and op[a + 3] == 0
       end
     end
   end
@@ -84,10 +87,11 @@ if found or count < MAX_ENTRIES then
     local a = 5 + 4 * t
     local l = band(bor(low[t + 1], op[a]), bnot(op[a + 2]))
     local h = band(bor(high[t + 1], op[a + 1]), bnot(op[a + 3]))
-    if l ~= 0 or h ~= 0 then
+    if kept[t + 1] then
       flags = bor(flags, lshift(1, t))
-      local is_grid = l == tobit(grid_low) and h == tobit(grid_high)
-      if not is_grid and not (l == -1 and h == -1) then
+    elseif l ~= 0 or h ~= 0 then
+      flags = bor(flags, lshift(1, t))
+      if l ~= tobit(grid_low) or h ~= tobit(grid_high) then
         flags = bor(flags, lshift(16, t))
         bitmaps = bitmaps .. pack("<I4I4", l, h)
       end

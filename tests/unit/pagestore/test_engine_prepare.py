@@ -1,0 +1,194 @@
+"""Memory of the arena is in place before it is needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
+from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
+from kvpool.testing import eventually
+from kvpool_pagestore.core.ledger import Grant
+from kvpool_pagestore.core.slots import SegmentState
+from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.pagestore import (
+    PAGE_BYTES,
+    SLOT_BYTES,
+    SPEC,
+    TENANT,
+    Running,
+    metadata,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+
+SEGMENT_BYTES = 8 * SLOT_BYTES
+ARENA_BYTES = 64 * SLOT_BYTES
+
+
+async def prepared(running: Running) -> None:
+    running.engine.preparation.start()
+    await eventually(lambda: not running.engine.preparation.goes_on)
+
+
+async def other_tenant(running: Running) -> PeerSession:
+    keyspaces: Sequence[tuple[bytes, KeyspaceSpec]] = ((keyspace_id(encode_keyspace("other", SPEC)), SPEC),)
+    return await open_session(running, tenant="other", keyspaces=keyspaces, wants_arena=True)
+
+
+async def test_the_whole_budget_is_prepared_and_used_without_another_segment(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await prepared(running)
+            gauges = running.engine.gauges()
+            assert gauges.arena_prepared_bytes == gauges.arena_segment_bytes == ARENA_BYTES
+            assert gauges.arena_prepare_seconds > 0 and gauges.arena_used_bytes == 0
+            assert "the arena is prepared" in caplog.text
+            made = {one.segment_id for one in running.engine._ledger.space.segments}
+            peer = await open_session(running)
+            assert await store(running, peer, range(32)) == [None] * 32
+            assert (await acquire_one(running, peer, wanted(3))).grant is not None
+            assert {one.segment_id for one in running.engine._ledger.space.segments} == made
+
+
+async def test_a_segment_that_cannot_be_made_is_said_once_and_the_rest_is_made_on_demand(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            make = running.arena.prepare_segment
+
+            def fail(segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+                if running.engine.preparation.prepared_bytes:
+                    raise ArenaFull("no room")
+                return make(segment_id, size_bytes, is_wanted)
+
+            running.arena.prepare_segment = fail  # type: ignore[method-assign]
+            await prepared(running)
+            assert caplog.text.count("no room") == 1
+            gauges = running.engine.gauges()
+            assert 0 < gauges.arena_prepared_bytes == gauges.arena_segment_bytes < ARENA_BYTES
+            peer = await open_session(running)
+            assert await store(running, peer, range(32)) == [None] * 32
+
+
+async def test_stopping_gives_up_what_is_being_made() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            make, begun = running.arena.prepare_segment, threading.Event()
+
+            def slowly(segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+                begun.set()
+                while is_wanted():
+                    pass
+                return make(segment_id, size_bytes, is_wanted)
+
+            running.arena.prepare_segment = slowly  # type: ignore[method-assign]
+            running.engine.preparation.start()
+            await eventually(begun.is_set)
+            await running.engine.preparation.stop()
+            assert not running.engine.preparation.goes_on
+            await eventually(lambda: running.engine.gauges().arena_segment_bytes == 0)
+            assert not list(running.arena._directory.glob("segment-*"))
+
+
+async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_once_they_are_gone() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                peer = await open_session(running, wants_arena=True)
+                await store(running, peer, [1])
+                session_id, session_fd = peer.session.session_id, peer.session_fd
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            running.engine.preparation.start()
+            await eventually(lambda: not running.engine.preparation.goes_on)
+            gauges = running.engine.gauges()
+            assert (gauges.arena_quarantined_bytes, gauges.arena_segment_bytes) == (SEGMENT_BYTES, ARENA_BYTES)
+            assert gauges.arena_prepared_bytes == ARENA_BYTES - SEGMENT_BYTES
+            await open_session(running, previous_session_id=session_id, previous_drained=True)
+            await eventually(lambda: running.engine.preparation.prepared_bytes == ARENA_BYTES)
+            assert running.engine.gauges().arena_segment_bytes == ARENA_BYTES and session_fd >= 0
+
+
+async def test_a_lone_tenant_gets_all_there_is_and_maps_it_ahead() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running, wants_arena=True)
+            assert running.engine.prepare(peer, 0) == ([], False), "nothing is being prepared"
+            await prepared(running)
+            assert len(running.engine.prepare(peer, 2 * SEGMENT_BYTES)[0]) == 2
+            segment_ids, more = running.engine.prepare(peer, 0)
+            assert len(segment_ids) == 8 and not more
+            running.engine.sessions.descriptor(peer.token, 0)  # the session file comes first
+            for segment_id in segment_ids:
+                assert running.engine.sessions.descriptor(peer.token, segment_id).size_bytes == SEGMENT_BYTES
+            assert await store(running, peer, range(32)) == [None] * 32
+            assert {one.state for one in running.engine._ledger.space.segments} == {SegmentState.LIVE}
+
+
+async def test_a_tenant_beside_another_gets_half_of_what_is_free() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await prepared(running)
+            peer, other = await open_session(running, wants_arena=True), await other_tenant(running)
+            assert len(running.engine.prepare(peer, 0)[0]) == 4
+            assert len(running.engine.prepare(peer, 0)[0]) == 4
+            assert len(running.engine.prepare(other, SEGMENT_BYTES)[0]) == 1
+
+
+async def test_more_comes_while_the_arena_is_being_prepared() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running, wants_arena=True)
+            make, go_on = running.arena.prepare_segment, threading.Event()
+
+            def in_time(segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+                if running.engine.preparation.prepared_bytes >= 4 * SEGMENT_BYTES:
+                    go_on.wait()
+                return make(segment_id, size_bytes, is_wanted)
+
+            running.arena.prepare_segment = in_time  # type: ignore[method-assign]
+            running.engine.preparation.start()
+            assert running.engine.prepare(peer, 0) == ([], True)
+            await eventually(lambda: running.engine.preparation.prepared_bytes >= 4 * SEGMENT_BYTES)
+            segment_ids, more = running.engine.prepare(peer, 4 * SEGMENT_BYTES)
+            assert len(segment_ids) == 4 and not more, "the share is there"
+            assert running.engine.prepare(peer, 0)[1]
+            go_on.set()
+            await eventually(lambda: not running.engine.prepare(peer, 0)[1])
+            assert len(running.engine.prepare(peer, 0)[0]) == 8
+
+
+async def test_only_a_live_session_that_maps_may_ask() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            plain = await open_session(running)
+            with pytest.raises(InvalidRequest, match="wants_arena"):
+                running.engine.prepare(plain, 0)
+            peer = await open_session(running, wants_arena=True)
+            with pytest.raises(InvalidRequest, match=">= 0"):
+                running.engine.prepare(peer, -1)
+            running.engine.sessions.close(peer)
+            with pytest.raises(SessionUnknown):
+                running.engine.prepare(peer, 0)
+
+
+async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_first_does_not_map() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await prepared(running)
+            peer = await open_session(running, wants_arena=True)
+            assert peer.session.tenant == TENANT and len(running.engine.prepare(peer, 0)[0]) == 8
+            other = await other_tenant(running)
+            (keyspace,) = other.keyspaces
+            item = ReserveItem(key=page_key(1, keyspace=keyspace), page_bytes=PAGE_BYTES, metadata=metadata(1))
+            (answer,) = await running.engine.pages.reserve(other, [item])
+            assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
