@@ -166,8 +166,8 @@ class Probe:
         """The page that is acquired over and over."""
         (result,) = await self._session.reserve([ReserveItem(self._kept, PAGE_BYTES, METADATA)])
         assert result.slot is not None, result
-        seal(self._session.slot_view(result.slot), self._kept, SPEC.codec, PAYLOAD_BYTES)
-        assert await self._session.commit([result.slot.lease_id]) == [None]
+        seal(self._session.slot_view(*result.slot.place), self._kept, SPEC.codec, PAYLOAD_BYTES)
+        assert await self._session.commit([result.slot.lease_id]) == []
 
     async def reserve(self) -> None:
         item = ReserveItem(PageKey(self._keyspace, self._draw(16), 0), PAGE_BYTES, METADATA)

@@ -108,13 +108,13 @@ class Soak:
         leases = []
         for page, result in zip(numbers, results, strict=True):
             if result.slot is not None:
-                with session.slot_view(result.slot) as view:
+                with session.slot_view(*result.slot.place) as view:
                     fill_page(view, page_key(page))
                 leases.append(result.slot.lease_id)
                 await asyncio.sleep(0)
-        for error in await session.commit(leases):
-            self.counts["stored_pages"] += error is None
-            self.counts["wrong_bytes"] += isinstance(error, PageCorrupt)
+        failed = await session.commit(leases)
+        self.counts["stored_pages"] += len(leases) - len(failed)
+        self.counts["wrong_bytes"] += sum(isinstance(error, PageCorrupt) for _, error in failed)
 
     async def _load(self, session: PageStoreSession, first: int, sources: tuple[RemoteSource, ...]) -> None:
         items = [AcquireItem(page_key(one), sources, metadata(one)) for one in range(first, first + BATCH)]
@@ -123,7 +123,7 @@ class Soak:
                 if answer.slot is None:
                     self.counts["misses"] += 1
                     continue
-                with session.slot_view(answer.slot) as view:
+                with session.slot_view(*answer.slot.place) as view:
                     right = view == sealed_page(page_key(first + answer.item_index))
                 self.counts["hits"] += 1
                 self.counts["wrong_bytes"] += not right

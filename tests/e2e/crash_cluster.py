@@ -155,7 +155,7 @@ async def store_pages(session: PageStoreSession, numbers: Sequence[int]) -> None
             if result.slot is not None:
                 _fill(session, result.slot, number)
                 leases.append(result.slot.lease_id)
-        assert await session.commit(leases) == [None] * len(leases)
+        assert await session.commit(leases) == []
 
 
 async def hits(session: PageStoreSession, numbers: Sequence[int], *sources: RemoteSource) -> set[int]:
@@ -168,7 +168,7 @@ async def hits(session: PageStoreSession, numbers: Sequence[int], *sources: Remo
             async for answer in answers:
                 if answer.slot is not None:
                     number = window[answer.item_index]
-                    with session.slot_view(answer.slot) as view:
+                    with session.slot_view(*answer.slot.place) as view:
                         assert bytes(view) == sealed_page(page_key(number)), f"page {number} has wrong bytes"
                     found.add(number)
                     await session.release([answer.slot.lease_id])
@@ -176,7 +176,7 @@ async def hits(session: PageStoreSession, numbers: Sequence[int], *sources: Remo
 
 
 def _fill(session: PageStoreSession, slot: Slot, number: int) -> None:
-    with session.slot_view(slot) as view:
+    with session.slot_view(*slot.place) as view:
         fill_page(view, page_key(number))
 
 

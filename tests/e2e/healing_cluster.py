@@ -121,10 +121,10 @@ async def store_chunks(session: PageStoreSession, chain: MadeChain, indexes: Seq
         leases = []
         for item, result in zip(items, results, strict=True):
             assert result.slot is not None, result
-            with session.slot_view(result.slot) as view:
+            with session.slot_view(*result.slot.place) as view:
                 fill_page(view, item.key)
             leases.append(result.slot.lease_id)
-        assert await session.commit(leases) == [None] * len(leases)
+        assert await session.commit(leases) == []
 
 
 async def matched(client: IndexClient, chain: MadeChain) -> int:

@@ -196,7 +196,7 @@ def flip(one: HiCacheCalls, endpoint: str, name: str) -> None:
         async with session.acquire([AcquireItem(space.page_key(place, 0))], wait_s=60) as answers:
             async for answer in answers:
                 assert answer.slot is not None
-                with session.slot_view(answer.slot) as view:
+                with session.slot_view(*answer.slot.place) as view:
                     view[1000] ^= 1
                 await session.release([answer.slot.lease_id])
         assert await session.close()

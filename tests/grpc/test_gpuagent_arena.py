@@ -150,7 +150,7 @@ async def damage(peer: Any, key: PageKey) -> None:
     """Flip a bit of a page in staging, as a stray write of some process would."""
     async with peer.acquire([AcquireItem(key)], wait_s=60) as answers:
         async for answer in answers:
-            with peer.slot_view(answer.slot) as view:
+            with peer.slot_view(*answer.slot.place) as view:
                 view[200] ^= 1
             await peer.release([answer.slot.lease_id])
 

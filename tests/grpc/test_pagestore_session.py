@@ -41,9 +41,10 @@ async def write(session: PageStoreSession, numbers: list[int]) -> list[KvPoolErr
     slots = [result.slot for result in results if result.slot is not None]
     assert len(slots) == len(numbers), results
     for number, slot in zip(numbers, slots, strict=True):
-        with session.slot_view(slot) as view:
+        with session.slot_view(*slot.place) as view:
             fill_page(view, page_key(number))
-    return await session.commit([slot.lease_id for slot in slots])
+    errors = dict(await session.commit([slot.lease_id for slot in slots]))
+    return [errors.get(index) for index in range(len(slots))]
 
 
 async def read(session: PageStoreSession, numbers: list[int], wait_s: float = 5.0) -> list[AcquireResult]:
@@ -64,7 +65,7 @@ async def test_a_page_written_by_one_session_is_read_by_another() -> None:
             assert [one.source for one in results] == [PageSource.STAGING] * 3 + [None]
             for number, one in zip((1, 2, 3), results, strict=False):
                 assert one.slot is not None
-                with reader.slot_view(one.slot) as view:
+                with reader.slot_view(*one.slot.place) as view:
                     assert verify(view, page_key(number), SPEC.codec) is None
             await reader.release([one.slot.lease_id for one in results if one.slot is not None])
             assert await writer.close() and await reader.close()
@@ -93,10 +94,10 @@ async def test_sums_are_checked_at_commit() -> None:
             session = await store.open()
             (result,) = await session.reserve([item(1)])
             assert result.slot is not None
-            with session.slot_view(result.slot) as view:
+            with session.slot_view(*result.slot.place) as view:
                 fill_page(view, page_key(1))
                 view[50_000] ^= 0xFF
-            (error,) = await session.commit([result.slot.lease_id])
+            ((_, error),) = await session.commit([result.slot.lease_id])
             assert isinstance(error, PageCorrupt)
             (missed,) = await read(session, [1])
             assert missed.slot is None

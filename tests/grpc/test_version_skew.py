@@ -238,9 +238,9 @@ async def test_a_page_of_another_layout_is_counted_and_never_visible() -> None:
             session = await store.open()
             (granted,) = await session.reserve([ReserveItem(page_key(1), PAGE_BYTES, metadata(1))])
             assert granted.slot is not None
-            with session.slot_view(granted.slot) as view:
+            with session.slot_view(*granted.slot.place) as view:
                 view[:] = of_next_layout(page_key(1))
-            (error,) = await session.commit([granted.slot.lease_id])
+            ((_, error),) = await session.commit([granted.slot.lease_id])
             assert error is not None and error.reason == "PAGE_CORRUPT" and "wrong version" in error.message
             assert store.running.metric("verification_failures_total", place="commit") == 1
             async with session.acquire([AcquireItem(page_key(1))], wait_s=60) as results:
@@ -265,8 +265,8 @@ async def test_a_page_of_another_layout_on_disk_is_a_miss() -> None:
 async def _store_page(store: Any, number: int) -> None:
     session = await store.open()
     (granted,) = await session.reserve([ReserveItem(page_key(number), PAGE_BYTES, metadata(number))])
-    with session.slot_view(granted.slot) as view:
+    with session.slot_view(*granted.slot.place) as view:
         view[:] = sealed_page(page_key(number))
-    assert await session.commit([granted.slot.lease_id]) == [None]
+    assert await session.commit([granted.slot.lease_id]) == []
     await store.running.engine.flush(TENANT, b"")
     await session.close()

@@ -178,8 +178,9 @@ class ClientNode:
         if rng.random() < 0.1:
             await session.abort(leases)
             return
-        errors = await session.commit(leases)
-        for (key, slot), error in zip(granted, errors, strict=True):
+        errors = dict(await session.commit(leases))
+        for index, (key, slot) in enumerate(granted):
+            error = errors.get(index)
             if error is None:
                 if slot.lease_id in torn:
                     raise self._violation(f"page {key} was committed before all its bytes were there")
@@ -192,7 +193,7 @@ class ClientNode:
     async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, whole: bool) -> bool:
         """Write a page in two halves; True if the second one is left out."""
         page, half = true_page(key), PAGE_BYTES // 2
-        view = session.slot_view(slot)
+        view = session.slot_view(*slot.place)
         view[:half] = b"\xaa" * half
         await asyncio.sleep(self._copy_s())
         view[:half] = page[:half]
@@ -226,7 +227,7 @@ class ClientNode:
         page, half = true_page(key), PAGE_BYTES // 2
         hold = self._hold(slot, writes=False)
         try:
-            view = session.slot_view(slot)
+            view = session.slot_view(*slot.place)
             first = bytes(view[:half])
             if not self.leaving:
                 await asyncio.sleep(self._copy_s())

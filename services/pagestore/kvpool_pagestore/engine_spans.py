@@ -32,6 +32,9 @@ OnAnswer = Callable[[SpanAnswer, bool], None]
 _SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
 
 
+_Reserved = Slot | Admission | KvPoolError | SpaceNeed | None
+
+
 @dataclass(slots=True)
 class _Answered:
     """What became of pages so far. source: number of where they were found; 0 for writes."""
@@ -151,20 +154,18 @@ class SpanCalls:
         self._space.look_for_growth()
         for page, (key, position) in enumerate(zip(keys, span.positions.tolist(), strict=True)):
             record = PageRecord(key, size_bytes[key.shard], metadata[position])
-            answer = self._admit(record, refusal)
+            answer: _Reserved = self._admit(record, refusal)
             if answer is None:
                 answer = self._ledger.reserve_slot(peer.session, record, slot_bytes[key.shard])
+                if isinstance(answer, SpaceNeed):
+                    answer = await self._find(peer, keyspace, record)
+                    refusal = self._pages.refuses()
                 if isinstance(answer, Slot):
                     answered.pages.append(page)
                     answered.lease_ids.append(peer.session.last_lease_id)
                     answered.slots.append(answer)
                     continue
-                if isinstance(answer, SpaceNeed):
-                    answer = await self._find(peer, keyspace, record, page, answered)
-                    refusal = self._pages.refuses()
-                    if answer is None:
-                        continue
-                if isinstance(answer, KvPoolError) or answer is Admission.PENDING:
+                if answer is not Admission.EXISTS:
                     self._retained.turned_down(key)
             if answer is Admission.EXISTS:
                 answer = self._retained.extend(key, record.page_bytes, record.metadata, changed) or answer
@@ -186,23 +187,16 @@ class SpanCalls:
             return refusal
         return self._retained.admit(record.key, record.page_bytes, record.metadata)
 
-    async def _find(
-        self, peer: PeerSession, keyspace: Keyspace, record: PageRecord, page: int, answered: _Answered
-    ) -> Admission | KvPoolError | None:
-        """Reserve a page for which room must be made; None if it was granted."""
+    async def _find(self, peer: PeerSession, keyspace: Keyspace, record: PageRecord) -> Slot | Admission | KvPoolError:
+        """Reserve a page for which room must be made. Nothing is awaited after it was granted."""
 
         def attempt() -> Slot | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
-            answer = self._ledger.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
-            if isinstance(answer, Slot):
-                answered.pages.append(page)
-                answered.lease_ids.append(peer.session.last_lease_id)
-                answered.slots.append(answer)
-            return answer
+            return self._ledger.reserve_slot(peer.session, record, slot_bytes_for(record.page_bytes))
 
-        answer = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
+        answer: Slot | Admission | KvPoolError = await self._space.find(keyspace.tenant, record.page_bytes, attempt)
         peer.check_live()
-        return None if isinstance(answer, Slot) else answer
+        return answer
 
     def _count(
         self, span: PageSpan, keyspace: Keyspace, granted: list[int], refused: int, refusal: KvPoolError | None

@@ -80,12 +80,12 @@ async def test_reserved_slots_are_mapped_and_written_bytes_are_seen_by_all(tmp_p
         )
         assert isinstance(third.error, ArenaFull)
         assert first.slot is not None
-        session.slot_view(first.slot)[:5] = b"hello"
+        session.slot_view(*first.slot.place)[:5] = b"hello"
         assert (tmp_path / "segment").read_bytes()[4096:4101] == b"hello"
         assert one.memory.fetched == [SESSION_FILE_NUMBER, 3]
 
 
-async def test_commit_answers_per_lease(tmp_path: Path) -> None:
+async def test_commit_names_the_leases_that_failed(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open()
         committing = asyncio.create_task(session.commit([1, 2]))
@@ -95,9 +95,8 @@ async def test_commit_answers_per_lease(tmp_path: Path) -> None:
             pagestore_pb2.LeaseResult(error=item_error_to_proto(PageCorrupt("sums"))),
         ]
         stream.send(Response(request_id=request.request_id, commit=pagestore_pb2.CommitResponse(results=results)))
-        good, bad = await committing
-        assert good is None
-        assert isinstance(bad, PageCorrupt)
+        ((index, error),) = await committing
+        assert index == 1 and isinstance(error, PageCorrupt)
         assert await session.commit([]) == []
 
 

@@ -92,7 +92,7 @@ async def test_close_with_living_views_ends_abnormally_and_keeps_the_lock(tmp_pa
         stream.send(granted(await stream.next("reserve"), 1))
         (result,) = await reserving
         assert result.slot is not None
-        view = session.slot_view(result.slot)
+        view = session.slot_view(*result.slot.place)
         assert not await session.close()
         await asyncio.wait_for(stream.ended.wait(), PATIENCE_S)
         assert one.memory.peer_alive()
@@ -100,7 +100,7 @@ async def test_close_with_living_views_ends_abnormally_and_keeps_the_lock(tmp_pa
         del view
         assert not one.memory.peer_alive()
         with pytest.raises(LeaseLost):
-            session.slot_view(result.slot)
+            session.slot_view(*result.slot.place)
 
 
 @pytest.mark.parametrize(("drained", "view_lives"), [(True, False), (False, False), (True, True)])
@@ -111,7 +111,7 @@ async def test_reopen_tells_the_truth_about_the_session_before(tmp_path: Path, d
         stream.send(granted(await stream.next("reserve"), 1))
         (result,) = await reserving
         assert result.slot is not None
-        view = session.slot_view(result.slot) if view_lives else None
+        view = session.slot_view(*result.slot.place) if view_lives else None
         stream.end()
         await session.broken.wait()
         (tmp_path / "session").rename(tmp_path / "old-session")  # each session has a file of its own

@@ -70,11 +70,11 @@ class BenchSession:
             for number, (key, result) in enumerate(zip(part, results, strict=True), start):
                 if result.slot is None:
                     raise CommandFailed(f"a page was not admitted: {result.error or result.admission.name}")
-                page = self._session.slot_view(result.slot)
+                page = self._session.slot_view(*result.slot.place)
                 page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = self._payloads[number].data
                 seal(page, key, SPEC.codec, PAYLOAD_BYTES)
                 leases.append(result.slot.lease_id)
-            failed = [error for error in await self._session.commit(leases) if error is not None]
+            failed = [error for _, error in await self._session.commit(leases)]
             if failed:
                 raise CommandFailed(f"a page was not committed: {failed[0]}")
 
@@ -87,7 +87,7 @@ class BenchSession:
                 coming = asyncio.ensure_future(self._acquire([keys[number] for number in parts[position + 1]]))
                 await asyncio.sleep(0)
             for number, slot in zip(part, slots, strict=True):
-                page = self._session.slot_view(slot)
+                page = self._session.slot_view(*slot.place)
                 fault = verify(page, keys[number], SPEC.codec)
                 if fault is not None:
                     raise CommandFailed(f"a page is not what was stored: {fault}")

@@ -34,6 +34,11 @@ class Slot:
     offset: int
     page_bytes: int  # header + payload + sum table
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where its bytes are: segment id, offset, size."""
+        return self.segment_id, self.offset, self.page_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ReserveItem:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvpool.client.acquisition import Acquisition
+import numpy as np
+
+from kvpool.client.acquisition import Acquisition, SettlingRequest, SpanAcquisition
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.fds import descriptor_path, fetch_fd
@@ -16,21 +18,22 @@ from kvpool.client.page_items import (
     AcquireItem,
     ReserveItem,
     ReserveResult,
-    Slot,
     acquire_to_proto,
-    optional_error,
     reserve_result_from_proto,
     reserve_to_proto,
 )
 from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import SessionStream
+from kvpool.client.stream import Reply
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.spans import Int64s, PageGrants, PageSpan, SpanAnswer
 from kvpool.core.tracing import NO_SPAN, PAGES, Span, SpanKind, rpc_attributes
 from kvpool.v1 import pagestore_pb2
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
-from kvpool.wire.convert import check_id
+from kvpool.wire.convert import check_id, item_error_from_proto
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
+from kvpool.wire.convert_spans import AnsweredPages, page_span_to_proto, span_answer_from_proto
 from kvpool.wire.versions import check_peer_version, own_version_to_proto
 
 if TYPE_CHECKING:
@@ -177,76 +180,114 @@ class PageStoreSession:
             if len(response.reserve.results) != len(items):
                 raise InvalidRequest(f"{len(response.reserve.results)} results for {len(items)} items of a reserve")
             results = [reserve_result_from_proto(result) for result in response.reserve.results]
-            await self._map([result.slot for result in results if result.slot is not None])
+            await self._map({result.slot.segment_id for result in results if result.slot is not None})
         except BaseException:
             undo(response)
             raise
         return results
 
-    async def commit(self, lease_ids: Sequence[int], *, timeout_s: float | None = None) -> list[KvPoolError | None]:
-        """Make written pages visible; per lease None, PageCorrupt or LeaseLost. The leases have ended either way.
+    async def reserve_span(self, span: PageSpan, *, timeout_s: float | None = None) -> SpanAnswer:
+        """Ask for slots to write pages of a chain into; their sizes follow from keyspace and shard. A caller that is
+        cancelled or too late leaves no lease."""
+
+        def undo(response: _Response) -> None:
+            self.abort_soon(response.span_answer.lease_ids)
+
+        message = _Request(reserve_span=pagestore_pb2.ReserveSpanRequest(span=page_span_to_proto(span)))
+        with self._span("reserve", span.page_count):
+            response = await self._stream.ask(message, timeout_s, undo)
+        try:
+            answer = span_answer_from_proto(response.span_answer, span.page_count)
+            AnsweredPages(span.page_count).note(answer, final=True)
+            await self._map(set(answer.granted.segment_ids.tolist()))
+        except BaseException:
+            undo(response)
+            raise
+        return answer
+
+    async def commit(
+        self, lease_ids: Sequence[int] | Int64s, *, sealed: bool = True, timeout_s: float | None = None
+    ) -> list[tuple[int, KvPoolError]]:
+        """Make written pages visible. The leases have ended either way.
+
+        sealed: header and sum table are in place, and are verified; else the pagestore writes them when needed.
+        returns: for the pages that failed their position in lease_ids, and PageCorrupt or LeaseLost.
 
         A caller that is cancelled does not learn whether the pages are visible; nothing is leaked.
         """
-        if not lease_ids:
+        if not len(lease_ids):
             return []
-        message = _Request(commit=pagestore_pb2.CommitRequest(lease_ids=lease_ids))
+        message = _Request(commit=pagestore_pb2.CommitRequest(lease_ids=_numbers(lease_ids), unsealed=not sealed))
         with self._span("commit", len(lease_ids)):
             response = await self._stream.ask(message, timeout_s)
         if len(response.commit.results) != len(lease_ids):
             raise InvalidRequest(f"{len(response.commit.results)} results for {len(lease_ids)} leases of a commit")
-        return [optional_error(result.error, result.HasField("error")) for result in response.commit.results]
+        return [
+            (index, item_error_from_proto(result.error))
+            for index, result in enumerate(response.commit.results)
+            if result.HasField("error")
+        ]
 
-    async def abort(self, lease_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
+    async def abort(self, lease_ids: Sequence[int] | Int64s, *, timeout_s: float | None = None) -> None:
         """Give slots back unwritten. Sent before anything is awaited."""
-        message = _Request(abort=pagestore_pb2.AbortRequest(lease_ids=lease_ids))
+        message = _Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids)))
         await self._stream.give_back(message, timeout_s)
 
-    def abort_soon(self, lease_ids: Sequence[int]) -> None:
+    def abort_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
         """The same without waiting; a broken session needs none."""
-        self._stream.give_back_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=lease_ids)))
+        self._stream.give_back_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids))))
 
     def acquire(self, items: Sequence[AcquireItem], *, wait_s: float, local_only: bool = False) -> Acquisition:
         """Ask for pages to read: `async with session.acquire(...) as results: async for result in results: ...`."""
-        message = _Request(acquire=acquire_to_proto(items, max(1, round(wait_s * 1e3)), local_only))
+        message = _Request(acquire=acquire_to_proto(items, _wait_ms(wait_s), local_only))
+        return Acquisition(self._settling(message, len(items), wait_s))
 
-        span = self._span("acquire", len(items))
+    def acquire_span(self, span: PageSpan, *, wait_s: float) -> SpanAcquisition:
+        """The same for pages of a chain; each result is a SpanAnswer, and its segments are mapped."""
+        request = pagestore_pb2.AcquireSpanRequest(span=page_span_to_proto(span), wait_ms=_wait_ms(wait_s))
+        return SpanAcquisition(span.page_count, self._settling(_Request(acquire_span=request), span.page_count, wait_s))
 
-        async def submit(acquisition: Acquisition) -> None:
+    def _settling(self, message: _Request, page_count: int, wait_s: float) -> SettlingRequest:
+        span = self._span("acquire", page_count)
+
+        async def submit(acquisition: Reply[_Response]) -> None:
             with span.current():
                 await self._stream.submit(message, acquisition)
 
-        def is_prepared(slot: Slot) -> bool:
-            return self._segments is not None and self._segments.is_mapped(slot.segment_id)
+        def is_mapped(segment_id: int) -> bool:
+            return self._segments is not None and self._segments.is_mapped(segment_id)
 
-        async def prepare(slot: Slot) -> None:
-            await self._map([slot])
-
-        return Acquisition(
+        return SettlingRequest(
             submit=submit,
-            is_prepared=is_prepared,
-            prepare=prepare,
+            is_mapped=is_mapped,
+            map_segments=self._map,
             release=self.release_soon,
             span=span,
             timeout_s=wait_s + self._config.call_timeout_s,  # the pagestore gives up first
         )
 
     async def release(
-        self, lease_ids: Sequence[int], *, corrupt_lease_ids: Sequence[int] = (), timeout_s: float | None = None
+        self,
+        lease_ids: Sequence[int] | Int64s,
+        *,
+        corrupt_lease_ids: Sequence[int] = (),
+        timeout_s: float | None = None,
     ) -> None:
         """End reads; `corrupt` ones failed verification. Sent before anything is awaited."""
-        message = pagestore_pb2.ReleaseRequest(lease_ids=lease_ids, corrupt_lease_ids=corrupt_lease_ids)
+        message = pagestore_pb2.ReleaseRequest(lease_ids=_numbers(lease_ids), corrupt_lease_ids=corrupt_lease_ids)
         await self._stream.give_back(_Request(release=message), timeout_s)
 
-    def release_soon(self, lease_ids: Sequence[int]) -> None:
+    def release_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
         """The same without waiting; a broken session needs none."""
-        self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)))
+        self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=_numbers(lease_ids))))
 
-    def slot_view(self, slot: Slot) -> memoryview:
-        """Writable bytes of a slot that this session granted (exactly page_bytes). raises: LeaseLost when unmapped."""
-        if self._segments is None:
-            raise InvalidRequest("this session has no arena; open it with wants_arena")
-        return self._segments.view(slot.segment_id, slot.offset, slot.page_bytes)
+    def slot_view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
+        """Writable bytes of a slot that this session granted. raises: LeaseLost when unmapped."""
+        return self._arena().view(segment_id, offset, size_bytes)
+
+    def addresses(self, grants: PageGrants) -> Int64s:
+        """[M] process addresses of the pages' first bytes, while this session is not closed. raises: LeaseLost."""
+        return self._arena().addresses(grants.segment_ids, grants.offsets)
 
     async def close(self) -> bool:
         """End the session normally; all leases must have ended. Idempotent.
@@ -291,6 +332,19 @@ class PageStoreSession:
     def _unmap(self) -> bool:
         return self._segments is None or self._segments.close()
 
-    async def _map(self, slots: Sequence[Slot]) -> None:
+    def _arena(self) -> SegmentMap:
+        if self._segments is None:
+            raise InvalidRequest("this session has no arena; open it with wants_arena")
+        return self._segments
+
+    async def _map(self, segment_ids: Iterable[int]) -> None:
         if self._segments is not None:
-            await self._segments.map(slot.segment_id for slot in slots)
+            await self._segments.map(segment_ids)
+
+
+def _numbers(lease_ids: Sequence[int] | Int64s) -> Sequence[int]:
+    return lease_ids.tolist() if isinstance(lease_ids, np.ndarray) else lease_ids
+
+
+def _wait_ms(wait_s: float) -> int:
+    return max(1, round(wait_s * 1e3))

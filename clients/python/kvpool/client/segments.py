@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from kvpool.client.fds import FetchedFd, fetch_fd
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
 from kvpool.core.segment import MappedSegment
+from kvpool.core.spans import Int64s
 
 
 class FetchFd(Protocol):
@@ -68,6 +71,7 @@ class SegmentMap:
         self._undo: list[Callable[[], None]] = []
         self._session_file: _SessionFile | None = None
         self._mappings: dict[int, mmap.mmap] = {}
+        self._addresses: dict[int, int] = {}  # of the first bytes of the mappings
         self._mapping: dict[int, asyncio.Task[None]] = {}
         self._lingering: list[weakref.ref[mmap.mmap]] = []  # closed here, and kept alive by views
         self._closed = False
@@ -113,6 +117,7 @@ class SegmentMap:
         assert self._session_file is not None, "open comes first"
         weakref.finalize(mapping, _forget, self._session_file).atexit = False
         self._mappings[segment_id] = mapping
+        self._addresses[segment_id] = np.frombuffer(mapping, np.uint8).ctypes.data
 
     async def _prepare(self, mapping: mmap.mmap, descriptor: int, on_map: MapHook) -> None:
         with memoryview(mapping) as view:
@@ -144,6 +149,17 @@ class SegmentMap:
             raise InvalidRequest(f"bytes {offset} to {offset + size_bytes} are outside of segment {segment_id}")
         return memoryview(mapping)[offset : offset + size_bytes]
 
+    def addresses(self, segment_ids: Int64s, offsets: Int64s) -> Int64s:
+        """Process addresses of bytes of segments, pair by pair. raises: as `view` does."""
+        distinct, which = np.unique(segment_ids, return_inverse=True)
+        missing = [one for one in distinct.tolist() if one not in self._mappings]
+        if missing:
+            raise LeaseLost(f"segment {missing[0]} is not mapped (any more)")
+        lengths = np.array([len(self._mappings[one]) for one in distinct.tolist()], np.int64)
+        if ((offsets < 0) | (offsets >= lengths[which])).any():
+            raise InvalidRequest("an offset is outside of its segment")
+        return np.array([self._addresses[one] for one in distinct.tolist()], np.int64)[which] + offsets
+
     def close(self) -> bool:
         """Unmap everything; True if nothing is mapped any more. May be called again.
 
@@ -156,6 +172,7 @@ class SegmentMap:
             self._undo.pop()()
         self._lingering += [weakref.ref(mapping) for mapping in self._mappings.values() if not _unmap(mapping)]
         self._mappings.clear()
+        self._addresses.clear()
         if any(mapping() is not None for mapping in self._lingering):
             gc.collect()  # views that only a reference cycle keeps
         self._lingering = [mapping for mapping in self._lingering if mapping() is not None]

@@ -156,7 +156,7 @@ def _take_page(
     size_bytes = space.payload_bytes(page.shard)
     key, codec = space.page_key(page.chunk, page.shard), int(space.space.spec.codec)
     try:
-        with session.slot_view(slot) as view:
+        with session.slot_view(*slot.place) as view:
             fault = verify(view, key, codec, size_bytes)
             if fault is not None:
                 return fault

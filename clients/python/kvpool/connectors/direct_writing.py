@@ -123,16 +123,16 @@ async def _write(
     ready = [one for one, whole in zip(reserved, filled, strict=True) if whole]
     left_s = max(_COMMIT_AT_LEAST_S, ends_at_s - asyncio.get_running_loop().time())
     try:
-        errors = await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s)
+        errors = dict(await session.commit([slot.lease_id for _, slot in ready], timeout_s=left_s))
     except KvPoolError as failure:
         written.error = written.error or failure
         return
-    for (page, _), error in zip(ready, errors, strict=True):
-        if error is None:
+    for index, (page, _) in enumerate(ready):
+        if index not in errors:
             written.good.add(page)
             written.written_bytes += space.payload_bytes(page.shard)
         else:
-            written.error = written.error or error
+            written.error = written.error or errors[index]
 
 
 def _fill_page(
@@ -148,7 +148,7 @@ def _fill_page(
     try:
         if slot.page_bytes != page_bytes(size_bytes):
             raise InvalidRequest(f"a slot of {slot.page_bytes} bytes was given for one of {page_bytes(size_bytes)}")
-        with session.slot_view(slot) as view:
+        with session.slot_view(*slot.place) as view:
             with payload_view(view, size_bytes) as payload:
                 fill(page.position, page.shard, payload)
             seal(view, key, int(space.space.spec.codec), size_bytes)

@@ -134,6 +134,7 @@ class AnsweredPages:
     """Pages of a span that answers have named: each is to be named once."""
 
     def __init__(self, page_count: int) -> None:
+        self.page_count = page_count
         self._counts = np.zeros(page_count, np.int64)
 
     def note(self, answer: SpanAnswer, *, final: bool) -> None:
