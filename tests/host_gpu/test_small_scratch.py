@@ -1,4 +1,4 @@
-"""Scratch that is smaller than asked for, and what a lane does when it cannot go on: slower, still right, never stuck."""
+"""Scratch that is smaller than asked for, and a lane that cannot go on: slower, still right, never stuck."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_a_rank_owns_the_shards_of_its_layers_and_heads() -> None:
 
 def test_a_partition_that_is_no_union_of_shards_is_refused_naming_the_grid() -> None:
     wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)
-    with pytest.raises(PartitionRefused, match="4 layer groups .* 8 KV heads in 1, 2, 4, 8 parts"):
+    with pytest.raises(PartitionRefused, match=r"4 layer groups .* 8 KV heads in 1, 2, 4, 8 parts"):
         Rank.of(wide, contiguous_layout(wide, range(4), range(8), 16, 64))
 
 
