@@ -9,11 +9,13 @@ from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainMatch, ChainQuery, HeartbeatEvent
 from kvpool.core.errors import ServiceUnavailable
+from kvpool.core.grid import ShardGrid
 from kvpool.testing import ManualClock, eventually
+from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool_index import engine_watch
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from tests.fixtures.index_node import GRID, Chain, FakeNode, open_keyspace
+from tests.fixtures.index_node import Chain, FakeNode, of_rank, open_keyspace, spec
 from tests.fixtures.index_server import RunningIndex, running_index
 from tests.fixtures.patience import patient
 
@@ -33,7 +35,7 @@ class Asking:
             on_match=self.answered_by.append,
             on_event=self._hear,
         )
-        self.replica.open_keyspace(keyspace, GRID)
+        self.replica.open_keyspace(keyspace, ShardGrid.of(spec_from_proto(spec())))
 
     def _hear(self, replica: LocationReplica) -> None:
         self.heard += 1
@@ -98,6 +100,18 @@ async def test_it_learns_from_answers_and_from_the_watch(index: RunningIndex) ->
         whole = await one.match(chain)
         assert (whole.matched_chunks, one.answered_by[-1]) == (40, MatchedBy.REPLICA)
         assert len(whole.runs) == 1 and set(whole.nodes) == {node.node_id}
+
+
+async def test_pages_of_another_tp_degree_count_as_they_do_at_the_index(index: RunningIndex) -> None:
+    chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+    await node.announce([*chain.added(range(8), shards=of_rank(2, 0)), *chain.added(range(4), shards=of_rank(2, 1))])
+    async with asking(index, chain.keyspace) as one:
+        await eventually(lambda: one.replica.is_current)
+        for shards, found in ((0, 4), (of_rank(4, 1), 8), (of_rank(4, 2), 4), (of_rank(2, 1), 4)):
+            asked = await one.match(chain, 20, shards=shards)
+            assert (asked.matched_chunks, await one.match(chain, 20, shards=shards)) == (found, asked)
+            known = await one.match(chain, found, shards=shards)
+            assert (known.matched_chunks, one.answered_by[-1]) == (found, MatchedBy.REPLICA)
 
 
 async def test_the_rest_of_a_chain_is_joined_to_what_is_known(index: RunningIndex) -> None:

@@ -12,7 +12,18 @@ from kvpool.v1 import common_pb2, index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.groups import GroupRead
-from tests.fixtures.index_node import DISK, GPU, GRID, STAGING, Chain, FakeNode, open_keyspace, refusal
+from tests.fixtures.index_node import (
+    DISK,
+    GPU,
+    GRID,
+    SHARD_COUNT,
+    STAGING,
+    Chain,
+    FakeNode,
+    of_rank,
+    open_keyspace,
+    refusal,
+)
 from tests.fixtures.index_server import RunningIndex, running_index
 
 
@@ -76,6 +87,27 @@ async def test_the_union_of_nodes_covers(index: RunningIndex) -> None:
     assert index.metric("kvpool_index_chunks_asked_total") == 80
 
 
+async def test_pages_of_another_tp_degree_count(index: RunningIndex) -> None:
+    chain = Chain(await open_keyspace(index.stub))
+    a, b = await FakeNode(index.stub, b"a" * 16).register(), await FakeNode(index.stub, b"b" * 16).register()
+    await a.announce([*chain.added(range(8), shards=of_rank(2, 0)), *chain.added(range(8, 12))])
+    await b.announce(chain.added(range(4), shards=of_rank(2, 1)))
+
+    async def asked(shards: int, first: int = 0) -> tuple[int, list[bytes]]:
+        found = await index.stub.Match(chain.query(first=first, shards=shards))
+        return found.matched_chunks, [place.node_id[:1] for place in found.runs[0].locations] if found.runs else []
+
+    # TP 2 stored, TP 1 and TP 4 ask; of chunks 4 to 7 only the first rank's half is there.
+    assert await asked(0) == (4, [b"a", b"b"])
+    assert await asked(0, first=4) == (0, [])
+    assert await asked(of_rank(4, 1), first=0) == (12, [b"a"])
+    assert await asked(of_rank(4, 2), first=0) == (4, [b"b"])
+    assert await asked(of_rank(4, 2), first=4) == (0, [])
+    # TP 1 stored, TP 4 asks.
+    for rank in range(4):
+        assert await asked(of_rank(4, rank), first=8) == (4, [b"a"])
+
+
 async def test_a_query_may_start_anywhere(index: RunningIndex) -> None:
     chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
     await node.announce(chain.added(range(40)))
@@ -91,7 +123,7 @@ async def test_malformed_questions(index: RunningIndex) -> None:
     cut.chunk_hashes += b"x"
     many.chunk_hashes = bytes(65 * 16)
     headless.first_chunk_index, headless.group_head_hash = 3, b""
-    wide.shards = GRID + 1
+    wide.shards = 1 << SHARD_COUNT
     unknown.keyspace_id = bytes(16)
     for bad, named in ((cut, "40"), (many, "64"), (headless, "group_head_hash"), (wide, "shard")):
         error = await refusal(index.stub.Match(bad))

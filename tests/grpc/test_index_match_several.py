@@ -14,7 +14,7 @@ from kvpool.v1 import index_pb2
 from kvpool.wire.convert_matches import answers_from_proto
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from tests.fixtures.index_node import GRID, Chain, FakeNode, open_keyspace
+from tests.fixtures.index_node import SHARD_COUNT, Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import RunningIndex, running_index
 
 LIMITS = IndexConfig(max_match_chunks=64, max_match_questions=8)
@@ -88,7 +88,7 @@ async def test_what_is_about_all_questions_is_said_once(index: RunningIndex) -> 
     chain = Chain(await open_keyspace(index.stub))
     unknown, wide = chain.query(1), chain.query(1)
     unknown.keyspace_id = bytes(16)
-    wide.shards = GRID + 1
+    wide.shards = 1 << SHARD_COUNT
     for questions, reason, text in (
         ([chain.query(1)] * 9, "INVALID_REQUEST", "number of questions must be 0 to 8, got 9"),
         ([chain.query(33), chain.query(32)], "INVALID_REQUEST", "of all questions must be 0 to 64, got 65"),

@@ -5,7 +5,7 @@ import pytest
 from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery
 from kvpool.core.errors import InvalidRequest, KeyspaceUnknown
-from tests.fixtures.index_node import DISK, GRID, Chain, FakeNode, open_keyspace
+from tests.fixtures.index_node import DISK, Chain, FakeNode, of_rank, open_keyspace
 from tests.fixtures.index_server import running_index
 from tests.fixtures.patience import patient
 
@@ -17,7 +17,7 @@ async def test_hosts_come_best_first() -> None:
         far = await FakeNode(index.stub, b"f" * 16, host_id="far").register()
         await FakeNode(index.stub, b"e" * 16, host_id="empty").register()
         await near.announce(chain.added(range(30)))
-        await far.announce([*chain.added(range(20), shards=GRID & 0xFF), *chain.added(range(40), tier=DISK)])
+        await far.announce([*chain.added(range(20), shards=of_rank(2, 0)), *chain.added(range(40), tier=DISK)])
         client = IndexClient(patient(index_endpoints=(index.endpoint,)))
         hashes = b"".join(chain.hashes)
         query = ChainQuery(keyspace=chain.keyspace, chunk_hashes=hashes, host_id="empty")

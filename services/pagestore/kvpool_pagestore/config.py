@@ -72,6 +72,7 @@ class PageStoreConfig(TlsSettings):
     read_threads: Annotated[int, "pages read from disk at once"] = 4
     pull_threads: Annotated[int, "pulls from other nodes at once"] = 4
     verify_threads: Annotated[int, "commits verified at once"] = 2
+    seal_threads: Annotated[int, "pages sealed at once for disk, peers and plain readers, at low priority"] = 2
     prepare_threads: Annotated[int, "segments of the arena that are made at once at the start, at low priority"] = 8
     bulk_threads: Annotated[int, "page streams served at once"] = 8
     queue_limit: Annotated[int, "calls that may wait for each of these"] = 4096
@@ -175,6 +176,7 @@ _POSITIVE = (
     "pull_threads",
     "verify_threads",
     "prepare_threads",
+    "seal_threads",
     "bulk_threads",
     "queue_limit",
     "max_sessions",

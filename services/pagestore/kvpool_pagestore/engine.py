@@ -35,6 +35,7 @@ from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.engine_prefetch import Prefetch
 from kvpool_pagestore.engine_prepare import Preparation
 from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession, PeerSessions, SessionRequest
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_spans import SpanCalls
@@ -70,6 +71,7 @@ class PageStoreEngine:
         self._ledger.space.now_us = parts.clock.wall_us
         self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
         self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
+        self._sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, metrics)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
         if parts.store is not None:
@@ -78,6 +80,7 @@ class PageStoreEngine:
                 write_back_limits(config),
                 self._ledger,
                 self._space,
+                self._sealing,
                 self._disk,
                 policies,
                 tasks,
@@ -123,13 +126,16 @@ class PageStoreEngine:
             policies,
             self._ledger,
             self._space,
+            self._sealing,
             self._disk,
             self._keyspaces,
             self._flush_all,
             tasks,
             metrics,
         )
-        flights = make_flights(config, parts, self._ledger, self._space, self._disk, policies, tasks, metrics)
+        flights = make_flights(
+            config, parts, self._ledger, self._space, self._sealing, self._disk, policies, tasks, metrics
+        )
         self.pages = PageCalls(
             self._ledger,
             self._space,

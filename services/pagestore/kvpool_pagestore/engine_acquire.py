@@ -47,6 +47,7 @@ class _Item:
 
     index: int
     wanted: AcquireItem
+    seal_tried: bool = False
     disk_tried: bool = False
     tried: set[RemoteSource] = field(default_factory=set)
     joins: int = 0
@@ -145,6 +146,8 @@ class Acquisition:
         wanted = item.wanted
         if self._flights.find(wanted.key) is not None:
             return item.joins < _MAX_JOINS
+        if not item.seal_tried and self._ledger.find(wanted.key) is not None:
+            return True  # not sealed, else it would have been leased
         if not item.disk_tried and self._flights.disk_metadata(wanted.key) is not None:
             return True
         return any(source not in item.tried for source in wanted.sources)
@@ -157,6 +160,10 @@ class Acquisition:
             item.joins += 1
             return under_way
         assert wanted.keyspace is not None
+        unsealed = None if item.seal_tried else self._ledger.find(wanted.key)
+        if unsealed is not None:
+            item.seal_tried = True
+            return self._flights.seal(unsealed, wanted.keyspace)
         size_bytes = wanted.keyspace.page_bytes(wanted.key.shard)
         on_disk = None if item.disk_tried else self._flights.disk_metadata(wanted.key)
         if on_disk is not None:

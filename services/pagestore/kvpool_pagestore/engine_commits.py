@@ -1,4 +1,8 @@
-"""Commits: written pages are verified, made visible, and sent to disk as the plan of their keyspace says."""
+"""Commits: written pages are verified, made visible, and sent to disk as the plan of their keyspace says.
+
+Pages that are committed unsealed are not looked at here: engine_sealing writes their headers and sums when they leave
+this host's memory.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +66,11 @@ class Commits:
         parts = [slots[start : start + share] for start in range(0, len(slots), share)]
         errors = [error for part in await asyncio.gather(*map(self._verify_part, parts)) for error in part]
         reach("pagestore.commit.verified")
-        answers = [self._finish_one(slot, error, durable) for slot, error in zip(slots, errors, strict=True)]
-        reach("pagestore.commit.visible")
-        return answers
+        return self._finish_all(slots, errors, durable, sealed=True)
+
+    def finish_unsealed(self, slots: Sequence[Slot]) -> list[Committed]:
+        """Per COMMITTING slot that holds a payload alone: nothing is looked at, and sealing is left for later."""
+        return self._finish_all(slots, [None] * len(slots), False, sealed=False)
 
     async def durable(self, committed: Sequence[Committed]) -> list[KvPoolError | None]:
         """The answers of a commit, once the pages among them are durable or could not be made so."""
@@ -74,7 +80,23 @@ class Commits:
 
     # Inside
 
-    def _finish_one(self, slot: Slot, error: KvPoolError | None, durable: bool) -> Committed:
+    def _finish_all(
+        self, slots: Sequence[Slot], errors: Sequence[KvPoolError | None], durable: bool, *, sealed: bool
+    ) -> list[Committed]:
+        visible: list[PageRecord] = []
+        answers = [
+            self._finish_one(slot, error, durable, sealed, visible) for slot, error in zip(slots, errors, strict=True)
+        ]
+        if self._write_back is not None:
+            self._write_back.start_due()
+        self._metrics.committed_pages.inc(len(visible))
+        self._metrics.committed_bytes.inc(sum(record.page_bytes for record in visible))
+        reach("pagestore.commit.visible")
+        return answers
+
+    def _finish_one(
+        self, slot: Slot, error: KvPoolError | None, durable: bool, sealed: bool, visible: list[PageRecord]
+    ) -> Committed:
         record = slot.page
         if isinstance(error, PageCorrupt):
             self._metrics.verification_failures.labels("commit").inc()
@@ -82,13 +104,12 @@ class Commits:
         plan = self._policies.plan(record.key.keyspace)
         waits = durable or plan.commit_waits
         dirty = self._write_back is not None and (durable or plan.goes_to_disk(0, record.metadata.prompt_tokens))
-        if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty):
+        if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
-        self._metrics.committed_pages.inc()
-        self._metrics.committed_bytes.inc(record.page_bytes)
+        visible.append(record)
         self._retained.visible(record)
         if dirty and self._write_back is not None:
-            page = self._write_back.add(slot)
+            page = self._write_back.enqueue(slot)
             return page if waits else None
         return _no_disk(record) if waits else None
 

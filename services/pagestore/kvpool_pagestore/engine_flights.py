@@ -1,4 +1,7 @@
-"""Pages on their way into staging, from disk or from a peer: one flight per page, however many wait for it."""
+"""Pages on their way to readers, from disk or from a peer into staging: one flight per page, however many wait for it.
+
+A page in staging that is not sealed has a flight too, for readers that do not trust the arena: it waits to be sealed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_pull_values import Pulled
 from kvpool_pagestore.engine_pulls import Pulls
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
@@ -39,7 +43,7 @@ class Flight:
     source: Source
     on_landed: list[Callable[[Flight], None]] = field(default_factory=list)
     tried: set[RemoteSource] = field(default_factory=set)  # sources that were asked
-    landed: bool = False  # it arrived, verified; else see error
+    landed: bool = False  # it arrived, verified or sealed; else see error
     error: KvPoolError | None = None
 
 
@@ -50,6 +54,7 @@ class Flights:
         self,
         ledger: Ledger,
         space: ArenaSpace,
+        sealing: Sealing,
         disk: DiskTier | None,
         pulls: Pulls,
         policies: PolicyBook,
@@ -60,6 +65,7 @@ class Flights:
         self._policies = policies
         self._ledger = ledger
         self._space = space
+        self._sealing = sealing
         self._disk = disk
         self._pulls = pulls
         self._tasks = tasks
@@ -78,6 +84,13 @@ class Flights:
         """Begin to read a page from disk. cause: trace of the request that asks for it."""
         flight = self._add(record, keyspace, Source.DISK)
         self._tasks.start(self._promote(flight, cause), "promote")
+        return flight
+
+    def seal(self, slot: Slot, keyspace: Keyspace) -> Flight:
+        """Begin to seal a page that is in staging."""
+        flight = self._add(slot.page, keyspace, Source.STAGING)
+        self._ledger.pin(slot)
+        self._tasks.start(self._seal(flight, slot), "seal")
         return flight
 
     def pull(
@@ -107,6 +120,14 @@ class Flights:
         flight = Flight(record, keyspace, source)
         self._by_key[record.key] = flight
         return flight
+
+    async def _seal(self, flight: Flight, slot: Slot) -> None:
+        (flight.error,) = await self._sealing.seal([slot])
+        del self._by_key[flight.record.key]
+        flight.landed = flight.error is None
+        for on_landed in flight.on_landed:
+            on_landed(flight)
+        self._ledger.unpin(slot)
 
     async def _promote(self, flight: Flight, cause: object | None) -> None:
         with self._tracer.part_of([cause], "pagestore.promote") as span:

@@ -21,6 +21,7 @@ from kvpool_pagestore.engine_moving import PageMover
 from kvpool_pagestore.engine_pages import PageCalls
 from kvpool_pagestore.engine_parts import EngineParts
 from kvpool_pagestore.engine_replication import Replication, ReplicationLimits
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_sweep import Sweep, SweepLimits
 from kvpool_pagestore.engine_tasks import EngineTasks
@@ -41,6 +42,7 @@ class Movement:
         policies: PolicyBook,
         ledger: Ledger,
         space: ArenaSpace,
+        sealing: Sealing,
         disk: DiskTier | None,
         keyspaces: KeyspaceBook,
         flush: Callable[[], Awaitable[object]],
@@ -54,7 +56,7 @@ class Movement:
         self._default_factor = config.replication_factor
         timeout_s = config.push_timeout_ms / 1e3
         pushers = parts.workers.push or parts.workers.pull
-        mover = PageMover(ledger, space, disk, parts.peers, pushers, tasks, metrics, timeout_s)
+        mover = PageMover(ledger, space, sealing, disk, parts.peers, pushers, tasks, metrics, timeout_s)
         clock = parts.clock
         copying = Copying(parts.placement, mover, HeldPages(ledger, disk, keyspaces), keyspaces, clock)
         limits = ReplicationLimits(

@@ -16,6 +16,7 @@ from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -70,6 +71,7 @@ class PageMover:
         self,
         ledger: Ledger,
         space: ArenaSpace,
+        sealing: Sealing,
         disk: DiskTier | None,
         peers: PeerPages,
         pushers: Workers,
@@ -79,6 +81,7 @@ class PageMover:
     ) -> None:
         self._ledger = ledger
         self._space = space
+        self._sealing = sealing
         self._disk = disk
         self._peers = peers
         self._pushers = pushers
@@ -145,6 +148,10 @@ class PageMover:
         if slot is not None:
             self._ledger.pin(slot)
             window.pinned.append(slot)
+            (error,) = await self._sealing.seal([slot])
+            if error is not None:
+                report.failed[key] = error
+                return
             window.items.append(PushItem(key=key, page=self._space.view(slot), metadata=slot.page.metadata))
             return
         metadata = self._disk.map.metadata(key) if self._disk is not None and key in self._disk else None

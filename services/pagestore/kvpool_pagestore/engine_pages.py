@@ -135,19 +135,27 @@ class PageCalls:
         return answers
 
     async def commit(
-        self, peer: PeerSession, lease_ids: Sequence[int], *, durable: bool = False
+        self, peer: PeerSession, lease_ids: Sequence[int], *, durable: bool = False, sealed: bool = True
     ) -> list[KvPoolError | None]:
         """Verify written pages and make them visible; per lease None or why not. It ends even if the caller leaves.
+
+        Not sealed: only the payloads are in place. They are not verified, and sealed here before they leave this host's
+        memory or go to a session that does not trust the arena. Raises InvalidRequest if this session does not.
 
         durable: answer only when the pages are on disk, as for keyspaces under write-through. The error of a page that
         could not be made durable is its answer; the page is visible in staging all the same, and tried again as long as
         it is not evicted.
         """
         peer.check_live()
+        if not sealed and not peer.session.trusts_arena:
+            raise InvalidRequest("commit: only a session that trusts the arena may leave pages unsealed")
         begun = [self._ledger.begin_commit(peer.session, lease_id) for lease_id in lease_ids]
         slots = [one for one in begun if isinstance(one, Slot)]
         with self._metrics.request_duration.labels("commit").time():
-            committed = await self._tasks.finish(self._commits.finish(slots, durable), "commit") if slots else []
+            if not sealed:
+                committed = self._commits.finish_unsealed(slots)
+            else:
+                committed = await self._tasks.finish(self._commits.finish(slots, durable), "commit") if slots else []
             faults = iter(await self._commits.durable(committed))
         return [next(faults) if isinstance(one, Slot) else one for one in begun]
 

@@ -22,6 +22,7 @@ from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
 from kvpool_pagestore.engine_quota import Quotas
 from kvpool_pagestore.engine_retention import Retained
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
@@ -40,6 +41,7 @@ class EngineWorkers:
     write: Workers
     pull: Workers
     push: Workers | None = None  # None: pages are sent by the threads that pull
+    seal: Workers | None = None  # None: by the threads that verify
     prepare: Workers | None = None  # None: the arena's memory is put in place by the threads that verify
 
 
@@ -145,6 +147,7 @@ def make_flights(
     parts: EngineParts,
     ledger: Ledger,
     space: ArenaSpace,
+    sealing: Sealing,
     disk: DiskTier | None,
     policies: PolicyBook,
     tasks: EngineTasks,
@@ -158,4 +161,4 @@ def make_flights(
     )
     pullers, clock = parts.workers.pull, parts.clock
     pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
-    return Flights(ledger, space, disk, pulls, policies, tasks, parts.tracer)
+    return Flights(ledger, space, sealing, disk, pulls, policies, tasks, parts.tracer)

@@ -39,6 +39,7 @@ class SessionRequest:
     previous_session_id: bytes = b""
     previous_drained: bool = False
     wants_arena: bool = False
+    trusts_arena: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class PeerSessions:
             request.peer_name,
             self._times.max_leases,
             self._clock.monotonic_s(),
+            trusts_arena=request.trusts_arena,
         )
         peer = PeerSession(session, secrets.token_bytes(32) if request.wants_arena else b"")
         peer.keyspaces = {one.keyspace: one for one in named}

@@ -16,6 +16,7 @@ from kvpool_pagestore.core.policy import PolicyBook
 from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -34,6 +35,7 @@ class WriteBack:
         limits: WriteBackLimits,
         ledger: Ledger,
         space: ArenaSpace,
+        sealing: Sealing,
         disk: DiskTier,
         policies: PolicyBook,
         tasks: EngineTasks,
@@ -46,6 +48,7 @@ class WriteBack:
         self._queue = WriteQueue(limits)
         self._ledger = ledger
         self._space = space
+        self._sealing = sealing
         self._disk = disk
         self._tasks = tasks
         self._metrics = metrics
@@ -70,11 +73,10 @@ class WriteBack:
         """Pages that are to become durable."""
         return sum(1 for page in self._queue.pending if page.wanted)
 
-    def add(self, slot: Slot) -> DirtyPage:
-        """A dirty page is to become durable."""
+    def enqueue(self, slot: Slot) -> DirtyPage:
+        """A dirty page is to become durable. Call `start_due` after the last one."""
         page = self._queue.add(slot, self._clock.monotonic_s())
         page.cause = self._tracer.here()
-        self._start_due()
         return page
 
     def take(self, slot: Slot) -> DirtyPage | None:
@@ -85,7 +87,11 @@ class WriteBack:
         waiting = self._queue.find(slot)
         if waiting is not None:
             return waiting
-        return self.add(slot) if self._ledger.make_dirty(slot) else None
+        if not self._ledger.make_dirty(slot):
+            return None
+        page = self.enqueue(slot)
+        self.start_due()
+        return page
 
     async def settled(self, pages: Sequence[DirtyPage]) -> list[KvPoolError | None]:
         """Wait until each page is durable (None) or could not be made so at the first try, without lingering.
@@ -93,7 +99,7 @@ class WriteBack:
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
         self._queue.hurry(self._clock.monotonic_s())
-        self._start_due()
+        self.start_due()
         while not self._stopped and any(_undecided(page, 0) for page in pages):
             await self._next_progress()
         return [_verdict(page) for page in pages]
@@ -136,10 +142,10 @@ class WriteBack:
 
     def _pump(self) -> None:
         """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
-        self._start_due()
+        self.start_due()
         self._wake()
 
-    def _start_due(self) -> None:
+    def start_due(self) -> None:
         """Start what is due now, and come back when the next page is. Wakes nobody: a page that is added settles no
         other one, and waking all who wait for each page costs more than the page."""
         if self._timer is not None:
@@ -157,11 +163,15 @@ class WriteBack:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
 
     async def _write(self, batch: list[DirtyPage]) -> None:
+        unsealed = await self._sealing.seal([page.slot for page in batch])
         writes = [
             PageWrite(key=page.record.key, page=self._space.view(page.slot), metadata=page.metadata) for page in batch
         ]
         written = {write.key: write.metadata for write in writes}
-        refused = {write.key: self.admit(write.key, self._disk.charged_bytes(write.key)) for write in writes}
+        refused = {
+            write.key: error or self.admit(write.key, self._disk.charged_bytes(write.key))
+            for write, error in zip(writes, unsealed, strict=True)
+        }
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
         try:

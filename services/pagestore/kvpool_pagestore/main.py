@@ -183,7 +183,8 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
     return EngineWorkers(
         verify=executor("verify", config.verify_threads),
         read=executor("read", config.read_threads),
-        write=executor("write", config.write_threads),
+        write=executor("write", config.write_threads, niceness=_NICENESS),
+        seal=executor("seal", config.seal_threads, niceness=_NICENESS),
         pull=executor("pull", config.pull_threads),
         push=executor("push", config.push_threads),
         prepare=executor("prepare", min(config.prepare_threads, os.cpu_count() or 1), niceness=_NICENESS),

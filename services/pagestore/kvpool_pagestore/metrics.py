@@ -142,6 +142,11 @@ class PageStoreMetrics:
         self.verification_failures = Counter(
             f"{prefix}_verification_failures", "Pages that failed verification, by place.", ["place"], registry=registry
         )
+        self.sealed_pages = Counter(
+            f"{prefix}_sealed_pages", "Pages of trusting writers that got header and sums here.", registry=registry
+        )
+        self.sealed_bytes = Counter(f"{prefix}_sealed_bytes", "Bytes of those pages.", registry=registry)
+        self.seal_seconds = Counter(f"{prefix}_seal_seconds", "Time of threads that this took.", registry=registry)
         self.evicted_pages = Counter(
             f"{prefix}_evicted_pages", "Pages thrown out to make room, by tier.", ["tier"], registry=registry
         )

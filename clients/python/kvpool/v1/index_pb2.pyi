@@ -899,7 +899,7 @@ class MatchRequest(_message.Message):
     group_head_hash: _builtins.bytes
     """Head of the group of first_chunk_index; may be empty when that index is a multiple of 16."""
     shards: _builtins.int
-    """Shards that must be covered; 0 means all of the keyspace's grid."""
+    """Shards that must be covered: every layer and KV head of theirs must lie in some shard, of whatever split; 0 means whole chunks."""
     host_id: _builtins.str
     """Nodes with this host id are listed first in each run; may be empty, and has at most 1024 characters."""
     def __init__(
@@ -932,7 +932,7 @@ class MatchRun(_message.Message):
     """Number of chunks, >= 1; runs follow one another from the first chunk asked for."""
     @_builtins.property
     def locations(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Location]:
-        """Live locations whose union covers the shards asked for; nodes of the caller's host first, then by tier, then by node id."""
+        """Live locations with any layer and KV head of the shards asked for; their union covers these. Nodes of the caller's host first, then by tier, then by node id."""
 
     def __init__(
         self,
@@ -1630,7 +1630,7 @@ class RouteCandidate(_message.Message):
     host_id: _builtins.str
     """Host; its nodes registered under this id."""
     matched_chunks: _builtins.int
-    """Chunks of the longest prefix whose wanted shards all lie on this host."""
+    """Chunks of the longest prefix whose wanted shards this host covers alone."""
     score: _builtins.float
     """Higher is better: each covered chunk of the prefix counts as much as the tier that its shards would come from."""
     arena_fill: _builtins.float
@@ -1738,7 +1738,7 @@ class ReconcileDigestsResponse(_message.Message):
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Digest of each range asked for, in order: the exclusive or, over the chunks of which the node holds anything, of the first 8 bytes (big-endian) of
         SHA-1(keyspace id, group head, first 8 bytes of the chunk hash, what is held); 0 for an empty range. What is held: u8 flags (bit t: something in tier t, of gpu, staging, disk;
-        bit t + 4: not the whole grid), then a little-endian u64 bitmap for each tier whose bit t + 4 is set.
+        bit t + 4: it is not just the grid's coarsest split), then a little-endian u64 bitmap for each tier whose bit t + 4 is set.
         """
 
     def __init__(

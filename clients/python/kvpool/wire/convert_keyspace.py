@@ -112,8 +112,8 @@ def grid_from_proto(message: common_pb2.ShardGrid, spec: KeyspaceSpec) -> ShardG
     grid = ShardGrid.of(spec)
     if (message.layer_groups, tuple(message.splits)) != (grid.layer_groups, grid.splits):
         raise InvalidRequest(
-            f"peer has a grid of {message.layer_groups} layer groups x {list(message.splits)} parts, here it is the {grid.describe()}; "
-            "run one version of kvpool everywhere"
+            f"peer has a grid of {message.layer_groups} layer groups x {list(message.splits)} parts, here it is the "
+            f"{grid.describe()}; run one version of kvpool everywhere"
         )
     return grid
 

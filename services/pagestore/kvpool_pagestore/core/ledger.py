@@ -85,8 +85,11 @@ class Ledger(StagedPages):
         slot.state = SlotState.COMMITTING
         return slot
 
-    def finish_commit(self, slot: Slot, *, verified: bool, dirty: bool) -> bool:
-        """Make the page visible, or free its slot. True if the page of this very slot is visible now."""
+    def finish_commit(self, slot: Slot, *, verified: bool, dirty: bool, sealed: bool = True) -> bool:
+        """Make the page visible, or free its slot. True if the page of this very slot is visible now.
+
+        sealed: False if its header and sum table are still to be written, which the caller does when they are needed.
+        """
         assert slot.state is SlotState.COMMITTING
         self.writer_bytes -= slot.size_bytes
         del self._writing[slot.page.key]
@@ -95,6 +98,7 @@ class Ledger(StagedPages):
             return False
         if dirty:
             self._soil(slot)
+        slot.sealed = sealed
         self._publish(slot)
         return True
 
@@ -116,9 +120,9 @@ class Ledger(StagedPages):
         return SessionBusy(f"the session holds or waits for {session.max_leases} read leases, its window")
 
     def acquire(self, session: Session, key: PageKey) -> Grant | SessionBusy | None:
-        """A read lease on a visible page; None if it is not in staging."""
+        """A read lease on a visible page; None if it is not in staging, or not sealed for a session that wants that."""
         slot = self._ready.get(key)
-        if slot is None:
+        if slot is None or not (slot.sealed or session.trusts_arena):
             return None
         busy = self.read_window(session)
         if busy is not None:

@@ -35,6 +35,7 @@ class Session:
     waiting: int = 0  # items of acquires that may still become read leases
     gone_s: float | None = None  # since when the peer's process is known to be gone
     last_lease_id: int = 0
+    trusts_arena: bool = False  # takes pages that are not sealed, and does not verify what it reads
 
     @property
     def lease_count(self) -> int:

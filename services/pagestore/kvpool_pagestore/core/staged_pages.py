@@ -126,6 +126,7 @@ class StagedPages:
         present = self._ready.get(slot.page.key)
         if verified and not slot.doomed and present is None:
             slot.pins = 1
+            slot.sealed = True  # as it came: its sums were verified on the way
             self._publish(slot)
             return slot
         self._free(slot)
