@@ -73,8 +73,8 @@ class RecordedIndex:
     async def match(self, query: ChainQuery) -> ChainMatch:
         hashes = [query.chunk_hashes[at : at + 16] for at in range(0, len(query.chunk_hashes), 16)]
         count = 0
-        for chunk_hash in hashes:
-            if self._known.known.get((query.keyspace, chunk_hash, Tier.STAGING), 0) & query.shards != query.shards:
+        for one in hashes:
+            if self._known.known.get((query.keyspace, one, Tier.STAGING), 0) & query.shards != query.shards:
                 break
             count += 1
         return ChainMatch(matched_chunks=count)

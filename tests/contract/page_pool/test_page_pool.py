@@ -117,7 +117,7 @@ async def test_pages_that_one_pool_commits_are_read_by_another(pools: Pools) -> 
 async def test_slots_are_memory_of_their_own(pools: Pools) -> None:
     pool = pools.make()
     await store(pools, pool, [0, 1, 2])
-    span, writes = await reserve(pools, pool, [3, 4, 5])
+    _, writes = await reserve(pools, pool, [3, 4, 5])
     reads, _ = await acquire(pools, pool, [0, 1, 2])
     starts = np.sort(np.concatenate([writes.addresses, reads.addresses]))
     assert (np.diff(starts) >= PAGE_BYTES).all()
