@@ -195,6 +195,7 @@ async def test_a_page_that_fails_its_check_ends_the_prefix_before_it() -> None:
     assert outcome.loaded_chunks == 1
     assert isinstance(outcome.error, PageCorrupt)
     assert (blocks(1), 2) not in bench.cache.scattered
+    assert bench.metric("verification_failures_total") == 1
     bench.nothing_is_out()
 
 
