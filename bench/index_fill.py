@@ -28,13 +28,12 @@ from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_store import open_deployment
 from kvpool_index.adapters.redis_wire import checked, pack
-from kvpool_index.core.entries import Entry, Operation, TierMasks, encode_entry
+from kvpool_index.core.entries import Entry, Operation, encode_entry
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation
 from kvpool_index.ports import IndexStore, StreamFence
 
-IN_STAGING: TierMasks = (0, 0xFFFF, 0)
-GRID = 0xFFFF  # of tests/fixtures/index_node.spec: 2 layer groups x 8 head groups
+GRID = sum(1 << 15 * group for group in range(4))  # all_shards of tests/fixtures/index_node.spec
 
 _META = struct.Struct("<QII")  # of apply_change.lua: version, then one pair of ordinal and stream number
 _COMMANDS_AT_ONCE = 512
@@ -78,17 +77,16 @@ async def fill_redis(
     *,
     ordinal: int,
     fence: int = 1,
-    shards: TierMasks = IN_STAGING,
     grid: int = GRID,
     key_prefix: str = "kvpool",
 ) -> float:
-    """Put all chains into a Redis (any URL that the index takes) as one node's; returns the seconds that it took."""
+    """Put all chains into a Redis (any URL that the index takes), as in staging of one node; returns the seconds."""
     started_at_s = time.perf_counter()
     deployment = open_deployment(url, timeout_s=60.0, max_in_flight=4)
     lane = deployment.lane()
     prefix = key_prefix.encode()
     meta = _META.pack(time.time_ns() // 1000, ordinal, fence)
-    value = encode_entry(Entry(ordinal, shards), grid)
+    value = encode_entry(Entry(ordinal, (0, grid, 0)), grid)
     commands: list[bytes] = []
     keys: list[bytes] = []
     for group_head, hashes in chains.groups():
@@ -110,7 +108,6 @@ async def announce_all(
     fence: StreamFence,
     chains: MadeChains,
     *,
-    shards: TierMasks = IN_STAGING,
     grid: int = GRID,
     batch_chunks: int = 4096,
     with_events: bool = False,
@@ -120,7 +117,7 @@ async def announce_all(
     with_events: log the new values for watchers, as an index does.
     """
     started_at_s = time.perf_counter()
-    operation = Operation(ordinal=fence.ordinal, full_shards=grid, added=shards)
+    operation = Operation(ordinal=fence.ordinal, full_shards=grid, added=(0, grid, 0))
     batch: list[ChunkOperation] = []
     for group_head, hashes in chains.groups():
         batch += [

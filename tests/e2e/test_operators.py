@@ -19,6 +19,7 @@ from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import ROOT_HASH, chunk_hashes, group_head_index
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.export_format import Manifest, key_check
+from kvpool.core.grid import shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.testing import eventually_sync
@@ -112,14 +113,15 @@ def write_chain(path: Path, keyspace: OpenedKeyspace, tokens: list[int]) -> None
     writer = ExportWriter(path, manifest)
     for index, chunk_hash in enumerate(hashes):
         pages = []
-        for shard, payload_len in enumerate(manifest.payload_sizes()):
+        for shard in shards_in(manifest.grid.all_shards):
+            payload_len = manifest.payload_sizes()[shard]
             page = bytearray(page_bytes(payload_len))
             page[HEADER_BYTES : HEADER_BYTES + payload_len] = random.Random(index).randbytes(payload_len)
             seal(page, PageKey(keyspace.keyspace, chunk_hash, shard), LARGE.codec, payload_len)
             pages.append(page)
         parent = hashes[index - 1] if index else ROOT_HASH
         kept = PageMetadata(parent_hash=parent, chunk_index=index, group_head_hash=hashes[group_head_index(index)])
-        writer.add(chunk_hash, kept, pages)
+        writer.add(chunk_hash, kept, manifest.grid.all_shards, pages)
     writer.finish(keyspace.hash_key)
     writer.close()
 

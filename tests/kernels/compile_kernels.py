@@ -31,7 +31,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> str:
 
 def main() -> None:
     """One JSON object: PTX by kernel."""
-    heads, tokens = CopyShape(256, 16, 8, 256, 16, 64), CopyShape(256, 1, 1, 1152, 16, 64)
+    heads, tokens = CopyShape(256, 16, 8, 256, 16, 64, 2, 16), CopyShape(256, 1, 1, 1152, 16, 64, 1, 16)
     faults = {"FAULT_COLUMNS": 5, "FAULT_LANES": 8}
     pull, scales = PullShape(4, 256, 16, 16, 64), PullShape(1, 16, 16, 16, 64)
     pulled = pull.constants() | scales.constants("SCALE_") | {"HAS_SCALES": True}

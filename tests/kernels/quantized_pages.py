@@ -1,6 +1,6 @@
 """Pages that hold data and scales of a codec: their tables, and what kvpool.core.codecs makes of the same rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,17 @@ from kvpool.core.elements import Codec, Dtype
 from kvpool.kernels.codec_shapes import CodecShape, RowCodec
 from kvpool.kernels.gather import gather_pages_reference
 from kvpool.kernels.tables import CopyShape, PlaneColumn, widest_unit_bytes
-from tests.kernels.paged_caches import HEADER_BYTES, PagedCache, Pages, make_pages, paged_cache, poisoned
+from tests.kernels.paged_caches import (
+    HEADER_BYTES,
+    POISON,
+    UNIT_ROWS,
+    PagedCache,
+    Pages,
+    PayloadPlaces,
+    make_pages,
+    paged_cache,
+    poisoned,
+)
 
 DTYPES = {torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16, torch.float32: Dtype.FP32}
 
@@ -41,23 +51,26 @@ class QuantizedPages:
     planes: Tensor
     pages: Pages
     blocks: Tensor
+    data: PayloadPlaces
+    scales: PayloadPlaces
 
     @classmethod
     def of(
         cls, cache: PagedCache, codec: RowCodec, dtype: torch.dtype, blocks: Tensor, positions: int
     ) -> "QuantizedPages":
-        planes = cache.planes(payload_start=0, positions=positions).cpu()
         _blocks, block_rows, heads, row_bytes = cache.views[0].shape
-        unit = widest_unit_bytes(row_bytes, *planes[:, : PlaneColumn.PAYLOAD_OFFSET].flatten().tolist())
-        rows = CopyShape(positions, block_rows, heads, row_bytes, unit, len(cache.views))
+        engine = cache.planes(cache.payload(positions)).cpu()
+        unit = widest_unit_bytes(row_bytes, *engine[:, : PlaneColumn.PAYLOAD_OFFSET].flatten().tolist())
+        rows = CopyShape(positions, block_rows, heads, row_bytes, unit, len(cache.views), cache.row_planes, UNIT_ROWS)
         shape = CodecShape(rows, codec, dtype)
-        count = torch.arange(len(cache.views))
-        data_bytes = positions * heads * shape.data_row_bytes
-        scale_bytes = positions * heads * shape.scale_row_bytes
-        planes[:, PlaneColumn.PAYLOAD_OFFSET] = count * data_bytes
-        planes[:, PlaneColumn.SCALE_PAYLOAD_OFFSET] = len(count) * data_bytes + count * scale_bytes
-        pages = make_pages(len(blocks), len(count) * (data_bytes + scale_bytes), len(count), str(blocks.device))
-        return cls(cache, shape, planes.to(blocks.device), pages, blocks)
+        data = replace(cache.payload(positions), row_bytes=shape.data_row_bytes)
+        scales = replace(data, row_bytes=shape.scale_row_bytes, start=data.size_bytes)
+        planes = cache.planes(data).cpu()
+        for plane in range(len(cache.views)):
+            planes[plane, PlaneColumn.SCALE_PAYLOAD_OFFSET] = scales.offset(plane)
+        device = str(blocks.device)
+        pages = make_pages(len(blocks), data.size_bytes + scales.size_bytes, len(cache.views), heads, device)
+        return cls(cache, shape, planes.to(device), pages, blocks, data, scales)
 
     @property
     def codec(self) -> tuple[Codec, Dtype]:
@@ -74,20 +87,18 @@ class QuantizedPages:
         )
         return rows
 
-    def encoded(self) -> Tensor:
-        """[N, payload bytes]: what pages must hold."""
-        count = len(self.blocks)
-        parts = [part.reshape(count, -1) for part in codecs.encode_rows(*self.codec, self.rows())]
-        return torch.from_numpy(np.concatenate(parts, axis=1)).to(self.blocks.device)
+    def encoded(self, rows: np.ndarray | None = None) -> Tensor:
+        """[N, payload bytes]: what pages must hold; poison where they hold nothing."""
+        payloads = torch.full_like(self.pages.payloads, POISON)
+        data, scales = codecs.encode_rows(*self.codec, self.rows() if rows is None else rows)
+        for places, part in ((self.data, data), (self.scales, scales)):
+            places.put(payloads, torch.from_numpy(part).to(payloads.device))
+        return payloads
 
     def decoded(self) -> Tensor:
         """[N, plane, position, head, byte]: what caches must get from the pages as they are."""
-        payloads = self.pages.payloads.cpu().numpy()
-        rows = self.rows()
-        axes = rows.shape[:-1]
-        data_bytes = int(np.prod(axes[1:])) * self.shape.data_row_bytes
-        data = np.ascontiguousarray(payloads[:, :data_bytes]).reshape(*axes, self.shape.data_row_bytes)
-        scales = np.ascontiguousarray(payloads[:, data_bytes:]).reshape(*axes, self.shape.scale_row_bytes)
+        payloads = self.pages.payloads
+        data, scales = (places.rows_of(payloads).cpu().contiguous().numpy() for places in (self.data, self.scales))
         return torch.from_numpy(codecs.decode_rows(*self.codec, data, scales)).to(self.blocks.device)
 
     def expected_slots(self, *, present: Tensor) -> Tensor:

@@ -32,13 +32,16 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("group", "dtype", "codec", "preset"), CASES)
 def test_kernels_and_the_reference_write_the_same_pages(
-    group: KvGroup, dtype: Dtype, codec: Codec, preset: Callable[..., EngineLayout], device: str
+    group: KvGroup, dtype: Dtype, codec: Codec, preset: Callable[..., EngineLayout], tp: int, device: str
 ) -> None:
+    """Also pages of heads that the rank has in part, which it reads only."""
     spec = KeyspaceSpec("m", "r", (group,), dtype, codec, chunk_tokens=CHUNK)
-    grid = ShardGrid(group.layers, group.kv_heads, 1, 2 if group.kv_heads > 1 else 1)
-    layout = preset(spec, range(group.layers), range(group.kv_heads), BLOCK, BLOCKS)
+    grid = ShardGrid(group.layers, group.kv_heads, 1, (1, 2) if group.kv_heads > 1 else (1,))
+    heads = range(group.kv_heads // 2, group.kv_heads) if tp == 2 and group.kv_heads > 1 else range(group.kv_heads)
+    layout = preset(spec, range(group.layers), heads, BLOCK, BLOCKS)
     layout.validate(spec)
     memory = [random_bytes((size,), device, seed) for seed, size in enumerate(layout.handle_sizes)]
     table = PlaneTable.of(spec, grid, layout, [part.data_ptr() for part in memory])
@@ -47,13 +50,19 @@ def test_kernels_and_the_reference_write_the_same_pages(
     blocks = torch.from_numpy(block_ids)[None].to(device)
     handles = [part.cpu().numpy().copy() for part in memory]
     for shard, own in table.shards.items():
-        rows = CopyShape(CHUNK, BLOCK, len(own.heads), table.cache_row_bytes, table.unit_bytes, own.plane_count)
+        rows = CopyShape(
+            CHUNK, BLOCK, len(heads), table.cache_row_bytes, table.unit_bytes, own.plane_count, spec.planes, 16
+        )
         shape = CodecShape(rows, RowCodec(codec.value), TORCH[dtype])
-        pages = make_pages(1, own.payload_bytes, own.plane_count, device)
+        pages = make_pages(1, own.payload_bytes, own.plane_count, len(own.heads), device)
         pages.table[0, PageColumn.FIRST_PLANE] = own.first_plane
-        gather_quantize_pages(pages.table.to(device), blocks, planes, shape)
+        if own.is_whole:
+            gather_quantize_pages(pages.table.to(device), blocks, planes, shape)
+            expected = gather_payload_reference(spec, grid, shard, layout, handles, block_ids)
+            assert np.array_equal(pages.payloads[0].cpu().numpy(), expected)
+        else:
+            pages.payloads[:] = random_bytes(tuple(pages.payloads.shape), device, 9)
         payload = pages.payloads[0].cpu().numpy()
-        assert np.array_equal(payload, gather_payload_reference(spec, grid, shard, layout, handles, block_ids))
 
         pages.table[0, PageColumn.SKIP_TOKENS] = 13
         dequantize_scatter_pages(pages.table.to(device), blocks, planes, shape)

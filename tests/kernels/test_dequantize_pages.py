@@ -70,7 +70,7 @@ def test_equals_the_codec(
 def test_absent_and_bad_pages_leave_the_cache_as_it_is(codec: RowCodec, device: str) -> None:
     cache = float_cache("hnd", BF16, device, row_elements=64, layers=1, blocks=64, block_rows=4, heads=2)
     quantized = filled(QuantizedPages.of(cache, codec, BF16, pick_blocks(4, 32, 4, 64, device), 32))
-    quantized.pages.table[1, PageColumn.PRESENT] = 0
+    quantized.pages.table[1, PageColumn.HEADS] = 0
     faults = torch.zeros((4, 3), dtype=torch.int32)
     faults[2, 0] = 1  # its only sum block
     faults[3, 1:] = 1  # of no page: left over from a burst of larger ones
@@ -89,7 +89,7 @@ def test_the_last_token_alone_and_none(codec: RowCodec, skip: int, device: str) 
 @codec_cases
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype: torch.dtype) -> None:
-    shape = CodecShape(CopyShape(8, 8, 1, 64 * dtype.itemsize, 16, 1), codec, dtype)
+    shape = CodecShape(CopyShape(8, 8, 1, 64 * dtype.itemsize, 16, 1, 1, 16), codec, dtype)
     data = random_bytes((64, shape.data_row_bytes), "cpu", seed=3)
     scales = random_bytes((64, shape.scale_row_bytes), "cpu", seed=4)
     expected = codecs.decode_rows(Codec(codec.value), DTYPES[dtype], data.numpy(), scales.numpy())
@@ -103,7 +103,7 @@ def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype
 
 
 def test_no_pages_is_no_launch(device: str) -> None:
-    shape = CodecShape(CopyShape(16, 16, 1, 256, 16, 2), RowCodec.INT8_GROUP8, BF16)
+    shape = CodecShape(CopyShape(16, 16, 1, 256, 16, 2, 2, 16), RowCodec.INT8_GROUP8, BF16)
     tables = [torch.empty((0, columns), dtype=torch.int64, device=device) for columns in (8, 1, 8)]
     faults = torch.empty((0, 1), dtype=torch.int32, device=device)
     dequantize_scatter_pages(tables[0], tables[1], tables[2], shape, faults=faults)

@@ -54,7 +54,7 @@ def test_rows_that_lie_on_no_wide_unit(codec: RowCodec, device: str) -> None:
     shifted = torch.empty(cache.buffers[0].numel() + 6, dtype=torch.uint8, device=device)[6:]
     view = shifted.view(cache.buffers[0].shape)[..., :144]
     view.copy_(cache.views[0])
-    moved = type(cache)((view,), (shifted,))
+    moved = type(cache)((view,), (shifted,), 1)
     quantized = QuantizedPages.of(moved, codec, BF16, pick_blocks(2, 16, 4, 10, device), 16)
     assert quantized.shape.rows.unit_bytes == 2
     gather_quantize_pages(quantized.page_table, quantized.blocks, quantized.planes, quantized.shape)
@@ -65,18 +65,19 @@ def test_rows_that_lie_on_no_wide_unit(codec: RowCodec, device: str) -> None:
 def test_absent_pages_planes_of_others_and_few_programs(codec: RowCodec, device: str) -> None:
     cache = float_cache("separate", FP16, device, row_elements=64, layers=2, blocks=64, block_rows=4, heads=2)
     quantized = QuantizedPages.of(cache, codec, FP16, pick_blocks(3, 32, 4, 64, device), 32)
-    quantized.pages.table[1, PageColumn.PRESENT] = 0
+    quantized.pages.table[1, PageColumn.HEADS] = 0
     gather_quantize_pages(quantized.page_table, quantized.blocks, quantized.planes, quantized.shape, programs=3)
     assert torch.equal(quantized.pages.slots, quantized.expected_slots(present=torch.tensor([0, 2])))
 
     quantized.pages.slots[:] = 0xA5
-    quantized.pages.table[:, PageColumn.PRESENT] = 1
+    quantized.pages.table[:, PageColumn.HEADS] = 2
     quantized.pages.table[:, PageColumn.PLANE_COUNT] = 1
     expected = torch.full_like(quantized.pages.payloads, 0xA5)
-    rows = codecs.encode_rows(*quantized.codec, np.ascontiguousarray(quantized.rows()[:, :1]))
-    for part, start in zip(rows, (0, int(quantized.planes[0, 5])), strict=True):
-        flat = torch.from_numpy(part.reshape(3, -1)).to(device)
-        expected[:, start : start + flat.shape[1]] = flat
+    rows = codecs.encode_rows(*quantized.codec, quantized.rows())
+    for part, places in zip(rows, (quantized.data, quantized.scales), strict=True):
+        others = places.rows_of(expected)
+        others[:, :1] = torch.from_numpy(part).to(device)[:, :1]
+        places.put(expected, others)
     gather_quantize_pages(quantized.page_table, quantized.blocks, quantized.planes, quantized.shape)
     assert torch.equal(quantized.pages.payloads, expected)
 
@@ -88,7 +89,7 @@ def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype
     for view in cache.views:
         rows = view.contiguous()
         expected = codecs.encode_rows(Codec(codec.value), DTYPES[dtype], rows.numpy())
-        groups = CodecShape(CopyShape(8, 8, 1, 64 * dtype.itemsize, 16, 1), codec, dtype).group_elements
+        groups = CodecShape(CopyShape(8, 8, 1, 64 * dtype.itemsize, 16, 1, 1, 16), codec, dtype).group_elements
         data, scales = quantize_rows_reference(rows.view(dtype), codec, groups)
         assert np.array_equal(data.numpy(), expected[0])
         stored = torch.from_numpy(expected[1]).view(scales.dtype)
@@ -97,13 +98,13 @@ def test_the_reference_with_native_casts_equals_the_codec(codec: RowCodec, dtype
 
 
 def test_no_pages_is_no_launch(device: str) -> None:
-    shape = CodecShape(CopyShape(16, 16, 1, 256, 16, 2), RowCodec.INT8_GROUP8, BF16)
+    shape = CodecShape(CopyShape(16, 16, 1, 256, 16, 2, 2, 16), RowCodec.INT8_GROUP8, BF16)
     tables = [torch.empty((0, columns), dtype=torch.int64, device=device) for columns in (8, 1, 8)]
     gather_quantize_pages(tables[0], tables[1], tables[2], shape)
 
 
 def test_shapes_that_no_codec_takes_are_refused(device: str) -> None:
-    rows = CopyShape(16, 16, 1, 40, 8, 2)
+    rows = CopyShape(16, 16, 1, 40, 8, 2, 2, 16)
     with pytest.raises(ValueError, match="rows of 20 elements"):
         CodecShape(rows, RowCodec.INT4_GROUP8, BF16)
     with pytest.raises(ValueError, match="dtype must be bfloat16"):

@@ -4,37 +4,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpool.kernels.gather import gather_pages_reference
 from kvpool.kernels.scatter import scatter_pages, scatter_pages_reference
 from kvpool.kernels.tables import SUM_BLOCK_BYTES, PageColumn
-from tests.kernels.paged_caches import PagedCache, Pages, make_pages, paged_cache, pick_blocks, random_bytes
+from tests.kernels.paged_caches import (
+    PagedCache,
+    Pages,
+    PayloadPlaces,
+    make_pages,
+    paged_cache,
+    pick_blocks,
+    random_bytes,
+)
 from tests.kernels.test_gather_pages import CASES, POSITIONS
 
 
-def filled_pages(
-    cache: PagedCache, count: int, payload_start: int = 16, positions: int = POSITIONS
-) -> tuple[Pages, Tensor]:
+def filled_pages(cache: PagedCache, count: int, places: PayloadPlaces) -> tuple[Pages, Tensor]:
     """Pages with random payloads, and their rows as the reference takes them."""
-    _blocks, _block_rows, heads, row_bytes = cache.views[0].shape
-    data_bytes = len(cache.views) * positions * heads * row_bytes
     device = str(cache.buffers[0].device)
-    pages = make_pages(count, payload_start + data_bytes, len(cache.views), device)
+    pages = make_pages(count, places.start + places.size_bytes, len(cache.views), places.heads, device)
     pages.payloads[:] = random_bytes((count, pages.payload_bytes), device, 7)
-    rows = pages.payloads[:, payload_start:].reshape(count, len(cache.views), positions, heads, row_bytes)
-    return pages, rows
+    return pages, places.rows_of(pages.payloads)
 
 
 def check(
-    cache: PagedCache, pages: Pages, rows: Tensor, blocks: Tensor, skips: list[int], faults: Tensor | None = None
+    cache: PagedCache,
+    pages: Pages,
+    places: PayloadPlaces,
+    blocks: Tensor,
+    skips: list[int],
+    faults: Tensor | None = None,
 ) -> None:
     """That the kernel leaves every byte of all buffers as the reference does, which is told to skip so many tokens."""
-    positions, device = rows.shape[2], rows.device
     before = [buffer.clone() for buffer in cache.buffers]
-    scatter_pages_reference(cache.views, blocks, rows, torch.tensor(skips))
+    scatter_pages_reference(cache.views, blocks, places.rows_of(pages.payloads), torch.tensor(skips))
     expected = [buffer.clone() for buffer in cache.buffers]
     for buffer, old in zip(cache.buffers, before, strict=True):
         buffer.copy_(old)
-    planes = cache.planes(payload_start=pages.payload_bytes - rows[0].numel(), positions=positions)
-    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, positions), faults=faults)
+    planes = cache.planes(places)
+    shape = cache.shape(planes, places.positions)
+    scatter_pages(pages.table.to(blocks.device), blocks, planes, shape, faults=faults)
     for buffer, wanted in zip(cache.buffers, expected, strict=True):
         assert torch.equal(buffer, wanted)
 
@@ -48,10 +57,42 @@ def test_equals_the_reference(
         layout, layers=2, blocks=200 // block_rows + 6, block_rows=block_rows, heads=heads, row_bytes=row_bytes,
         device=device, first_head=first_head,
     )  # fmt: skip
-    pages, rows = filled_pages(cache, 2)
+    places = cache.payload(POSITIONS, start=16)
+    pages, _rows = filled_pages(cache, 2, places)
     blocks = pick_blocks(2, POSITIONS, block_rows, 200 // block_rows + 6, device)
     pages.table[0, PageColumn.SKIP_TOKENS] = 37  # a partial first chunk
-    check(cache, pages, rows, blocks, [37, 0])
+    check(cache, pages, places, blocks, [37, 0])
+
+
+@pytest.mark.parametrize("positions", [1, 15, 16, 63])
+def test_sizes_that_fill_no_unit(positions: int, device: str) -> None:
+    cache = paged_cache("block-major", layers=3, blocks=20, block_rows=8, heads=2, row_bytes=32, device=device)
+    places = cache.payload(positions)
+    pages, _rows = filled_pages(cache, 2, places)
+    pages.table[1, PageColumn.SKIP_TOKENS] = positions // 2
+    check(cache, pages, places, pick_blocks(2, positions, 8, 20, device), [0, positions // 2])
+
+
+@pytest.mark.parametrize("layout", ["block-major", "nhd", "padded"])
+def test_some_heads_of_a_page(layout: str, device: str) -> None:
+    cache = paged_cache(layout, layers=2, blocks=16, block_rows=16, heads=2, row_bytes=64, device=device, first_head=1)
+    places = cache.payload(POSITIONS, start=16, first_head=2, more_heads=3)
+    pages, _rows = filled_pages(cache, 2, places)
+    check(cache, pages, places, pick_blocks(2, POSITIONS, 16, 16, device), [0, 0])
+
+
+def test_pages_of_fewer_heads_than_the_launch_has_room_for(device: str) -> None:
+    cache = paged_cache("block-major", layers=1, blocks=8, block_rows=16, heads=4, row_bytes=64, device=device)
+    places = cache.payload(POSITIONS)
+    pages, rows = filled_pages(cache, 2, places)
+    pages.table[1, PageColumn.HEADS] = 3
+    blocks = pick_blocks(2, POSITIONS, 16, 8, device)
+    rows[1, :, :, 3] = gather_pages_reference(cache.views, blocks, POSITIONS)[1, :, :, 3]
+    expected = [view.clone() for view in cache.views]
+    scatter_pages_reference(expected, blocks, rows, torch.tensor([0, 0]))
+    planes = cache.planes(places)
+    scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS))
+    assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 
 @pytest.mark.parametrize("skip_tokens", [1, 15, 16, 63, 64, 1000])
@@ -61,25 +102,28 @@ def test_only_the_last_tokens_of_a_page(skip_tokens: int, block_rows: int, row_b
         "separate", layers=1, blocks=128 // block_rows, block_rows=block_rows, heads=1, row_bytes=row_bytes,
         device=device,
     )  # fmt: skip
-    pages, rows = filled_pages(cache, 1)
+    places = cache.payload(POSITIONS, start=16)
+    pages, _rows = filled_pages(cache, 1, places)
     pages.table[:, PageColumn.SKIP_TOKENS] = skip_tokens
-    check(cache, pages, rows, pick_blocks(1, POSITIONS, block_rows, 128 // block_rows, device), [skip_tokens])
+    check(cache, pages, places, pick_blocks(1, POSITIONS, block_rows, 128 // block_rows, device), [skip_tokens])
 
 
 def test_absent_pages_leave_the_cache_as_it_is(device: str) -> None:
     cache = paged_cache("nhd", layers=2, blocks=16, block_rows=16, heads=2, row_bytes=64, device=device)
-    pages, rows = filled_pages(cache, 3)
-    pages.table[1, PageColumn.PRESENT] = 0
-    check(cache, pages, rows, pick_blocks(3, POSITIONS, 16, 16, device), [0, POSITIONS, 0])
+    places = cache.payload(POSITIONS, start=16)
+    pages, _rows = filled_pages(cache, 3, places)
+    pages.table[1, PageColumn.HEADS] = 0
+    check(cache, pages, places, pick_blocks(3, POSITIONS, 16, 16, device), [0, POSITIONS, 0])
 
 
 def test_planes_beyond_a_pages_own_stay_as_they_are(device: str) -> None:
     cache = paged_cache("nhd", layers=2, blocks=16, block_rows=16, heads=2, row_bytes=64, device=device)
-    pages, rows = filled_pages(cache, 1, payload_start=0)
+    places = cache.payload(POSITIONS)
+    pages, rows = filled_pages(cache, 1, places)
     pages.table[:, PageColumn.FIRST_PLANE], pages.table[:, PageColumn.PLANE_COUNT] = 1, 2
     before = [view.clone() for view in cache.views]
     blocks = pick_blocks(1, POSITIONS, 16, 16, device)
-    planes = cache.planes(payload_start=0, positions=POSITIONS)
+    planes = cache.planes(places)
     scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS))
     for nth, (view, old) in enumerate(zip(cache.views, before, strict=True)):
         if nth in (1, 2):
@@ -90,41 +134,45 @@ def test_planes_beyond_a_pages_own_stay_as_they_are(device: str) -> None:
 @pytest.mark.parametrize("faulty_column", [0, 1, 2])
 def test_a_page_with_a_fault_leaves_the_cache_as_it_is(faulty_column: int, device: str) -> None:
     cache = paged_cache("nhd", layers=1, blocks=12, block_rows=16, heads=2, row_bytes=64, device=device)
-    pages, rows = filled_pages(cache, 3)
+    places = cache.payload(POSITIONS, start=16)
+    pages, _rows = filled_pages(cache, 3, places)
     # Two sum blocks each, the second one short, as far as verification knows; column 2 is of no page here.
     pages.table[:, PageColumn.PAYLOAD_BYTES] = SUM_BLOCK_BYTES + 1
     faults = torch.zeros((3, 3), dtype=torch.int32, device=device)
     faults[1, faulty_column] = -1
     bad = faulty_column < 2
-    check(cache, pages, rows, pick_blocks(3, POSITIONS, 16, 12, device), [0, POSITIONS if bad else 0, 0], faults)
+    check(cache, pages, places, pick_blocks(3, POSITIONS, 16, 12, device), [0, POSITIONS if bad else 0, 0], faults)
 
 
 def test_a_page_with_more_sum_blocks_than_were_verified_is_left_out(device: str) -> None:
     cache = paged_cache("nhd", layers=1, blocks=8, block_rows=16, heads=2, row_bytes=64, device=device)
-    pages, rows = filled_pages(cache, 2)
+    places = cache.payload(POSITIONS, start=16)
+    pages, _rows = filled_pages(cache, 2, places)
     pages.table[:, PageColumn.PAYLOAD_BYTES] = torch.tensor([2 * SUM_BLOCK_BYTES, 2 * SUM_BLOCK_BYTES + 1])
     faults = torch.zeros((2, 2), dtype=torch.int32, device=device)
-    check(cache, pages, rows, pick_blocks(2, POSITIONS, 16, 8, device), [0, POSITIONS], faults)
+    check(cache, pages, places, pick_blocks(2, POSITIONS, 16, 8, device), [0, POSITIONS], faults)
 
 
 def test_scale_planes_are_a_launch_of_their_own(device: str) -> None:
     cache = paged_cache("interleaved", layers=1, blocks=160, block_rows=1, heads=4, row_bytes=6, device=device)
-    pages, rows = filled_pages(cache, 2)
+    places = cache.payload(POSITIONS, start=16)
+    pages, rows = filled_pages(cache, 2, places)
     pages.table[:, PageColumn.FIRST_PLANE], pages.table[:, PageColumn.PLANE_COUNT] = 1 << 40, 0
     pages.table[:, PageColumn.SCALE_PLANE_COUNT] = torch.tensor([2, 0])
     expected = [view.clone() for view in cache.views]
     blocks = pick_blocks(2, POSITIONS, 1, 160, device)
     scatter_pages_reference(expected, blocks, rows, torch.tensor([0, POSITIONS]))
-    planes = cache.planes(payload_start=16, positions=POSITIONS)
+    planes = cache.planes(places)
     scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS), scales=True)
     assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 
 def test_a_few_programs_do_the_work_of_many(device: str) -> None:
     cache = paged_cache("nhd", layers=2, blocks=32, block_rows=16, heads=8, row_bytes=256, device=device)
-    pages, rows = filled_pages(cache, 3, payload_start=0)
+    places = cache.payload(POSITIONS)
+    pages, rows = filled_pages(cache, 3, places)
     blocks = pick_blocks(3, POSITIONS, 16, 32, device)
-    planes = cache.planes(payload_start=0, positions=POSITIONS)
+    planes = cache.planes(places)
     expected = [view.clone() for view in cache.views]
     scatter_pages_reference(expected, blocks, rows, torch.tensor([0, 0, 0]))
     scatter_pages(pages.table.to(device), blocks, planes, cache.shape(planes, POSITIONS), programs=5)
@@ -133,8 +181,9 @@ def test_a_few_programs_do_the_work_of_many(device: str) -> None:
 
 def test_faults_of_another_shape_are_refused_by_name(device: str) -> None:
     cache = paged_cache("nhd", layers=1, blocks=4, block_rows=16, heads=1, row_bytes=64, device=device)
-    pages, _rows = filled_pages(cache, 1)
-    planes = cache.planes(payload_start=16, positions=POSITIONS)
+    places = cache.payload(POSITIONS)
+    pages, _rows = filled_pages(cache, 1, places)
+    planes = cache.planes(places)
     arguments = (pages.table.to(device), pick_blocks(1, POSITIONS, 16, 4, device), planes)
     for faults in (torch.zeros((2, 1), dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"^faults must"):
@@ -147,6 +196,7 @@ def test_faults_of_another_shape_are_refused_by_name(device: str) -> None:
     [
         ("nhd", 16, 8, 256),
         ("hnd", 64, 8, 256),
+        ("block-major", 16, 8, 256),
         ("interleaved", 1, 8, 256),
         ("padded", 1, 1, 1152),
         ("padded", 1, 1, 578),
@@ -159,10 +209,11 @@ def test_large_bursts_equal_the_reference(
         layout, layers=16, blocks=8192 // block_rows, block_rows=block_rows, heads=heads, row_bytes=row_bytes,
         device=device,
     )  # fmt: skip
-    pages, rows = filled_pages(cache, 8, positions=256)
+    places = cache.payload(256)
+    pages, _rows = filled_pages(cache, 8, places)
     columns = -(-pages.payload_bytes // SUM_BLOCK_BYTES)
     faults = torch.zeros((8, columns), dtype=torch.int32, device=device)
     faults[5, columns - 1] = 1
     pages.table[0, PageColumn.SKIP_TOKENS] = 100
     blocks = pick_blocks(8, 256, block_rows, 8192 // block_rows, device)
-    check(cache, pages, rows, blocks, [100, 0, 0, 0, 0, 256, 0, 0], faults)
+    check(cache, pages, places, blocks, [100, 0, 0, 0, 0, 256, 0, 0], faults)

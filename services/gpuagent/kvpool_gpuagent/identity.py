@@ -1,13 +1,19 @@
-"""An agent's data directory: its lock and its node id."""
+"""Who an agent is: its data directory with lock and node id, its host, and how engines of a GPU find it."""
 
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from kvpool.core.errors import StartupFailed
+
+_log = logging.getLogger(__name__)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DataDirectory:
@@ -47,4 +53,32 @@ class DataDirectory:
 
 def host_identity(configured: str) -> str:
     """The configured host id, or the kernel's boot id: equal for all processes of this machine."""
-    return configured or Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return configured or _BOOT_ID.read_text().strip()
+
+
+def announce(socket: Path, *, device: str, device_uuid: str, host_id: str) -> Callable[[], None]:
+    """Tell engines of this machine which GPU's agent listens on a socket, by a JSON file beside it.
+
+    device: cpu or cuda. device_uuid: of the GPU; empty for cpu. returns: what takes the file away. An agent that cannot
+    write it serves the engines that name it.
+    """
+    path = socket.with_name(f"{socket.name}.json").absolute()
+    values = {
+        "pid": os.getpid(),
+        "socket": str(socket.absolute()),
+        "device": device,
+        "device_uuid": device_uuid,
+        "host_id": host_id,
+        "boot_id": _BOOT_ID.read_text().strip(),
+    }
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        hidden.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        hidden.replace(path)
+    except OSError as error:
+        _log.warning("engines cannot find this agent by its GPU: %s cannot be written (%s)", path, error.strerror)
+
+    def withdraw() -> None:
+        path.unlink(missing_ok=True)
+
+    return withdraw

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
@@ -212,35 +211,26 @@ def _arena(config: GpuAgentConfig, calling: ClientConfig, device: Device, stack:
 async def _prepare(arena: ArenaLink, wait_s: float) -> asyncio.Task[None]:
     """Map and register this agent's share of the arena: until all is ready, or the time is up and the rest follows
     beside what is served. An agent whose pagestore cannot be reached serves without; each segment is mapped later."""
-    started_s, logged_s = time.monotonic(), time.monotonic()
-
-    def on_progress(mapped_bytes: int) -> None:
-        nonlocal logged_s
-        if time.monotonic() - logged_s >= _PROGRESS_LOG_S:
-            logged_s = time.monotonic()
-            _log.info("preparing arena memory", extra=fields(mapped_bytes=mapped_bytes))
-        progress.mapped_bytes = mapped_bytes
+    started_s = time.monotonic()
 
     async def prepare() -> None:
         try:
-            await arena.prepare(on_progress)
+            await arena.prepare()
         except KvPoolError as error:
             _log.warning("arena memory is not prepared, it is mapped when it is used: %s", error)
         else:
             took_s = round(time.monotonic() - started_s, 1)
-            _log.info("arena memory is ready", extra=fields(mapped_bytes=progress.mapped_bytes, seconds=took_s))
+            _log.info("arena memory is ready", extra=fields(mapped_bytes=arena.mapped_bytes, seconds=took_s))
 
-    progress = _Progress()
     preparing = asyncio.ensure_future(prepare())
-    await asyncio.wait((preparing,), timeout=wait_s)
+    while not preparing.done() and time.monotonic() - started_s < wait_s:
+        left_s = wait_s - (time.monotonic() - started_s)
+        await asyncio.wait((preparing,), timeout=min(_PROGRESS_LOG_S, left_s))
+        if not preparing.done():
+            _log.info("preparing arena memory", extra=fields(mapped_bytes=arena.mapped_bytes))
     if not preparing.done():
         _log.warning("arena memory is not ready after %g s; serving meanwhile", wait_s)
     return preparing
-
-
-@dataclass(slots=True)
-class _Progress:
-    mapped_bytes: int = 0
 
 
 def build_server(

@@ -29,7 +29,7 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 OnAnswer = Callable[[SpanAnswer, bool], None]
 """Gets pages as they settle, each once; True with the last ones. Called on the loop."""
 
-_SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
+SOURCE_NUMBERS = {Source.STAGING: 1, Source.DISK: 2, Source.REMOTE: 3}  # of kvpool.v1.Source
 
 
 _Reserved = Slot | Admission | KvPoolError | SpaceNeed | None
@@ -250,5 +250,5 @@ def _fetched(acquired: Sequence[Acquired], pages: Sequence[int]) -> SpanAnswer:
             answered.pages.append(page)
             answered.lease_ids.append(one.grant.lease_id)
             answered.slots.append(one.grant.slot)
-            answered.sources.append(_SOURCE_NUMBERS[one.source])
+            answered.sources.append(SOURCE_NUMBERS[one.source])
     return answered.answer()

@@ -44,7 +44,7 @@ def write_file(path: Path, count: int = 20, *, hash_key: bytes = HASH_KEY, manif
     writer = ExportWriter(path, manifest)
     try:
         for number in range(1, count + 1):
-            writer.add(chunk_hash(number), metadata(number), [page(number, manifest)])
+            writer.add(chunk_hash(number), metadata(number), 1, [page(number, manifest)])
         return writer.finish(hash_key)
     finally:
         writer.close()

@@ -9,6 +9,7 @@ from kvpool.cli import cluster
 from kvpool.cli.cluster import (
     ClusterOptions,
     agent_socket,
+    check_gpus,
     pagestore_socket,
     plan_agent,
     plan_index,
@@ -16,7 +17,7 @@ from kvpool.cli.cluster import (
     plan_store,
     socket_dir,
 )
-from kvpool.core.errors import StartupFailed
+from kvpool.core.errors import NotServed, StartupFailed
 
 
 def value_of(command: tuple[str, ...], flag: str) -> str:
@@ -74,6 +75,38 @@ def test_agents_serve_the_device_that_was_asked_for(tmp_path: Path) -> None:
         (ClusterOptions(state_dir=tmp_path, device="cuda"), "cuda"),
     ):
         assert value_of(plan_agent(options, 0, "h:1").command, "--device") == device
+
+
+def test_agents_of_gpus_have_one_each_on_one_host(tmp_path: Path) -> None:
+    options = ClusterOptions(state_dir=tmp_path, pagestores=1, agents=4, device="cuda")
+    commands = [plan_agent(options, number, "h:1").command for number in range(4)]
+    assert [value_of(command, "--device-ordinal") for command in commands] == ["0", "1", "2", "3"]
+    store = plan_pagestore(options, 0, "h:1").command
+    assert {value_of(command, "--host-id") for command in (*commands, store)} == {"host-0"}
+    assert {value_of(command, "--pagestore-socket") for command in commands} == {str(pagestore_socket(options, 0))}
+
+
+def test_each_of_several_pagestores_stands_for_a_host_with_all_gpus(tmp_path: Path) -> None:
+    options = ClusterOptions(state_dir=tmp_path, pagestores=2, agents=4, device="cuda")
+    commands = [plan_agent(options, number, "h:1").command for number in range(4)]
+    assert [value_of(command, "--device-ordinal") for command in commands] == ["0", "0", "1", "1"]
+    assert [value_of(command, "--host-id") for command in commands] == ["host-0", "host-1"] * 2
+    assert value_of(commands[3], "--pagestore-socket") == str(pagestore_socket(options, 1))
+
+
+def test_more_agents_than_gpus_are_refused_by_name(tmp_path: Path) -> None:
+    check_gpus(ClusterOptions(state_dir=tmp_path, agents=2, device="cuda"), lambda: 2)
+    check_gpus(ClusterOptions(state_dir=tmp_path, agents=2, pagestores=2, device="cuda"), lambda: 1)
+    check_gpus(ClusterOptions(state_dir=tmp_path, agents=64), lambda: 0)  # of a CPU
+    with pytest.raises(StartupFailed, match=r"--agents 3 .*2 GPUs"):
+        check_gpus(ClusterOptions(state_dir=tmp_path, agents=3, device="cuda"), lambda: 2)
+
+    def no_driver() -> int:
+        raise NotServed("there is no CUDA driver here")
+
+    with pytest.raises(StartupFailed, match="no CUDA driver"):
+        check_gpus(ClusterOptions(state_dir=tmp_path, device="cuda"), no_driver)
+    check_gpus(ClusterOptions(state_dir=tmp_path, agents=0, device="cuda"), no_driver)
 
 
 @pytest.mark.parametrize("arena_bytes", [8 << 20, 100_000_000, 1 << 30])

@@ -59,7 +59,7 @@ def test_ctrl_c_ends_an_export_though_a_node_hangs(
 
     async def prepared(*_: object) -> tuple[Manifest, OpenedKeyspace, Sequence[PlannedChunk]]:
         opened = OpenedKeyspace(keyspace=MANIFEST.keyspace, hash_key=HASH_KEY, grid=ShardGrid.of(SPEC), created=False)
-        return MANIFEST, opened, [PlannedChunk(chunk_hash(1), ROOT_HASH, ((NODE, 1),))]
+        return MANIFEST, opened, [PlannedChunk(chunk_hash(1), ROOT_HASH, ((NODE, 1),), 1)]
 
     def open_transfer(*_: Any) -> HungNode:
         return node

@@ -29,7 +29,7 @@ from kvpool.core.export_format import (
     pack_chunk,
 )
 from kvpool.core.keyspace import KvGroup
-from kvpool.core.page import page_bytes
+from kvpool.core.page import PageKey, page_bytes, seal
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, PAYLOAD_BYTES, SPEC, chunk_hash, metadata, page, write_file
 
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
@@ -50,7 +50,7 @@ def forged(chunks: bytes, count: int, *, tail: bytes = b"", pages_bytes: int | N
 
 
 def one_chunk(number: int, **changes: object) -> bytes:
-    return pack_chunk(chunk_hash(number), replace(metadata(number), **changes)) + bytes(page(number))  # type: ignore[arg-type]
+    return pack_chunk(chunk_hash(number), replace(metadata(number), **changes), 1) + bytes(page(number))  # type: ignore[arg-type]
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -65,6 +65,30 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [chunk.chunk_hash for chunk in chunks] == [chunk_hash(number) for number in range(1, 21)]
     assert [chunk.metadata for chunk in chunks] == [metadata(number) for number in range(1, 21)]
     assert bytes(chunks[7].pages[0]) == bytes(page(8))
+
+
+def test_a_chunk_may_be_in_pages_of_another_split(tmp_path: Path) -> None:
+    """Two heads, stored by two ranks: shards 1 and 2 instead of shard 0."""
+    path = tmp_path / "file.kvpx"
+    spec = replace(SPEC, groups=(KvGroup(2, 2, 512),))
+    manifest = replace(MANIFEST, spec=spec)
+    sizes = manifest.payload_sizes()
+    assert (manifest.grid.splits, manifest.grid.valid_shards) == ((1, 2), 0b111)
+    pages = {}
+    for shard in range(3):
+        pages[shard] = bytearray(page_bytes(sizes[shard]))
+        seal(pages[shard], PageKey(manifest.keyspace, chunk_hash(1), shard), spec.codec, sizes[shard])
+    writer = ExportWriter(path, manifest)
+    writer.add(chunk_hash(1), metadata(1), 0b110, [pages[1], pages[2]])
+    writer.finish(HASH_KEY)
+    writer.close()
+    with ExportReader(path) as reader:
+        (chunk,) = reader.chunks()
+        assert (chunk.shards, [bytes(page) for page in chunk.pages]) == (0b110, [bytes(pages[1]), bytes(pages[2])])
+        assert reader.pages_bytes == len(pages[1]) + len(pages[2])
+    path.write_bytes(manifest.pack() + pack_chunk(chunk_hash(1), metadata(1), 0b010) + bytes(pages[1]))
+    with pytest.raises(ExportRefused, match="no whole chunk"):
+        read_all(path)
 
 
 def test_a_file_that_was_changed_since_it_was_verified_is_refused_at_its_first_other_chunk(tmp_path: Path) -> None:
@@ -89,7 +113,7 @@ def test_retention_survives(tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
     kept = metadata(1, ttl_ms=5, priority=-100, pinned_until_us=(1 << 63) - 1, prompt_tokens=7, expires_us=9)
     writer = ExportWriter(path, MANIFEST)
-    writer.add(chunk_hash(1), kept, [page(1)])
+    writer.add(chunk_hash(1), kept, 1, [page(1)])
     writer.finish(HASH_KEY)
     writer.close()
     with ExportReader(path) as reader:
@@ -131,9 +155,9 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
     [
         (b"", "no file that `kvpool export` wrote"),
         (b"PK\x03\x04" + bytes(100), "no file that `kvpool export` wrote"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, 10) + bytes(40), "format version 2"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 1, 0, 0) + bytes(40), "manifest would have 0 bytes"),
-        (MANIFEST.pack()[:8] + struct.pack("<HHI", 1, 0, (1 << 32) - 1) + bytes(40), "at most 65536"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", 3, 0, 10) + bytes(40), "format version 3"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, 0) + bytes(40), "manifest would have 0 bytes"),
+        (MANIFEST.pack()[:8] + struct.pack("<HHI", 2, 0, (1 << 32) - 1) + bytes(40), "at most 65536"),
         (forged(one_chunk(1) + one_chunk(1), 2), "twice"),
         (forged(one_chunk(2), 1), "before it is not there"),
         (forged(one_chunk(1) + one_chunk(3), 2), "before it is not there"),
@@ -142,8 +166,10 @@ def test_any_flipped_bit_is_refused(tmp_path: Path) -> None:
         (forged(one_chunk(1, group_head_hash=b"x" * 16), 1), "head of its group"),
         (forged(one_chunk(1, priority=101), 1), "out of range"),
         (forged(one_chunk(1, ttl_ms=(1 << 64) - 1), 1), "out of range"),
-        (forged(pack_chunk(chunk_hash(1), metadata(1)) + bytes(page(2)), 1), "wrong key"),
-        (forged(pack_chunk(chunk_hash(1), metadata(1)) + bytes(PAGE_BYTES), 1), "wrong magic"),
+        (forged(pack_chunk(chunk_hash(1), metadata(1), 1) + bytes(page(2)), 1), "wrong key"),
+        (forged(pack_chunk(chunk_hash(1), metadata(1), 1) + bytes(PAGE_BYTES), 1), "wrong magic"),
+        (forged(pack_chunk(chunk_hash(1), metadata(1), 0), 1), "no whole chunk"),
+        (forged(pack_chunk(chunk_hash(1), metadata(1), 2) + bytes(page(1)), 1), "no whole chunk"),
         (forged(b"\x07" + one_chunk(1), 1), "head of a chunk"),
         (forged(one_chunk(1), 2), "does not fit its contents"),
         (forged(one_chunk(1), 1, pages_bytes=1), "does not fit its contents"),
@@ -160,9 +186,10 @@ def test_what_is_wrong_is_said_though_all_sums_fit(data: bytes, said: str, tmp_p
 def test_a_keyspace_of_huge_pages_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "file.kvpx"
     large = replace(MANIFEST, spec=replace(SPEC, groups=(KvGroup(60, 8, 128),), chunk_tokens=2048))
-    path.write_bytes(large.pack() + pack_chunk(chunk_hash(1), metadata(1)) + bytes(1000))
-    with pytest.raises(ExportRefused, match="middle of a page"):
-        read_all(path)
+    for shards in (large.grid.all_shards, large.grid.valid_shards):
+        path.write_bytes(large.pack() + pack_chunk(chunk_hash(1), metadata(1), shards) + bytes(1000))
+        with pytest.raises(ExportRefused, match="middle of a page"):
+            read_all(path)
     enormous = replace(MANIFEST, spec=replace(SPEC, groups=(KvGroup(4096, 64, 1024),), chunk_tokens=4096))
     path.write_bytes(enormous.pack())
     with pytest.raises(ExportRefused, match="at most"):
@@ -172,7 +199,7 @@ def test_a_keyspace_of_huge_pages_takes_no_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b'"layer_groups": 1', b'"layer_groups": 2', "grid of 2 x 1"),
+        (b'"layer_groups": 1', b'"layer_groups": 2', "grid of 2 layer groups"),
         (b'"tiny"', b"[1234]", "cannot be read"),
         (b'"encoding": "6b', b'"encoding": "6c', "refused"),
         (b'"keyspace_id": "', b'"keyspace_ix": "', "cannot be read"),
@@ -210,7 +237,7 @@ def test_an_unfinished_export_is_gone_on_with(cut_bytes: int, tmp_path: Path) ->
     kept = len(writer.chain)
     assert kept == {0: 5, 1: 4, CHUNK_BYTES - 1: 4, CHUNK_BYTES + 5: 3, END_BYTES + 1: 4}[cut_bytes]
     for number in range(kept + 1, 6):
-        writer.add(chunk_hash(number), metadata(number), [page(number)])
+        writer.add(chunk_hash(number), metadata(number), 1, [page(number)])
     assert writer.finish(HASH_KEY) == digest
     writer.close()
     assert path.read_bytes() == whole and not partial.exists()

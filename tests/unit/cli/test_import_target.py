@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvpool.cli.export_file import FileChunk
 from kvpool.cli.import_target import ImportTarget, Placed
 from kvpool.cli.targets import Target
 from kvpool.client.index import OpenedKeyspace
+from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToWrite
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import ArenaFull, KvPoolError, QuotaExceeded
@@ -108,7 +110,7 @@ async def stored(
 
 def chunk(number: int, **kept: int) -> FileChunk:
     return FileChunk(
-        chunk_hash=chunk_hash(number), metadata=metadata(number, **kept), pages=(memoryview(page(number)),)
+        chunk_hash=chunk_hash(number), metadata=metadata(number, **kept), shards=1, pages=(memoryview(page(number)),)
     )
 
 
@@ -174,6 +176,50 @@ async def test_what_is_there_or_has_expired_is_not_stored(monkeypatch: pytest.Mo
     assert list(nodes.written) == [chunk_hash(3)]
     again, _, _, _ = await stored(monkeypatch, chunks[:1], held=held, copies=2)
     assert again == [Placed.STORED]
+
+
+async def test_a_chunk_is_there_if_its_pages_have_all_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads in one part or two: shard 0, or shards 1 and 2."""
+    grid = ShardGrid(layers=2, kv_heads=2, layer_groups=1, splits=(1, 2))
+    listed = {1: (0b001, 0), 2: (0b110, 0), 3: (0, 0b110), 4: (0b010, 0b001), 5: (0b010, 0)}  # disk, staging
+
+    class Control:
+        async def list_chunks(self, keyspace: bytes, *, timeout_s: float) -> AsyncIterator[ListedChunk]:
+            for number, (disk, staging) in listed.items():
+                yield ListedChunk(
+                    keyspace=keyspace,
+                    chunk_hash=chunk_hash(number),
+                    metadata=metadata(number),
+                    staging_shards=staging,
+                    disk_shards=disk,
+                    page_reads_per_minute=0.0,
+                )
+
+    async def listings(target: Target, nodes: Sequence[LiveNode], call: Any) -> list[tuple[LiveNode, list[bytes]]]:
+        return [(nodes[0], await call(Control()))]
+
+    monkeypatch.setattr(import_target, "on_pagestores", listings)
+    into = ImportTarget(Target(index_endpoint="index", state=None), Index(), replace(OPENED, grid=grid), SPEC, 1)  # type: ignore[arg-type]
+    await into.look()
+    assert set(into._present) == {chunk_hash(number) for number in (1, 2, 3)}
+
+
+async def test_pages_are_stored_as_the_shards_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    class Client:
+        def write_pages(self, keyspaces: Any, items: Sequence[PageToWrite], on_page: Any, **_: Any) -> None:
+            written.extend(item.key.shard for item in items)
+            for number in range(len(items)):
+                on_page(number, Admission.RESERVED, None)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(Nodes, "open", lambda self, target, endpoint: Client())
+    halves = replace(chunk(1), shards=0b110, pages=(memoryview(page(1)), memoryview(page(2))))
+    assert (await stored(monkeypatch, [halves]))[0] == [Placed.STORED]
+    assert written == [1, 2]
 
 
 async def test_a_cluster_that_takes_no_pages_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

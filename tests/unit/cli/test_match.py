@@ -9,6 +9,8 @@ from kvpool.cli.chains import read_tokens
 from kvpool.cli.match import Found, FoundRun, best_tier, render, to_document
 from kvpool.cli.output import CommandFailed
 from kvpool.core.cluster import Location, NodeInfo, NodeKind
+from kvpool.core.coverage import Coverage
+from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 
 NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, host_id="host-0")
@@ -46,7 +48,19 @@ def test_what_is_no_token_is_refused(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_tier_of_a_chunk_is_that_of_its_slowest_shard(places: list[Location], tier: Tier) -> None:
-    assert best_tier(places, 3) is tier
+    assert best_tier(places, Coverage.of(ShardGrid(2, 1, 2, (1,)), 0)) is tier
+
+
+@pytest.mark.parametrize(
+    ("places", "tier"),
+    [
+        ([place(Tier.STAGING, 0b110), place(Tier.DISK, 0b001)], Tier.STAGING),
+        ([place(Tier.STAGING, 0b010), place(Tier.DISK, 0b100)], Tier.DISK),
+        ([place(Tier.STAGING, 0b010), place(Tier.DISK, 0b001)], Tier.DISK),
+    ],
+)
+def test_pages_of_another_split_count(places: list[Location], tier: Tier) -> None:
+    assert best_tier(places, Coverage.of(ShardGrid(1, 2, 1, (1, 2)), 0)) is tier
 
 
 def test_totals_add_up() -> None:

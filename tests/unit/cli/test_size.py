@@ -35,9 +35,9 @@ def test_a_models_config_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     document = ask(capsys, written(tmp_path, LLAMA_8B), "--arena-bytes", "64GiB", "--disk-bytes", "1TiB")
     assert document["geometry"] == {"layers": 32, "kv_heads": 8, "head_dim": 128, "latent_dim": 0}
     assert document["token_bytes"] == 131072
-    assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (16, [1, 2, 4, 8])
-    assert document["staging"]["tokens"] == 507_904
-    assert document["disk"]["tokens"] == 7_983_616
+    assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (4, [1, 2, 4, 8])
+    assert document["staging"]["tokens"] == 458_752
+    assert document["disk"]["tokens"] == 7_995_392
     assert ask(capsys, written(tmp_path, {"text_config": LLAMA_8B}))["token_bytes"] == 131072
     assert ask(capsys, written(tmp_path, DEEPSEEK_V3))["geometry"]["latent_dim"] == 576
 

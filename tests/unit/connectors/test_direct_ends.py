@@ -26,7 +26,7 @@ from tests.unit.connectors.test_direct_pool import Index
 
 CHAIN = ChunkPlace.chain([bytes([number]) * 16 for number in range(1, 4)])
 SPACE = OpenSpace(
-    space=SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).all_shards), keyspace=KEYSPACE, hash_key=bytes(32)
+    space=SharedSpace.of("test", SPEC, ShardGrid.of(SPEC).whole_chunk(2)), keyspace=KEYSPACE, hash_key=bytes(32)
 )
 WAIT_S = PATIENCE_S
 
@@ -186,4 +186,4 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
             session.reserve = smaller  # type: ignore[method-assign]
             touched: set[tuple[int, int]] = set()
             stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
-            assert stored == [False, True, True] and (0, 0) not in touched and (0, 1) in touched
+            assert stored == [False, True, True] and (0, 1) not in touched and (0, 2) in touched

@@ -25,9 +25,9 @@ NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="host:
 
 
 class Index:
-    """Answers look-ups by a script of errors and counts of matched chunks."""
+    """Answers look-ups by a script of errors, counts of matched chunks, and bitmaps of what one node has of each."""
 
-    def __init__(self, *script: KvPoolError | int) -> None:
+    def __init__(self, *script: KvPoolError | int | list[int]) -> None:
         self.script, self.opened, self.asked, self.queries = list(script), 0, 0, list[ChainQuery]()
         self.match_stream = SimpleNamespace(match_many=self.match_many)
 
@@ -44,9 +44,15 @@ class Index:
         answer = self.script.pop(0)
         if isinstance(answer, KvPoolError):
             return answer
-        where = Location(node_id=NODE.node_id, incarnation=7, tier=Tier.DISK, shards=SPACE.shards)
-        runs = (MatchRun(chunk_count=answer, locations=(where,)),) if answer else ()
-        return ChainMatch(matched_chunks=answer, runs=runs, nodes={NODE.node_id: NODE})
+        held = [SPACE.shards] * answer if isinstance(answer, int) else answer
+        runs = tuple(
+            MatchRun(
+                chunk_count=1,
+                locations=(Location(node_id=NODE.node_id, incarnation=7, tier=Tier.DISK, shards=shards),),
+            )
+            for shards in held
+        )
+        return ChainMatch(matched_chunks=len(held), runs=runs, nodes={NODE.node_id: NODE})
 
 
 @pytest.fixture
@@ -90,6 +96,13 @@ async def test_without_a_pagestore_everything_is_a_miss_and_places_are_forgotten
     assert not pool._sources and not pool.connected
     assert (pool.counts.missed_chunks, pool.counts.refused_chunks) == (5, 5)
     assert await pool.get(space, [], never) == []
+
+
+async def test_pages_of_another_split_are_none_that_it_reads(made: Make) -> None:
+    """The space is one shard of two heads; the other ranks' shards 1 and 2 have a head each."""
+    pool, space = made(Index([0b001, 0b110, 0b111]))
+    assert await pool.find(space, CHAIN[:3]) == [True, False, True]
+    assert list(pool._sources) == [CHAIN[0].chunk_hash, CHAIN[2].chunk_hash]
 
 
 async def test_chunks_that_stand_alone_are_questions_of_their_own_asked_at_once(made: Make) -> None:

@@ -53,6 +53,12 @@ def test_pages_equal_the_reference(name: str, axes: CacheAxes, group: str, codec
                 other.scatter(page, shard, payload.data)
                 scatter_payload_reference(spec, grid, shard, layout, [wanted], blocks, payload)
     assert np.array_equal(other._memory, wanted)
+    # What ranks of other TP degrees wrote.
+    for shard in shards_in(grid.touching(pages.shards)):
+        payload = rng.integers(0, 256, payload_bytes(spec, grid, shard), dtype=np.uint8)
+        other.scatter(1, shard, payload.data)
+        scatter_payload_reference(spec, grid, shard, layout, [wanted], np.array([1]), payload)
+        assert np.array_equal(other._memory, wanted)
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -71,6 +77,13 @@ def test_what_does_not_fit_is_named() -> None:
         pages.gather(3, 0, memoryview(bytearray(payload_bytes(spec, ShardGrid.of(spec), 0))))
     with pytest.raises(InvalidRequest, match="a payload of"):
         pages.scatter(0, 0, memoryview(b"1"))
+    part = StridedPages(spec, axes.layout(spec, range(6), range(2), 64, PAGES), memory[: len(memory) // 2])
+    grid = ShardGrid.of(spec)
+    with pytest.raises(InvalidRequest, match=r"shard 0 has heads range\(0, 4\), the memory range\(0, 2\)"):
+        part.gather(0, 0, memoryview(bytearray(payload_bytes(spec, grid, 0))))
+    other = grid.shard(0, 2, 1)
+    with pytest.raises(InvalidRequest, match="no layers and heads of the memory"):
+        part.scatter(0, other, memoryview(bytearray(payload_bytes(spec, grid, other))))
 
 
 def test_a_tensors_memory_is_not_copied() -> None:

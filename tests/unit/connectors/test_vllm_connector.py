@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvpool.connectors.vllm import compatibility, wiring
+from kvpool.connectors.vllm.agent_choice import WorkerPlace
 from kvpool.connectors.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvpool.connectors.vllm.switched_off import switched_off_connector
 from kvpool.core.errors import GeometryUnsupported, InvalidRequest
@@ -24,7 +26,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The connector's module over stand-ins of vLLM's."""
     vllm_modules.install(monkeypatch)
     imported = importlib.import_module("kvpool.connectors.vllm.connector")
-    monkeypatch.setattr(wiring, "layer_numbers", lambda kv_caches: {})
+    monkeypatch.setattr(wiring, "layer_numbers", lambda *_: {})
     return imported
 
 
@@ -228,6 +230,18 @@ def test_allocators_of_other_devices_do_not_count() -> None:
     assert compatibility.switched_off(config, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == ""
     on_gpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
     assert compatibility.switched_off(on_gpu, {"PYTORCH_ALLOC_CONF": "expandable_segments:False,backend:native"}) == ""
+
+
+def test_workers_say_which_agents_serve_them_also_of_a_pipeline(module: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    worker = module.KvPoolConnector(a_config(), Role.WORKER, None)
+    worker._agents.choose(WorkerPlace(on_gpu=True, gpu="GPU-b"))
+    scheduler = module.KvPoolConnector(a_config(), Role.SCHEDULER, None)
+    scheduler.set_xfer_handshake_metadata_pp_aware(
+        {(1, 0): worker.get_handshake_metadata(), (0, 0): module.WorkerAgent("", "")}
+    )
+    assert "pp 1 tp 0 on GPU-b is served by unix:/x" in caplog.text
+    assert "pp 0 tp 0 on a CPU is served by no agent yet" in caplog.text
 
 
 def test_a_hybrid_models_cache_manager_stays_on(module: Any) -> None:

@@ -15,13 +15,15 @@ import torch
 from kvpool.connectors.vllm.identity import (
     CacheFacts,
     cache_facts,
+    check_ranks,
     keyspace_name,
+    layer_order,
     model_revision,
     model_spec,
     part_of_rank,
 )
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.geometry import PayloadKind
 from kvpool.core.keyspace import Codec, Dtype
 
@@ -56,6 +58,7 @@ def configured(
     max_model_len: int = 4096,
     fitted: bool = False,
     cache_dtype: str = "auto",
+    drafter: Any = None,
     **cache: Any,
 ) -> Any:
     """What is read of a VllmConfig: 8 layers, 8 KV heads x 64. fitted: with max_model_len -1."""
@@ -67,6 +70,10 @@ def configured(
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, **cache),
         load_config=SimpleNamespace(load_format=load_format),
+        speculative_config=drafter,
+        num_prefill_lookahead_tokens=(drafter.num_speculative_tokens if drafter.use_multi_module_mtp() else 1)
+        if drafter is not None
+        else 0,
         model_config=SimpleNamespace(
             model="org/model",
             dtype=torch.bfloat16,
@@ -84,8 +91,43 @@ def configured(
     )
 
 
-def groups(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+def a_drafter(method: str = "eagle3", *, kv_heads: int = 8, modules: int = 1, **model: Any) -> Any:
+    """What is read of a SpeculativeConfig. modules: of MTP that are chained."""
+    values = {"hidden_size": 512, "draft_vocab_size": None}
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=3,
+        use_multi_module_mtp=lambda: modules > 1,
+        draft_load_config=None,
+        draft_model_config=SimpleNamespace(
+            **{
+                "model": "org/drafter",
+                "dtype": torch.bfloat16,
+                "quantization": None,
+                "use_mla": False,
+                "hf_config": SimpleNamespace(_commit_hash="d1"),
+                "hf_overrides": {},
+                "hf_text_config": SimpleNamespace(to_dict=lambda: values),
+                "get_total_num_kv_heads": lambda: kv_heads,
+                "get_head_size": lambda: 64,
+            }
+            | model
+        ),
+    )
+
+
+TARGET = [f"model.layers.{number}.self_attn.attn" for number in range(8)]
+
+
+def groups(*specs: Any, names: list[str] = TARGET) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=list(names)) for spec in specs]
+    )
+
+
+def with_draft(*names: str) -> Any:
+    """The one group of a drafter whose layers have the model's shape, in the order in which vLLM makes them."""
+    return groups(FullAttentionSpec(), names=[*TARGET, *names])
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +136,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm")
     module.__version__ = "9.9"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
+    names: Any = ModuleType("vllm.model_executor.models.utils")
+    names.extract_layer_index = lambda name: next(int(part) for part in name.split(".") if part.isdigit())
+    for package in ("vllm.model_executor", "vllm.model_executor.models"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, names.__name__, names)
 
 
 def test_a_gpus_blocks_are_rows_that_any_split_can_read() -> None:
@@ -179,6 +226,102 @@ def test_the_length_of_requests_counts_where_the_rope_depends_on_it(rope: dict[s
 def test_what_a_model_writes_into_its_config_as_it_is_built_does_not_part_workers_from_the_scheduler() -> None:
     scheduler, worker = configured(), configured(text_config={"max_model_len": 4096})
     assert model_spec(SETTINGS, scheduler, ROWS) == model_spec(SETTINGS, worker, ROWS)
+
+
+EAGLE = "model.layers.8.self_attn.attn"
+MTP = "model.layers.8.mtp_block.self_attn.mla_attn"
+OWN_NUMBERS = "mtp.layers.0.self_attn.attn"
+
+
+@pytest.mark.parametrize("draft", [EAGLE, MTP, OWN_NUMBERS])
+def test_a_drafters_layers_come_behind_the_models(draft: str) -> None:
+    config, cache = configured(drafter=a_drafter()), with_draft(draft)
+    facts = cache_facts(config, cache)
+    spec = model_spec(SETTINGS, config, facts)
+    assert (facts.draft_layers, spec.group.layers) == (1, 9)
+    assert part_of_rank(spec, config, 0).layers == range(9)
+    shuffled = {name: object() for name in sorted([*TARGET, draft], reverse=True)}
+    assert layer_order(shuffled, cache.kv_cache_groups[0], 9, 1) == [*TARGET, draft]
+
+
+def test_layers_that_are_not_one_tensor_each_are_refused() -> None:
+    group = with_draft(EAGLE).kv_cache_groups[0]
+    with pytest.raises(GeometryUnsupported, match="8 KV tensors"):
+        layer_order(TARGET, group, 9, 1)
+    with pytest.raises(GeometryUnsupported, match="in 8 layers, 9 were expected"):
+        layer_order([*TARGET, "other.layers.0.attn"], group, 9, 0)
+
+
+def test_mla_with_mtp() -> None:
+    drafter = a_drafter("mtp", model="org/model", use_mla=True)
+    config = configured(mla=True, drafter=drafter)
+    latent = FullAttentionSpec(num_kv_heads=1, head_size=576, head_size_v=0, page_size_bytes=16 * 576 * 2)
+    facts = cache_facts(config, groups(latent, names=[*TARGET, MTP]))
+    group = model_spec(SETTINGS, config, facts).group
+    assert (group.layers, group.latent_dim, facts.volatile_tokens) == (9, 576, 1)
+
+
+def test_engines_with_other_drafters_or_none_do_not_mix() -> None:
+    def spec(cache: Any, drafter: Any) -> Any:
+        config = configured(drafter=drafter)
+        return model_spec(SETTINGS, config, cache_facts(config, cache))
+
+    alone, one = spec(groups(FullAttentionSpec()), None), spec(with_draft(EAGLE), a_drafter())
+    assert one == spec(with_draft(EAGLE), a_drafter())
+    later = a_drafter(hf_config=SimpleNamespace(_commit_hash="d2"))
+    others = [
+        spec(with_draft(EAGLE), later),
+        spec(with_draft(EAGLE), a_drafter("eagle")),
+        spec(with_draft(EAGLE), a_drafter(quantization="fp8")),
+        spec(with_draft(EAGLE, "model.layers.9.self_attn.attn"), a_drafter()),
+    ]
+    assert len({alone.salt, one.salt, *(other.salt for other in others)}) >= len(others) + 1
+    assert all(other != one for other in (alone, *others))
+    assert spec(groups(FullAttentionSpec()), a_drafter("ngram")) == alone  # without KV, whatever it guesses
+    assert spec(groups(FullAttentionSpec()), a_drafter("mtp")) == alone  # reads the model's own KV
+
+
+def test_what_a_drafter_writes_into_its_config_does_not_part_workers_from_the_scheduler() -> None:
+    drafter = a_drafter()
+    config = configured(drafter=drafter)
+    facts = cache_facts(config, with_draft(EAGLE))
+    scheduler = model_spec(SETTINGS, config, facts)
+    drafter.draft_model_config.hf_text_config.to_dict().update(draft_vocab_size=32000, target_layer_count=8)
+    assert model_spec(SETTINGS, config, facts) == scheduler
+
+
+def test_a_chain_of_mtp_modules_leaves_more_tokens_that_may_change() -> None:
+    config = configured(drafter=a_drafter("mtp", modules=3))
+    assert cache_facts(config, with_draft(MTP)).volatile_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "cache", "names"),
+    [
+        (a_drafter(kv_heads=4), with_draft(EAGLE), "4 KV heads x 64 elements, the model 8 x 64"),
+        (a_drafter("draft_model"), with_draft(EAGLE), "draft_model"),
+        (a_drafter("dflash"), with_draft(EAGLE), "dflash"),
+        (a_drafter(), groups(FullAttentionSpec(), names=TARGET[:7]), "7 layers have KV"),
+    ],
+)
+def test_drafters_that_are_not_served_are_named(drafter: Any, cache: Any, names: str) -> None:
+    with pytest.raises(GeometryUnsupported, match=names):
+        cache_facts(configured(drafter=drafter), cache)
+
+
+def test_a_drafter_beside_a_pipeline_is_named() -> None:
+    config = configured(drafter=a_drafter())
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(GeometryUnsupported, match="pipeline"):
+        cache_facts(config, with_draft(EAGLE))
+
+
+def test_a_drafters_weights_must_be_known_before_anything_is_shared() -> None:
+    config = configured(drafter=a_drafter(hf_config=SimpleNamespace(_commit_hash=None)))
+    facts = cache_facts(config, with_draft(EAGLE))
+    assert model_spec(SETTINGS, config, facts, read_weights=False).group.layers == 9
+    with pytest.raises(InvalidRequest, match="org/drafter"):
+        model_spec(SETTINGS, config, facts)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +440,21 @@ def test_ranks_share_out_heads_and_doubled_ones_only_load() -> None:
     assert [part_of_rank(spec, configured(tp=2), rank).heads for rank in range(2)] == [range(4), range(4, 8)]
     doubled = [part_of_rank(spec, configured(tp=16), rank) for rank in range(2)]
     assert [(part.heads, part.load_only) for part in doubled] == [(range(1), False), (range(1), True)]
+
+
+def test_degrees_that_the_grid_cannot_serve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = model_spec(SETTINGS, configured(), ROWS)
+    check_ranks(spec, configured(tp=4))
+    with pytest.raises(PartitionRefused, match="3 TP ranks x 1 pipeline stages"):
+        check_ranks(spec, configured(tp=3))
+    stages: Any = ModuleType("vllm.distributed.utils")
+    stages.get_pp_indices = lambda layers, stage, count: (stage * layers // count, (stage + 1) * layers // count)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
+    monkeypatch.setitem(sys.modules, stages.__name__, stages)
+    config = configured()
+    config.parallel_config.pipeline_parallel_size = 2  # eight layers of this size are one layer group
+    with pytest.raises(PartitionRefused, match=r"1 TP ranks x 2 pipeline stages.*grid of 1 layer groups"):
+        check_ranks(spec, config)
 
 
 def test_a_name_is_one_that_the_index_takes() -> None:

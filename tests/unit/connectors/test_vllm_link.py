@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import pytest
 
 from kvpool.client.config import ClientConfig
@@ -48,6 +51,20 @@ def test_an_engine_that_cannot_be_served_says_why_and_goes_on(
     assert str(error) in caplog.text
     assert link.pool is None
     assert link.close()
+
+
+def test_an_agent_that_is_not_found_yet_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    looked = threading.Semaphore(0)
+
+    def plan() -> EnginePlan:
+        looked.release()
+        raise ServiceUnavailable("no agent of GPU-a announces itself")
+
+    link = PoolLink(plan, replace(NOWHERE, backoff_initial_s=0.001, backoff_max_s=0.001))
+    assert all(looked.acquire(timeout=10) for _ in range(3))
+    assert link.wait_tried(10)
+    assert link.close()
+    assert caplog.text.count("no agent of GPU-a") == 1
 
 
 def test_nothing_can_be_begun_after_the_end() -> None:

@@ -158,8 +158,3 @@ def test_a_role_leaves_out_loads_or_stores() -> None:
     assert settings.limited(loads=True, stores=True) == settings
     assert settings.limited(loads=False, stores=True).load == "never"
     assert settings.limited(loads=True, stores=False).store == "never"
-
-
-def test_each_rank_may_have_an_agent_of_its_own() -> None:
-    settings = VllmSettings(agent="unix:/run/agent-{rank}.sock")
-    assert settings.client_config(3, on_gpu=True).agent_endpoint == "unix:/run/agent-3.sock"

@@ -41,6 +41,21 @@ def test_the_last_sampled_token_has_no_kv() -> None:
     assert world.build().stores[0].end_chunk == 1
 
 
+def test_tokens_whose_kv_a_drafter_may_write_again_are_not_stored_yet() -> None:
+    world = World(FakePool(0), store="prefill", volatile_tokens=1)
+    request = a_request(96)
+    world.match(request)
+    assert world.build({"r": 64}).stores[0].end_chunk == 1
+    request.num_computed_tokens = 64
+    (order,) = world.build({"r": 32}).stores
+    assert (order.first_chunk, order.end_chunk) == (1, 2)
+    request.all_token_ids += [1, 2]
+    request.num_computed_tokens = 97
+    world.side.finished(request, BLOCKS, "FINISHED_STOPPED")
+    (order,) = world.build().stores
+    assert (order.first_chunk, order.end_chunk) == (2, 3)
+
+
 @pytest.mark.parametrize("in_flight", [0, 40])
 def test_an_aborted_request_is_stored_as_far_as_it_was_computed(in_flight: int) -> None:
     world = World(FakePool(0))

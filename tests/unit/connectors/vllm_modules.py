@@ -94,6 +94,7 @@ class VllmConfig:
     kv_events_config: Any = None
     cache_config: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
     batches: int = 1
+    num_prefill_lookahead_tokens: int = 0
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -117,6 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "KVConnectorBase_V1": Base,
             "KVConnectorRole": Role,
             "SupportsHMA": SupportsHMA,
+            "KVConnectorHandshakeMetadata": empty,
             "KVConnectorMetadata": empty,
             "KVConnectorWorkerMetadata": empty,
         },

@@ -23,7 +23,7 @@ class World:
         self.link = FakeLink(pool)
         wanted = {"agent": "unix:/x", "chunk_tokens": CHUNK, "min_load_tokens": 1, "lookup_wait_ms": 0.0, **settings}
         self.worker_count, self.shares_blocks = wanted.pop("workers", 1), wanted.pop("shares_blocks", True)
-        tells_changes = wanted.pop("tells_changes", True)
+        tells_changes, volatile_tokens = wanted.pop("tells_changes", True), wanted.pop("volatile_tokens", 0)
         self.side = SchedulerSide(
             VllmSettings(**wanted),
             self.link,  # type: ignore[arg-type]
@@ -32,6 +32,7 @@ class World:
             worker_count=self.worker_count,
             shares_blocks=self.shares_blocks,
             tells_changes=tells_changes,
+            volatile_tokens=volatile_tokens,
             now_s=self.clock.monotonic_s,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.core.grid import shards_in
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import ShardPayload
@@ -29,7 +30,7 @@ def size_of(group: KvGroup, codec: Codec = Codec.RAW, chunk_tokens: int = 256) -
 
 def pages_of(sizes: KeyspaceSize) -> list[int]:
     grid = sizes.grid
-    return [ShardPayload.of(sizes.spec, grid, shard).slot_bytes for shard in range(grid.shard_count)]
+    return [ShardPayload.of(sizes.spec, grid, shard).slot_bytes for shard in shards_in(grid.all_shards)]
 
 
 def test_a_token_takes_its_rows_and_no_more() -> None:
@@ -58,7 +59,7 @@ def test_slots_are_those_of_the_pagestore(name: str) -> None:
 def test_a_disk_holds_what_its_budget_allows(name: str, disk_bytes: int) -> None:
     sizes = size_of(MODELS[name])
     grid = sizes.grid
-    shards = [ShardPayload.of(sizes.spec, grid, shard) for shard in range(grid.shard_count)]
+    shards = [ShardPayload.of(sizes.spec, grid, shard) for shard in shards_in(grid.all_shards)]
     charged = sum(charged_bytes(page_bytes(shard.payload_bytes)) for shard in shards)
     assert sizes.chunk_disk_bytes == charged
     assert sizes.disk_tokens(disk_bytes) // 256 == pytest.approx(

@@ -172,9 +172,11 @@ def test_a_segment_that_is_not_wanted_any_more_leaves_nothing(directory: Path, m
     arena.close(remove=True)
 
 
+@pytest.mark.parametrize("huge", [False, True])
 def test_a_kernel_that_cannot_populate_has_the_memory_reserved(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    huge: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(arena_module, "_huge_pages_may_be_asked_for", lambda: huge)
     monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
     arena = opened(directory)
     assert arena.prepare_segment(1, MIB, lambda: True)
@@ -190,7 +192,6 @@ def test_no_room_for_a_prepared_segment_is_a_full_arena_and_leaves_nothing(
     def no_space(fd: int, offset: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(ArenaFull, match=r"grow /dev/shm or lower --arena-bytes"):
         arena.prepare_segment(1, MIB, lambda: True)
@@ -207,3 +208,16 @@ def test_huge_pages_are_asked_for_where_the_system_gives_them(
     assert arena_module._huge_pages_may_be_asked_for() is asked_for
     monkeypatch.setattr(arena_module, "_HUGE_PAGES", tmp_path / "missing")
     assert not arena_module._huge_pages_may_be_asked_for()
+
+
+def test_the_memory_of_an_arena_that_ends_is_given_back_at_once_whoever_still_looks(directory: Path) -> None:
+    arena = opened(directory)
+    for segment_id in range(3):
+        assert arena.prepare_segment(segment_id, MIB, lambda: True)
+    descriptor = os.dup(arena.descriptor(1))
+    view = arena.view(1, 0, 16)
+    view[:] = bytes(range(16))
+    arena.close(remove=True)
+    assert os.fstat(descriptor).st_blocks == 0 and not directory.exists()
+    assert bytes(view) == bytes(16)  # still mapped: no crash
+    os.close(descriptor)

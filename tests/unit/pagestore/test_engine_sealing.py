@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-import kvpool_pagestore.engine_sealing as sealing_module
 from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
 from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
-from kvpool.core.page import HEADER_BYTES, verify
+from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
+from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import eventually
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.slots import Slot
@@ -23,6 +24,7 @@ from kvpool_pagestore.ports_bulk import ReadGrant
 from tests.fixtures.pagestore import (
     KEYSPACE,
     KEYSPACES,
+    PAGE_BYTES,
     PAYLOAD_BYTES,
     SPEC,
     TENANT,
@@ -34,6 +36,7 @@ from tests.fixtures.pagestore import (
     sealed_page,
 )
 from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, reserve_item, wanted
+from tests.fixtures.patience import PATIENCE_S
 
 GARBAGE = b"\xa5"
 
@@ -252,14 +255,14 @@ async def test_a_page_that_cannot_be_sealed_now_is_a_miss_for_a_plain_reader_and
 async def test_a_page_that_is_dropped_while_it_is_sealed_is_a_miss_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, go_on, seal = threading.Event(), threading.Event(), sealing_module.seal
+    begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(*args: object) -> None:
+    def slowly(buffer: memoryview, key: PageKey, codec: int, payload_len: int) -> None:
         begun.set()
         go_on.wait()
-        seal(*args)  # type: ignore[arg-type]
+        seal(buffer, key, codec, payload_len)
 
-    monkeypatch.setattr(sealing_module, "seal", slowly)
+    monkeypatch.setattr("kvpool_pagestore.engine_sealing.seal", slowly)
     with new_world(disk=False) as world:
         async with running_engine(world) as running:
             await store_unsealed(running, await trusting(running), [1])
@@ -284,3 +287,41 @@ async def test_what_was_not_sealed_when_the_process_died_is_not_served_by_the_ne
             for reader in (await trusting(running), await open_session(running)):
                 assert (await acquire_one(running, reader, wanted(1))).grant is None
             assert running.engine.gauges().disk_pages == running.engine.gauges().staging_pages == 0
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+async def test_a_span_names_unsealed_pages_at_once_to_a_session_that_trusts_and_sealed_to_any_other(
+    trusts: bool,
+) -> None:
+    span = PageSpan(
+        keyspace=KEYSPACE,
+        chunk_hashes=b"".join(page_key(number).chunk_hash for number in range(4)),
+        first_chunk_index=0,
+        parent_hash=bytes(16),
+        group_heads=page_key(0).chunk_hash,
+        positions=np.arange(4, dtype=np.int32),
+        shards=np.zeros(4, np.uint8),
+    )
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            writer = await trusting(running)
+            await store_unsealed(running, writer, range(4))
+            reader = writer if trusts else await open_session(running)
+            answers: list[SpanAnswer] = []
+            done = asyncio.Event()
+
+            def on_answer(answer: SpanAnswer, final: bool) -> None:
+                answers.append(answer)
+                if final:
+                    done.set()
+
+            running.engine.spans.acquire(reader, span, wait_s=PATIENCE_S, on_answer=on_answer)
+            assert done.is_set() is trusts, "nothing stands between a trusting session and its pages"
+            await done.wait()
+            granted = [answer.granted for answer in answers]
+            assert sorted(page for one in granted for page in one.pages.tolist()) == [0, 1, 2, 3]
+            assert {source for one in granted for source in one.sources.tolist()} == {1}
+            for one in granted:
+                for page, segment_id, offset in zip(one.pages, one.segment_ids, one.offsets, strict=True):
+                    with running.arena.view(int(segment_id), int(offset), PAGE_BYTES) as view:
+                        assert is_whole(view, int(page)) is not trusts

@@ -232,7 +232,7 @@ def test_the_last_prepared_segment_takes_what_is_left_unless_that_is_of_no_use()
 def test_a_rest_that_is_of_no_use_is_left_to_what_needs_it() -> None:
     table = Table(capacity_bytes=(4 << 20) + 4096, segment_bytes=4096)
     assert prepared(table, 4 << 20) == 1
-    assert table.space.allocate("a", 8 * KIB)
+    assert isinstance(table.space.allocate("a", 8 * KIB), Slot)
     assert table.space.plan_segment("a", 4096) is not None
 
 

@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvpool.core.errors import StartupFailed
+from kvpool.core.errors import KvPoolError, NotServed, StartupFailed
 
 _METRICS_PIN = {"--metrics-listen": "metrics_url"}
 _SMALL_ARENA_BYTES = 512 << 20  # below it segments of the usual size would be too few to change their use one by one
@@ -160,7 +160,7 @@ def plan_index(options: ClusterOptions, store: StorePlan) -> ProcessPlan:
 
 
 def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) -> ProcessPlan:
-    """Pagestore `number`; each one with an agent of the same number stands for a host of its own."""
+    """Pagestore `number`; each one stands for a host of its own, see plan_agent."""
     name = f"pagestore-{number}"
     ready = _ready_file(options, name)
     segment_bytes = options.arena_bytes // 8 // 4096 * 4096 if options.arena_bytes < _SMALL_ARENA_BYTES else 0
@@ -180,20 +180,52 @@ def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) ->
 
 
 def plan_agent(options: ClusterOptions, number: int, index_endpoint: str) -> ProcessPlan:
-    """Agent `number`, beside pagestore `number` if there is one; else it reaches pages by streams."""
+    """Agent `number`; it reaches pages of other hosts by streams.
+
+    A CPU's agent is on the host of its number. Those of GPUs are dealt out to the hosts, and each of a host has a GPU
+    of its own.
+    """
     name = f"agent-{number}"
     ready = _ready_file(options, name)
-    local = str(pagestore_socket(options, number)) if number < options.pagestores else ""
+    hosts = max(1, options.pagestores)
+    host, ordinal = (number % hosts, number // hosts) if options.device == "cuda" else (number, 0)
+    local = str(pagestore_socket(options, host)) if host < options.pagestores else ""
     command = (
         *_service("kvpool_gpuagent"),
         *("--data-dir", str(options.state_dir.resolve() / name), "--socket", str(agent_socket(options, number))),
         *("--listen", f"{options.host}:0", "--metrics-listen", f"{options.host}:0", "--advertise-host", options.host),
-        *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}", "--pagestore-socket", local),
-        *("--device", options.device),
+        *("--index-endpoints", index_endpoint, "--host-id", f"host-{host}", "--pagestore-socket", local),
+        *("--device", options.device, "--device-ordinal", str(ordinal)),
         *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", **_METRICS_PIN}
     return ProcessPlan(name=name, role="agent", command=command, ready_file=ready, pins=pins)
+
+
+def check_gpus(options: ClusterOptions, count_gpus: Callable[[], int]) -> None:
+    """raises: StartupFailed if agents would have to share a GPU, or there is none."""
+    if options.device != "cuda" or not options.agents:
+        return
+    try:
+        gpus = count_gpus()
+    except KvPoolError as error:
+        raise StartupFailed(f"--device cuda: {error.message}") from error
+    hosts = max(1, options.pagestores)
+    if options.agents > gpus * hosts:
+        raise StartupFailed(
+            f"--agents {options.agents} wants a GPU for each on {hosts} hosts (--pagestores), there are {gpus} GPUs; "
+            f"give at most --agents {gpus * hosts}"
+        )
+
+
+def visible_gpus() -> int:
+    """GPUs that processes started from here may use. raises: NotServed without a driver."""
+    from kvpool.cuda.driver import CudaError, Driver
+
+    try:
+        return Driver.load().device_count()
+    except CudaError as error:
+        raise NotServed(error.message) from error
 
 
 def pagestore_socket(options: ClusterOptions, number: int) -> Path:

@@ -32,9 +32,8 @@ from kvpool.cli.targets import (
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import KvPoolError
-from kvpool.core.export_format import Manifest, key_check
+from kvpool.core.export_format import Manifest, key_check, pages_bytes
 from kvpool.core.keyspace import encode_keyspace, keyspace_id
-from kvpool.core.page import page_bytes
 
 _LIST_TIMEOUT_S = 300.0
 
@@ -130,24 +129,26 @@ async def _plan(
 
     nodes = await live_pagestores(index)
     await asyncio.gather(*(listing(node.info) for node in nodes))
-    return listed.planned()
+    return listed.planned(opened.grid)
 
 
 def _write(
     target: Target, output: Path, manifest: Manifest, opened: OpenedKeyspace, planned: Sequence[PlannedChunk]
 ) -> Exported:
     exported = Exported(output=str(output), keyspace=manifest.name)
-    chunk_bytes = sum(map(page_bytes, manifest.payload_sizes()))
+    payload_sizes = manifest.payload_sizes()
+    chunk_bytes = pages_bytes(payload_sizes, manifest.grid.all_shards)
     writer = ExportWriter(output, manifest)
     try:
         exported.earlier_chunks = len(writer.chain)
         left = [chunk for chunk in planned if chunk.chunk_hash not in writer.chain]
-        progress = Progress("export", len(planned) * chunk_bytes, done_before_bytes=writer.pages_bytes)
+        total_bytes = sum(pages_bytes(payload_sizes, chunk.shards) for chunk in planned)
+        progress = Progress("export", total_bytes, done_before_bytes=writer.pages_bytes)
         with PageFetcher(manifest, partial(open_transfer, target)) as fetcher:
             for part in batches(left, chunk_bytes):
                 for chunk in fetcher.fetch(part):
                     if chunk is not None and not writer.chain.fault(chunk.chunk_hash, chunk.metadata):
-                        writer.add(chunk.chunk_hash, chunk.metadata, chunk.pages)
+                        writer.add(chunk.chunk_hash, chunk.metadata, chunk.shards, chunk.pages)
                     else:
                         exported.missing_chunks += 1
                     progress.show(writer.pages_bytes)

@@ -33,7 +33,9 @@ from kvpool.core.export_format import (
     manifest_of,
     new_digest,
     pack_chunk,
+    pages_bytes,
 )
+from kvpool.core.grid import shards_in
 from kvpool.core.page import PageKey, page_bytes, verify
 
 Buffer = bytes | bytearray | memoryview
@@ -41,10 +43,11 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChunk:
-    """One chunk of a file; its pages, by shard, have been verified."""
+    """One chunk of a file; its pages have been verified. shards: bitmap of theirs, ascending as the pages."""
 
     chunk_hash: bytes
     metadata: PageMetadata
+    shards: int
     pages: tuple[memoryview, ...]
 
 
@@ -78,7 +81,6 @@ class ExportReader:
         except BaseException:
             self._file.close()
             raise
-        self._chunk_bytes = sum(map(page_bytes, self._payload_sizes))
         self._keyspace = self.manifest.keyspace
         self.good_bytes = self._file.tell()  # up to here all was verified
         self.chain = ChainCheck()
@@ -109,15 +111,18 @@ class ExportReader:
         self.end = end
 
     def _chunk(self) -> FileChunk:
-        chunk_hash, metadata = chunk_of(self._take(CHUNK_HEAD_BYTES))
+        chunk_hash, metadata, shards = chunk_of(self._take(CHUNK_HEAD_BYTES))
+        self.manifest.check_shards(shards)
         fault = self.chain.fault(chunk_hash, metadata)
         if fault:
             raise self._refused(f"chunk {chunk_hash.hex()}: {fault}")
         # Before memory is taken for them: a forged keyspace may promise pages of any size.
-        if self._file.tell() + self._chunk_bytes > self.size_bytes:
+        chunk_bytes = pages_bytes(self._payload_sizes, shards)
+        if self._file.tell() + chunk_bytes > self.size_bytes:
             raise self._refused("it was cut off in the middle of a page")
         pages = []
-        for shard, payload_len in enumerate(self._payload_sizes):
+        for shard in shards_in(shards):
+            payload_len = self._payload_sizes[shard]
             page = self._take(page_bytes(payload_len))
             key = PageKey(self._keyspace, chunk_hash, shard)
             wrong = verify(page, key, self.manifest.spec.codec, payload_len)
@@ -125,8 +130,8 @@ class ExportReader:
                 raise self._refused(f"page {key}: {wrong}")
             pages.append(memoryview(page))
         self.chain.add(chunk_hash, metadata)
-        self.pages_bytes += self._chunk_bytes
-        return FileChunk(chunk_hash=chunk_hash, metadata=metadata, pages=tuple(pages))
+        self.pages_bytes += chunk_bytes
+        return FileChunk(chunk_hash=chunk_hash, metadata=metadata, shards=shards, pages=tuple(pages))
 
     def _mark(self) -> None:
         self.marks.append(self.digest.digest()[:SUM_BYTES])
@@ -192,10 +197,13 @@ class ExportWriter:
             self._file.close()
             raise
 
-    def add(self, chunk_hash: bytes, metadata: PageMetadata, pages: Sequence[Buffer]) -> None:
-        """Append one chunk, whose pages the caller has verified and whose chain allows it. raises: CommandFailed."""
-        assert not self.chain.fault(chunk_hash, metadata)
-        self._write(pack_chunk(chunk_hash, metadata))
+    def add(self, chunk_hash: bytes, metadata: PageMetadata, shards: int, pages: Sequence[Buffer]) -> None:
+        """Append one chunk, whose pages the caller has verified and whose chain allows it. raises: CommandFailed.
+
+        pages: of each of the shards (a bitmap), ascending; they make a whole chunk.
+        """
+        assert not self.chain.fault(chunk_hash, metadata) and len(pages) == shards.bit_count()
+        self._write(pack_chunk(chunk_hash, metadata, shards))
         for page in pages:
             self._write(page)
             self.pages_bytes += len(page)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import TracebackType
 
 from kvpool.cli.chains import Chain
@@ -16,6 +18,7 @@ from kvpool.core.chunks import ROOT_HASH, group_head_index
 from kvpool.core.cluster import ChainQuery, NodeInfo, PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.export_format import Manifest, in_chain_order
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey, page_bytes, verify
 
@@ -28,19 +31,33 @@ _CTRL_C_SEEN_S = 0.5  # one that comes just before a thread begins to wait is se
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """One chunk to be exported. sources: nodes that hold shards of it (a bitmap), the best first."""
+    """One chunk to be exported.
+
+    sources: nodes that hold shards of it (a bitmap), the best first. shards: those to be read, which together have all
+    layers and heads; 0 where those of all nodes have not.
+    """
 
     chunk_hash: bytes
     parent_hash: bytes
     sources: tuple[tuple[NodeInfo, int], ...]
+    shards: int
+
+    @classmethod
+    def of(
+        cls, chunk_hash: bytes, parent_hash: bytes, sources: tuple[tuple[NodeInfo, int], ...], grid: ShardGrid
+    ) -> PlannedChunk:
+        """A chunk in as few pages as there are."""
+        present = reduce(or_, (shards for _, shards in sources), 0)
+        return cls(chunk_hash, parent_hash, sources, grid.readable(present, grid.all_shards))
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedChunk:
-    """All pages of a chunk, verified, by shard."""
+    """A whole chunk in verified pages. shards: bitmap of theirs, ascending as the pages."""
 
     chunk_hash: bytes
     metadata: PageMetadata
+    shards: int
     pages: tuple[bytearray, ...]
 
 
@@ -67,7 +84,7 @@ async def plan_of_chain(index: IndexClient, chain: Chain) -> list[PlannedChunk]:
             for _ in range(run.chunk_count):
                 at = len(planned)
                 parent = chain.hashes[at - 1] if at else ROOT_HASH
-                planned.append(PlannedChunk(chain.hashes[at], parent, sources))
+                planned.append(PlannedChunk.of(chain.hashes[at], parent, sources, chain.opened.grid))
         if answer.matched_chunks < len(part):
             break
     return planned
@@ -86,9 +103,11 @@ class ListedPlan:
         held = (node, chunk.staging_shards | chunk.disk_shards)
         self._sources[chunk.chunk_hash] = (*self._sources.get(chunk.chunk_hash, ()), held)
 
-    def planned(self) -> list[PlannedChunk]:
+    def planned(self, grid: ShardGrid) -> list[PlannedChunk]:
         """In chain order; chunks whose chain is not whole have no use and are left out."""
-        return [PlannedChunk(one, self._parents[one], self._sources[one]) for one in in_chain_order(self._parents)]
+        return [
+            PlannedChunk.of(one, self._parents[one], self._sources[one], grid) for one in in_chain_order(self._parents)
+        ]
 
 
 def batches(planned: Sequence[PlannedChunk], chunk_bytes: int) -> Iterator[Sequence[PlannedChunk]]:
@@ -125,8 +144,8 @@ class PageFetcher:
 
     def fetch(self, chunks: Sequence[PlannedChunk]) -> list[FetchedChunk | None]:
         """Each chunk, or None where some page of it could be had from none of its sources."""
-        pages = [_Page(chunk, shard, size) for chunk in chunks for shard, size in enumerate(self._payload_sizes)]
-        missing = pages
+        by_chunk = [[_Page(chunk, at, self._payload_sizes[at]) for at in shards_in(chunk.shards)] for chunk in chunks]
+        missing = [page for pages in by_chunk for page in pages]
         for attempt in range(_SOURCES_TRIED):
             by_node: dict[str, list[_Page]] = {}
             for page in missing:
@@ -142,12 +161,10 @@ class PageFetcher:
             if not missing:
                 break
         fetched: list[FetchedChunk | None] = []
-        for start, chunk in zip(range(0, len(pages), len(self._payload_sizes)), chunks, strict=True):
-            of_chunk = pages[start : start + len(self._payload_sizes)]
-            kept = of_chunk[0].metadata
-            whole = kept is not None and all(page.good for page in of_chunk)
-            data = tuple(page.data for page in of_chunk)
-            fetched.append(FetchedChunk(chunk.chunk_hash, kept, data) if kept is not None and whole else None)
+        for chunk, pages in zip(chunks, by_chunk, strict=True):
+            kept = pages[0].metadata if pages and all(page.good for page in pages) else None
+            data = tuple(page.data for page in pages)
+            fetched.append(FetchedChunk(chunk.chunk_hash, kept, chunk.shards, data) if kept is not None else None)
         return fetched
 
     def _read(self, endpoint: str, pages: Sequence[_Page]) -> None:
@@ -195,7 +212,7 @@ class _Page:
         return PageKey(keyspace, self._chunk.chunk_hash, self._shard)
 
     def source(self, attempt: int) -> NodeInfo | None:
-        """Whom to ask in this attempt; None where there are not so many."""
+        """The node to ask in this attempt; None where there are not so many."""
         holders = [node for node, shards in self._chunk.sources if shards >> self._shard & 1]
         nodes = list({node.node_id: node for node in holders if node.bulk_endpoint}.values())
         return nodes[attempt] if attempt < len(nodes) else None

@@ -16,7 +16,9 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.transfer import PageToWrite, PageTransferClient
 from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.cluster import LiveNode, NodeInfo
+from kvpool.core.coverage import Coverage
 from kvpool.core.errors import ArenaFull, KvPoolError, Overloaded
+from kvpool.core.grid import shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
@@ -48,7 +50,7 @@ class ImportTarget:
         self._target = target
         self._index = index
         self._keyspace = opened.keyspace
-        self._all_shards = opened.grid.all_shards
+        self._whole = Coverage.of(opened.grid, 0)
         self._spec = spec
         self._copies = copies
         self._clients: dict[str, PageTransferClient] = {}
@@ -77,7 +79,7 @@ class ImportTarget:
             return [
                 chunk.chunk_hash
                 async for chunk in control.list_chunks(self._keyspace, timeout_s=_FLUSH_TIMEOUT_S)
-                if (chunk.disk_shards or chunk.staging_shards) & self._all_shards == self._all_shards
+                if self._whole.is_met_by(chunk.disk_shards or chunk.staging_shards)
             ]
 
         for _, answer in await on_pagestores(self._target, nodes, held):
@@ -188,7 +190,7 @@ class ImportTarget:
         items = [
             PageToWrite(key=PageKey(self._keyspace, chunk.chunk_hash, shard), page=page, metadata=chunk.metadata)
             for chunk in chunks
-            for shard, page in enumerate(chunk.pages)
+            for shard, page in zip(shards_in(chunk.shards), chunk.pages, strict=True)
         ]
         errors: dict[bytes, KvPoolError] = {}
 

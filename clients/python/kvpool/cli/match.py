@@ -13,6 +13,7 @@ from kvpool.cli.targets import Target, add_target, find_target, keyspace_of_name
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import chunk_hashes, group_head_index
 from kvpool.core.cluster import ChainQuery, Location, MatchRun, NodeInfo
+from kvpool.core.coverage import Coverage
 from kvpool.core.outcome import Tier
 
 
@@ -97,15 +98,15 @@ async def _match_all(index: IndexClient, opened: OpenedKeyspace, hashes: Sequenc
         )
         at = first
         for found in answer.runs:
-            runs.append(_run(at, found, answer.nodes, opened.grid.all_shards))
+            runs.append(_run(at, found, answer.nodes, Coverage.of(opened.grid, 0)))
             at += found.chunk_count
         if answer.matched_chunks < len(part):
             break
     return runs
 
 
-def _run(first_chunk: int, found: MatchRun, nodes: dict[bytes, NodeInfo], all_shards: int) -> FoundRun:
-    tier = best_tier(found.locations, all_shards)
+def _run(first_chunk: int, found: MatchRun, nodes: dict[bytes, NodeInfo], whole: Coverage) -> FoundRun:
+    tier = best_tier(found.locations, whole)
     ids = dict.fromkeys(location.node_id for location in found.locations if location.tier <= tier)
     return FoundRun(
         first_chunk=first_chunk,
@@ -115,14 +116,14 @@ def _run(first_chunk: int, found: MatchRun, nodes: dict[bytes, NodeInfo], all_sh
     )
 
 
-def best_tier(locations: Sequence[Location], all_shards: int) -> Tier:
-    """The fastest tier such that every shard is there or in a faster one."""
+def best_tier(locations: Sequence[Location], whole: Coverage) -> Tier:
+    """The fastest tier such that every layer and head is there or in a faster one, in pages of whichever split."""
     covered = 0
     for tier in Tier:
         for location in locations:
             if location.tier is tier:
                 covered |= location.shards
-        if covered & all_shards == all_shards:
+        if whole.is_met_by(covered):
             return tier
     return Tier.DISK
 

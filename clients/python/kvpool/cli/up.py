@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.cli.child import READY_TIMEOUT_S
-from kvpool.cli.cluster import ClusterOptions
+from kvpool.cli.cluster import ClusterOptions, check_gpus, visible_gpus
 from kvpool.cli.logs import last_lines, log_dir
 from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, fail, say, size, size_from_text, table
 from kvpool.cli.state import ClusterState, StateLock, read_state, state_file
@@ -35,7 +35,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
         )
 
     add("--pagestores", "number of pagestores", int)
-    parser.add_argument("--agents", type=int, default=None, help="number of agents (default: one per pagestore)")
+    parser.add_argument(
+        "--agents",
+        type=int,
+        default=None,
+        help="number of agents (default: one per pagestore); with --device cuda one per GPU at most",
+    )
     parser.add_argument("--detach", action="store_true", help="return once it serves; end it with `kvpool down`")
     parser.add_argument("--redis", default="", metavar="URL", help="use this Redis; also env KVPOOL_REDIS_URL")
     parser.add_argument("--memory-index", action="store_true", help="no Redis: the index keeps locations in its memory")
@@ -74,6 +79,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         tls_ca_file=arguments.tls_ca_file,
         tls_client_auth=arguments.tls_client_auth,
     )
+    check_gpus(options, visible_gpus)
     if arguments.detach:
         return _detach(arguments.state_dir, [argument for argument in arguments.argv if argument != "--detach"])
     return _Foreground(options).run()

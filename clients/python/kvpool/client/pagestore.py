@@ -25,7 +25,7 @@ from kvpool.client.page_items import (
 from kvpool.client.segments import FetchFd, MapHook, SegmentMap
 from kvpool.client.session_stream import SessionStream
 from kvpool.client.stream import Reply
-from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.spans import Int64s, PageGrants, PageSpan, SpanAnswer
 from kvpool.core.tracing import NO_SPAN, PAGES, Span, SpanKind, rpc_attributes
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
 
 _log = logging.getLogger(__name__)
+
+_PREPARE_POLL_S = 0.1  # some hundred MiB more are in place by then
 
 _RPC = rpc_attributes("PageStoreService", "Session")
 _Request = pagestore_pb2.SessionRequest
@@ -58,6 +60,7 @@ class SessionPlan:
     expected_incarnation: int = 0  # 0: any
     previous_session_id: bytes = b""
     previous_drained: bool = False
+    trusts_arena: bool = False  # takes pages that nothing has summed yet, and does not verify what it reads
 
 
 class PageStoreSession:
@@ -112,6 +115,7 @@ class PageStoreSession:
                     previous_drained=plan.previous_drained,
                     expected_incarnation=plan.expected_incarnation,
                     wants_arena=plan.wants_arena,
+                    trusts_arena=plan.trusts_arena,
                     version=own_version_to_proto(),
                 )
             ),
@@ -280,6 +284,26 @@ class PageStoreSession:
     def release_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
         """The same without waiting; a broken session needs none."""
         self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=_numbers(lease_ids))))
+
+    async def prepare(self, share_bytes: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Have segments assigned to the tenant ahead of use, and map them: all segments of the tenant.
+
+        share_bytes: what the tenant is to have in all; 0: everything, or half of what is free beside other tenants.
+        Returns when the pagestore, which puts the memory in place after its start, has no more to come; segments are
+        mapped as they come. They may be less than asked for. timeout_s: of one question. raises: InvalidRequest, and
+        what breaks the session.
+        """
+        segments = self._arena()
+        message = _Request(prepare=pagestore_pb2.PrepareRequest(share_bytes=share_bytes))
+        while True:
+            answer = (await self._stream.ask(message, timeout_s)).prepare
+            try:
+                await segments.map(answer.segment_ids)
+            except LeaseLost:  # one that we did not map yet went to another tenant
+                continue
+            if not answer.more:
+                return tuple(answer.segment_ids)
+            await asyncio.sleep(_PREPARE_POLL_S)
 
     def slot_view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         """Writable bytes of a slot that this session granted. raises: LeaseLost when unmapped."""

@@ -10,6 +10,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import or_
 
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import PageStoreControl
@@ -80,7 +82,10 @@ class DirectPool:
             return found
 
     async def find(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> list[bool]:
-        """Which chunks are in the cluster with all shards of the space, as far as the index knows."""
+        """Which chunks are in the cluster with all shards of the space, as far as the index knows.
+
+        Pages of other splits do not count, though the index matches them: `get` reads just the space's own.
+        """
         found = [False] * len(chunks)
         self.counts.looked_up_chunks += len(chunks)
         try:
@@ -196,10 +201,11 @@ class DirectPool:
             self._spaces.pop(space.space, None)
             matches = await self._match(await self.open(space.space), chunks, runs)
         for run, match in zip(runs, matches, strict=True):
-            sources = self._remote(match)
+            sources = self._remote(match, space.space.shards)
             for position, remote in zip(run, sources, strict=False):
-                found[position] = True
-                self._remember(chunks[position].chunk_hash, remote)
+                if remote is not None:
+                    found[position] = True
+                    self._remember(chunks[position].chunk_hash, remote)
 
     async def _match(
         self, space: OpenSpace, chunks: Sequence[ChunkPlace], runs: Sequence[range]
@@ -211,14 +217,19 @@ class DirectPool:
                 raise answer
         return [answer for answer in answers if isinstance(answer, ChainMatch)]
 
-    def _remote(self, match: ChainMatch) -> list[tuple[RemoteSource, ...]]:
-        """For each matched chunk the other nodes to ask, best first."""
-        chunks: list[tuple[RemoteSource, ...]] = []
+    def _remote(self, match: ChainMatch, shards: int) -> list[tuple[RemoteSource, ...] | None]:
+        """For each matched chunk the other nodes to ask, best first; None where some of these shards are nowhere."""
+        chunks: list[tuple[RemoteSource, ...] | None] = []
         for run in match.runs:
+            if shards & ~reduce(or_, (location.shards for location in run.locations), 0):
+                chunks += [None] * run.chunk_count
+                continue
             sources: dict[bytes, RemoteSource] = {}
             for location in run.locations:
                 node = match.nodes.get(location.node_id)
                 if location.node_id == self._session.node_id or location.tier is Tier.GPU:
+                    continue
+                if not location.shards & shards:
                     continue
                 if node is not None and node.bulk_endpoint:
                     sources.setdefault(

@@ -60,28 +60,37 @@ class StridedPages:
         return self._layout.block_count
 
     def gather(self, page: int, shard: int, payload: memoryview) -> None:
-        """Fill a payload from a page. raises: InvalidRequest for a page outside of the memory."""
+        """Fill a payload from a page, of one of `shards`. raises: InvalidRequest for a page outside of the memory."""
+        heads = self._grid.heads_of(shard)
+        if heads.start < self._layout.head_range.start or heads.stop > self._layout.head_range.stop:
+            raise InvalidRequest(f"shard {shard} has heads {heads}, the memory {self._layout.head_range}")
         for here, there in self._parts(page, shard, payload):
             np.copyto(there, here)
 
     def scatter(self, page: int, shard: int, payload: memoryview) -> None:
-        """Write a payload to a page. raises: as `gather`."""
+        """Write what the memory has of a payload to a page; the shard may be of another split. raises: as `gather`."""
         for here, there in self._parts(page, shard, payload):
             np.copyto(here, there)
 
     def _parts(self, page: int, shard: int, payload: memoryview) -> list[tuple[Bytes, Bytes]]:
-        """(rows in the memory, rows in the payload) of data and scales, of equal shapes."""
+        """(rows in the memory, rows in the payload) of data and scales, of equal shapes: of the rank's heads."""
         shape = ShardPayload.of(self._spec, self._grid, shard)
         if not 0 <= page < self._layout.block_count:
             raise InvalidRequest(f"page {page} is not one of the memory's {self._layout.block_count}")
         if payload.nbytes != shape.payload_bytes:
             raise InvalidRequest(f"a payload of {shape.payload_bytes} bytes was given {payload.nbytes}")
+        rank = self._layout.head_range
+        heads = range(max(shape.heads.start, rank.start), min(shape.heads.stop, rank.stop))
+        if not len(heads) or not set(shape.layers) <= set(self._layout.layer_range):
+            raise InvalidRequest(f"shard {shard} has no layers and heads of the memory; {self._grid.describe()}")
         flat = np.frombuffer(payload, dtype=np.uint8)
-        first = shape.layers.start - self._layout.first_layer, shape.heads.start - self._layout.first_head
-        parts = [(self._data.rows(self._memory, page, first, shape.shape), flat[: shape.data_bytes])]
+        first_layer = shape.layers.start - self._layout.first_layer
+        chosen = slice(heads.start - shape.heads.start, heads.stop - shape.heads.start)
+        parts = [(self._data, flat[: shape.data_bytes].reshape(shape.shape)[:, :, chosen])]
         if self._scales is not None:
-            parts.append((self._scales.rows(self._memory, page, first, shape.scale_shape), flat[shape.data_bytes :]))
-        return [(here, there.reshape(here.shape)) for here, there in parts]
+            parts.append((self._scales, flat[shape.data_bytes :].reshape(shape.scale_shape)[:, :, chosen]))
+        first = first_layer, heads.start - rank.start
+        return [(rows.rows(self._memory, page, first, there.shape), there) for rows, there in parts]
 
 
 class _RowStrides:
@@ -98,10 +107,12 @@ class _RowStrides:
                 if plane.offset_bytes != first.offset_bytes + layer * self._layer + number * self._plane:
                     raise InvalidRequest(f"layer {layer} does not lie at the distance of the others")
 
-    def rows(self, memory: Bytes, page: int, first: tuple[int, int], shape: tuple[int, int, int, int, int]) -> Bytes:
-        """[layers, planes, tokens, heads, row_bytes] of a page, from the rank's layer and head `first` on."""
+    def rows(self, memory: Bytes, page: int, first: tuple[int, int], shape: tuple[int, ...]) -> Bytes:
+        """[units, layers, heads, tokens of a unit, planes, row_bytes] of a page, from the rank's layer and head `first`
+        on."""
         rows = self._first
         begin = rows.offset_bytes + page * rows.block_stride_bytes
         begin += first[0] * self._layer + first[1] * rows.head_stride_bytes
-        strides = (self._layer, self._plane, rows.token_stride_bytes, rows.head_stride_bytes, 1)
+        token = rows.token_stride_bytes
+        strides = (shape[3] * token, self._layer, rows.head_stride_bytes, token, self._plane, 1)
         return as_strided(memory[begin:], shape=shape, strides=strides)

@@ -2,7 +2,7 @@
 
     head      magic 8, version u16, flags u16 (0), manifest length u32
     manifest  JSON, UTF-8, at most 64 KiB; then BLAKE3-128 of head and manifest
-    chunk     kind 1 u8, fields (see _CHUNK), BLAKE3-128 of those bytes; then one page for each shard, in order
+    chunk     kind 1 u8, fields (see _CHUNK), BLAKE3-128 of those bytes; then the page of each shard named, in order
     end       kind 2 u8, chunks u64, page bytes u64, BLAKE3-256 of all bytes before it, MAC of that digest
 
 Integers are little endian. Nothing follows the end. Sizes of pages are never read from the file: they follow from the
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -23,21 +23,21 @@ from blake3 import blake3
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ExportRefused, KvPoolError
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, decode_keyspace, encode_keyspace, keyspace_id
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool.core.retention import PINNED_FOREVER_US, PRIORITY_MAX
 
 MAGIC: Final = b"\x89KVPX\r\n\x1a"
-VERSION: Final = 1
+VERSION: Final = 2
 MANIFEST_BYTES_MAX: Final = 64 << 10
 CHUNK_BYTES_MAX: Final = 1 << 30
 """Pages of one chunk together; a keyspace of larger ones is refused."""
 CHUNKS_MAX: Final = 1 << 32
 SUM_BYTES: Final = 16
 _HEAD: Final = struct.Struct("<8sHHI")
-_CHUNK: Final = struct.Struct("<B16s16s16sQQiQQQ")
+_CHUNK: Final = struct.Struct("<B16s16s16sQQiQQQQ")
 _END: Final = struct.Struct("<BQQ")
 _KIND_CHUNK: Final = 1
 _KIND_END: Final = 2
@@ -76,16 +76,27 @@ class Manifest:
         """The 16-byte id."""
         return keyspace_id(encode_keyspace(self.tenant, self.spec))
 
+    @property
+    def grid(self) -> ShardGrid:
+        """Of the keyspace."""
+        return ShardGrid.of(self.spec)
+
     def payload_sizes(self) -> tuple[int, ...]:
-        """Exact payload bytes of each shard's page. raises: ExportRefused where a chunk would be too large."""
-        grid = ShardGrid.of(self.spec)
+        """Exact payload bytes of pages, by shard. raises: ExportRefused where a whole chunk would be too large."""
+        grid = self.grid
         sizes = tuple(payload_bytes(self.spec, grid, shard) for shard in range(grid.shard_count))
-        chunk_bytes = sum(map(page_bytes, sizes))
+        chunk_bytes = pages_bytes(sizes, grid.all_shards)
         if chunk_bytes > CHUNK_BYTES_MAX:
             raise ExportRefused(
                 f"a chunk of this keyspace has {chunk_bytes} bytes, at most {CHUNK_BYTES_MAX} are taken"
             )
         return sizes
+
+    def check_shards(self, shards: int) -> None:
+        """raises: ExportRefused unless pages of these shards make a whole chunk."""
+        grid = self.grid
+        if shards & ~grid.valid_shards or not grid.covers(shards, grid.all_shards):
+            raise ExportRefused(f"the shards {shards:#x} of a chunk make no whole chunk of the {grid.describe()}")
 
     def pack(self) -> bytes:
         """Head, manifest and their sum."""
@@ -102,6 +113,11 @@ class Manifest:
         text = json.dumps(document, indent=1).encode()
         packed = _HEAD.pack(MAGIC, VERSION, 0, len(text)) + text
         return packed + _sum(packed)
+
+
+def pages_bytes(payload_sizes: Sequence[int], shards: int) -> int:
+    """Exact bytes of the pages of some shards (a bitmap). payload_sizes: by shard."""
+    return sum(page_bytes(payload_sizes[shard]) for shard in shards_in(shards))
 
 
 def manifest_bytes(head: bytes) -> int:
@@ -146,13 +162,14 @@ def manifest_of(head: bytes, rest: bytes) -> Manifest:
     if cut != (grid.layer_groups, grid.splits):
         raise ExportRefused(
             f"its pages lie on a grid of {cut[0]} layer groups x {cut[1]} parts, which this kvpool cuts "
-            f"{grid.layer_groups} x {grid.splits}; import with the version that exported ({manifest.created_by or 'unknown'})"
+            f"{grid.layer_groups} x {grid.splits}; import with the version that exported "
+            f"({manifest.created_by or 'unknown'})"
         )
     return manifest
 
 
-def pack_chunk(chunk_hash: bytes, metadata: PageMetadata) -> bytes:
-    """What precedes the pages of a chunk."""
+def pack_chunk(chunk_hash: bytes, metadata: PageMetadata, shards: int) -> bytes:
+    """What precedes the pages of a chunk. shards: the bitmap of those whose pages follow."""
     fields = _CHUNK.pack(
         _KIND_CHUNK,
         chunk_hash,
@@ -164,20 +181,21 @@ def pack_chunk(chunk_hash: bytes, metadata: PageMetadata) -> bytes:
         metadata.pinned_until_us,
         metadata.prompt_tokens,
         metadata.expires_us,
+        shards,
     )
     return fields + _sum(fields)
 
 
-def chunk_of(packed: bytes) -> tuple[bytes, PageMetadata]:
-    """A chunk's hash and what is kept beside its pages. raises: ExportRefused."""
+def chunk_of(packed: bytes) -> tuple[bytes, PageMetadata, int]:
+    """A chunk's hash, what is kept beside its pages, and the bitmap of their shards. raises: ExportRefused."""
     if len(packed) != CHUNK_HEAD_BYTES or packed[0] != _KIND_CHUNK or packed[-SUM_BYTES:] != _sum(packed[:-SUM_BYTES]):
         raise ExportRefused("the head of a chunk is damaged or cut off")
-    _, chunk_hash, parent, group_head, index, ttl_ms, priority, pinned_us, prompt_tokens, expires_us = _CHUNK.unpack(
-        packed[:-SUM_BYTES]
+    _, chunk_hash, parent, group_head, index, ttl_ms, priority, pinned_us, prompt_tokens, expires_us, shards = (
+        _CHUNK.unpack(packed[:-SUM_BYTES])
     )
     if max(ttl_ms, pinned_us, prompt_tokens, expires_us, index) > PINNED_FOREVER_US or abs(priority) > PRIORITY_MAX:
         raise ExportRefused(f"what is kept beside chunk {chunk_hash.hex()} is out of range")
-    return chunk_hash, PageMetadata(
+    metadata = PageMetadata(
         parent_hash=parent,
         chunk_index=index,
         group_head_hash=group_head,
@@ -187,6 +205,7 @@ def chunk_of(packed: bytes) -> tuple[bytes, PageMetadata]:
         prompt_tokens=prompt_tokens,
         expires_us=expires_us,
     )
+    return chunk_hash, metadata, shards
 
 
 def is_end(kind: bytes) -> bool:

@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 
 PLANE_COLUMNS = 8
 ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE = range(4)
-PAYLOAD_OFFSET, SCALE_PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE, SCALE_PAYLOAD_UNIT_STRIDE = range(4, 8)
+PAYLOAD_OFFSET, SCALE_PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE = range(4, 7)
 LARGEST_UNIT_BYTES = 16
 _MAX_ADDRESS = (1 << 62) - 1
 
@@ -67,9 +67,9 @@ class PlaneTable:
     planes:            [P, 8] int64, C-contiguous, not to be written. Columns: address of (block 0, token 0, first head
                        of the shard that the rank has); block, token and head stride; payload offset of the plane's
                        data from that head on; payload offset of the scales that a codec makes of it (0 if none);
-                       bytes from a unit of the payload to the next in the data, and in such scales. A stride along
-                       which there is one item is 0. Shard by shard, data planes before scale planes; a scale plane's
-                       payload offset and unit stride are those of its scale rows.
+                       bytes of data from a unit of the payload to the next; 0. A stride along which there is one
+                       item is 0. Shard by shard, data planes before scale planes; a scale plane's payload offset and
+                       unit stride are those of its scale rows.
     handles:           [P] int64: of each plane. Memory of two handles may be adjacent and yet be two allocations.
     shards:            by shard number, ascending.
     unit_bytes:        power of two, at most 16, that divides whatever locates or sizes a data row, in the cache and in
@@ -192,11 +192,10 @@ def _rows_of(
         here = layout.layers[layer - layout.first_layer]
         for index, plane in enumerate(here.planes):
             offset = strides.offset(layer=number, head=head, plane=index)
-            made = [0, strides.unit, 0]
-            if are_scales_made:
-                made_offset = scale_strides.offset(layer=number, head=head, plane=index)
-                made = [payload.data_bytes + made_offset, strides.unit, scale_strides.unit]
-            data.append([*_located(spec, layout, heads, plane, handle_addresses), offset, *made])
+            scale_offset = payload.data_bytes + scale_strides.offset(layer=number, head=head, plane=index)
+            made = scale_offset if are_scales_made else 0
+            located = _located(spec, layout, heads, plane, handle_addresses)
+            data.append([*located, offset, made, strides.unit, 0])
         for index, plane in enumerate(here.scales):
             offset = payload.data_bytes + scale_strides.offset(layer=number, head=head, plane=index)
             located = _located(spec, layout, heads, plane, handle_addresses)
@@ -225,10 +224,11 @@ def _units(spec: KeyspaceSpec, layout: EngineLayout, planes: Int64s, is_data: np
     """Units of data rows and of scale rows. The lowest bit set in any of the numbers is the largest power of two that
     divides them all."""
     copied = (ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE)
-    made = (SCALE_PAYLOAD_OFFSET, SCALE_PAYLOAD_UNIT_STRIDE)
     data, scales = planes[is_data], planes[~is_data]
     bits = int(np.bitwise_or.reduce(data[:, copied], axis=None)) | LARGEST_UNIT_BYTES
     bits |= layout.layers[0].planes[0].row_bytes | spec.data_row_bytes
-    scale_bits = int(np.bitwise_or.reduce(np.append(scales[:, copied], data[:, made]))) | LARGEST_UNIT_BYTES
+    scale_bits = (
+        int(np.bitwise_or.reduce(np.append(scales[:, copied], data[:, SCALE_PAYLOAD_OFFSET]))) | LARGEST_UNIT_BYTES
+    )
     scale_bits |= spec.scale_row_bytes
     return bits & -bits, scale_bits & -scale_bits

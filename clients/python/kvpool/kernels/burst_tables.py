@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -26,15 +26,15 @@ HostTable = Callable[[int], Tensor]
 class BurstPages:
     """What a burst moves.
 
-    shards, skip_tokens: [N]; block_ids: [N, chunk_tokens / block_tokens] int64; payloads: [N] addresses on the device;
-    present: [N], False leaves a page out.
+    shards, skip_tokens: [N], shards of the plane table; block_ids: [N, chunk_tokens / block_tokens] int64; payloads:
+    [N] addresses on the device; present: [N], False leaves a page out.
     """
 
-    shards: Sequence[int]
+    shards: npt.ArrayLike
     block_ids: Int64s
-    skip_tokens: Sequence[int]
+    skip_tokens: npt.ArrayLike
     payloads: Int64s
-    present: Sequence[bool]
+    present: npt.ArrayLike
 
     @classmethod
     def absent(cls, table: PlaneTable, count: int) -> Self:
@@ -85,24 +85,12 @@ class BurstTables:
         self._pages.hold(self.count * PAGE_COLUMNS)
         self._blocks.numbers[: self.count * columns] = burst.block_ids.reshape(-1)
         self._faults.numbers[: self.count * self.fault_columns] = 0
-        positions, tokens = table.spec.positions, table.spec.chunk_tokens
-        rows = []
-        for number, payload, skip, present in zip(
-            burst.shards, burst.payloads.tolist(), burst.skip_tokens, burst.present, strict=True
-        ):
-            shard = table.shards[number]
-            rows.append(
-                (
-                    payload,
-                    shard.first_plane,
-                    shard.plane_count,
-                    shard.first_scale_plane,
-                    shard.scale_plane_count,
-                    shard.payload_bytes,
-                    skip * positions // tokens,
-                    present,
-                )
-            )
+        spec = table.spec
+        rows = _page_rows(table)[np.asarray(burst.shards, dtype=np.int64)]
+        rows[:, PageColumn.PAYLOAD_ADDRESS] = burst.payloads
+        rows[:, PageColumn.SKIP_TOKENS] = np.asarray(burst.skip_tokens, dtype=np.int64) * spec.positions
+        rows[:, PageColumn.SKIP_TOKENS] //= spec.chunk_tokens
+        rows[:, PageColumn.HEADS] *= np.asarray(burst.present, dtype=np.int64)
         self._pages_of_burst()[...] = rows
 
     def expect_verdicts(self) -> None:
@@ -118,7 +106,7 @@ class BurstTables:
         pages = self._pages_of_burst()
         for page in np.flatnonzero(faults.any(axis=1)).tolist():
             blocks = np.flatnonzero(faults[page, : block_count(int(pages[page, PageColumn.PAYLOAD_BYTES]))])
-            if blocks.size and pages[page, PageColumn.PRESENT]:
+            if blocks.size and pages[page, PageColumn.HEADS]:
                 found[page] = PageFault(PageFaultKind.BAD_SUM, int(blocks[0]))
         return found
 
@@ -143,6 +131,20 @@ class TablePool:
         """No kernel reads them any more."""
         with self._lock:
             self._free.append(tables)
+
+
+@lru_cache(maxsize=64)
+def _page_rows(table: PlaneTable) -> Int64s:
+    """[shards, 8]: what all pages of a shard have in common, by shard number; not to be written."""
+    rows = np.zeros((max(table.shards) + 1, PAGE_COLUMNS), dtype=np.int64)
+    for number, shard in table.shards.items():
+        rows[number, PageColumn.FIRST_PLANE] = shard.first_plane
+        rows[number, PageColumn.PLANE_COUNT] = shard.plane_count
+        rows[number, PageColumn.FIRST_SCALE_PLANE] = shard.first_scale_plane
+        rows[number, PageColumn.SCALE_PLANE_COUNT] = shard.scale_plane_count
+        rows[number, PageColumn.PAYLOAD_BYTES] = shard.payload_bytes
+        rows[number, PageColumn.HEADS] = len(shard.heads)
+    return rows
 
 
 @lru_cache(maxsize=64)

@@ -56,7 +56,7 @@ class CacheKernels:
         shards = list(table.shards.values())
         is_scale = np.zeros(len(table.planes), dtype=np.bool_)
         for shard in shards:
-            is_scale[shard.first_scale_plane : shard.first_scale_plane + shard.scale_plane_count] = True
+            is_scale[shard.scale_rows] = True
         self.sum_columns = most_sum_blocks(table)
         # Otherwise some page ends in a block that is too short for the kernels: the CPU sums and verifies them all.
         self.sums_on_device = all(can_sum(shard.payload_bytes) for shard in shards)
@@ -126,9 +126,11 @@ def _copy_shape(table: PlaneTable, chosen: npt.NDArray[np.bool_], row_bytes: int
         table.planes[chosen].tolist(),
         positions=table.spec.positions,
         block_rows=table.block_rows,
-        heads=_heads(table),
+        most_heads=_most_heads(table),
         row_bytes=row_bytes,
         most_planes=_most_planes(table),
+        row_planes=table.spec.planes,
+        unit_rows=table.unit_rows,
     )
 
 
@@ -137,16 +139,18 @@ def _codec_shape(table: PlaneTable) -> CodecShape:
     rows = CopyShape(
         table.spec.positions,
         table.block_rows,
-        _heads(table),
+        _most_heads(table),
         table.cache_row_bytes,
         table.unit_bytes,
         _most_planes(table),
+        table.spec.planes,
+        table.unit_rows,
     )
     return CodecShape(rows, RowCodec(table.spec.codec.value), _TORCH_TYPES[table.spec.dtype])
 
 
-def _heads(table: PlaneTable) -> int:
-    return len(next(iter(table.shards.values())).heads)
+def _most_heads(table: PlaneTable) -> int:
+    return max(len(shard.heads) for shard in table.shards.values())
 
 
 def _most_planes(table: PlaneTable) -> int:

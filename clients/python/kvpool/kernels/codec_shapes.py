@@ -75,22 +75,28 @@ class CodecShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiling:
-    """How a plane of a page is cut: `tiles` runs of `groups` scale groups, each in at most `most_blocks` blocks."""
+    """How a head of a page's plane is cut: `tiles` runs of `groups` scale groups, each in at most `most_blocks`."""
 
     groups: int  # a power of two
     tiles: int
     most_blocks: int  # rounded up to a power of two
     warps: int
 
+    def items(self, shape: CodecShape) -> int:
+        """Of a page."""
+        return shape.rows.most_planes * shape.rows.most_heads * self.tiles
+
     def constants(self, shape: CodecShape) -> dict[str, Any]:
         """The constexpr arguments that quantize and dequantize share."""
         return {
             "BLOCKS": shape.rows.blocks,
             "MOST_PLANES": shape.rows.most_planes,
+            "MOST_HEADS": shape.rows.most_heads,
             "TILES": self.tiles,
             "POSITIONS": shape.rows.positions,
             "BLOCK_ROWS": shape.rows.block_rows,
-            "HEADS": shape.rows.heads,
+            "UNIT_ROWS": shape.rows.unit_rows,
+            "ROW_PLANES": shape.rows.row_planes,
             "ROW_GROUPS": shape.row_elements // shape.group_elements,
             "GROUP": shape.group_elements,
             "LANES": triton.next_power_of_2(shape.group_elements),
@@ -107,13 +113,13 @@ class GroupTiling:
 def group_tiling(shape: CodecShape) -> GroupTiling:
     """How to cut the planes of such pages."""
     lanes = triton.next_power_of_2(shape.group_elements)
-    token = shape.rows.heads * shape.row_elements // shape.group_elements
-    plane = shape.rows.positions * token
-    groups = min(max(1, TILE_ELEMENTS // lanes), triton.next_power_of_2(plane))
-    tiles = triton.cdiv(plane, groups)
+    row = shape.row_elements // shape.group_elements
+    head = shape.rows.positions * row
+    groups = min(max(1, TILE_ELEMENTS // lanes), triton.next_power_of_2(head))
+    tiles = triton.cdiv(head, groups)
     most_blocks = 1
     for tile in range(tiles):
-        first, last = tile * groups // token, (min(plane, (tile + 1) * groups) - 1) // token
+        first, last = tile * groups // row, (min(head, (tile + 1) * groups) - 1) // row
         most_blocks = max(most_blocks, last // shape.rows.block_rows - first // shape.rows.block_rows + 1)
     warps = max(1, min(8, groups * lanes // 1024))
     return GroupTiling(groups, tiles, triton.next_power_of_2(most_blocks), warps)

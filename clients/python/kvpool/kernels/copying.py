@@ -1,8 +1,8 @@
 """What gather and scatter share: which bytes of a page and of an engine's cache one tile of a launch moves.
 
-A launch has one item for each (page, plane, tile). A tile is a run of TILE elements of one plane of one page, so a lane
-is only idle in a plane's last tile, whatever the sizes. An element has up to 8 bytes; with 16-byte units the compiler
-joins two of them, because offsets of both sides are known to be even.
+A launch has one item for each (page, plane, head, tile). A tile is a run of TILE elements of one head in one plane of
+one page, so a lane is only idle in a head's last tile, whatever the sizes. An element has up to 8 bytes; with 16-byte
+units the compiler joins two of them, because offsets of both sides are known to be even.
 """
 
 import functools
@@ -23,11 +23,12 @@ _BLOCK_STRIDE = tl.constexpr(PlaneColumn.BLOCK_STRIDE.value)
 _TOKEN_STRIDE = tl.constexpr(PlaneColumn.TOKEN_STRIDE.value)
 _HEAD_STRIDE = tl.constexpr(PlaneColumn.HEAD_STRIDE.value)
 _PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.PAYLOAD_OFFSET.value)
+_PAYLOAD_UNIT_STRIDE = tl.constexpr(PlaneColumn.PAYLOAD_UNIT_STRIDE.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a plane of a page is cut: `tiles` runs of `elements`, each touching at most `most_blocks` blocks."""
+    """How a head of a page's plane is cut: `tiles` runs of `elements`, each touching at most `most_blocks` blocks."""
 
     element: Any  # a Triton integer type
     elements: int  # a power of two
@@ -35,17 +36,23 @@ class Tiling:
     most_blocks: int  # rounded up to a power of two
     warps: int
 
+    def items(self, shape: CopyShape) -> int:
+        """Of a page."""
+        return shape.most_planes * shape.most_heads * self.tiles
+
     def constants(self, shape: CopyShape) -> dict[str, Any]:
         """The constexpr arguments that gather and scatter share."""
         return {
             "BLOCKS": shape.blocks,
             "MOST_PLANES": shape.most_planes,
+            "MOST_HEADS": shape.most_heads,
             "TILES": self.tiles,
             "BLOCK_ROWS": shape.block_rows,
-            "HEADS": shape.heads,
+            "UNIT_ROWS": shape.unit_rows,
+            "ROW_PLANES": shape.row_planes,
             "ROW_BYTES": shape.row_bytes,
             "UNIT_BYTES": shape.unit_bytes,
-            "PLANE_BYTES": shape.plane_bytes,
+            "HEAD_BYTES": shape.head_bytes,
             "ELEMENT": self.element,
             "TILE": self.elements,
             "TILE_BLOCKS": self.most_blocks,
@@ -56,15 +63,23 @@ class Tiling:
 def tiling(shape: CopyShape) -> Tiling:
     """How to cut the planes of such pages."""
     element_bytes = min(shape.unit_bytes, 8)
-    plane, token = shape.plane_bytes // element_bytes, shape.token_bytes // element_bytes
-    elements = min(TILE_ELEMENTS, triton.next_power_of_2(plane))
-    tiles = triton.cdiv(plane, elements)
+    head, row = shape.head_bytes // element_bytes, shape.row_bytes // element_bytes
+    elements = min(TILE_ELEMENTS, triton.next_power_of_2(head))
+    tiles = triton.cdiv(head, elements)
     most_blocks = 1
     for tile in range(tiles):
-        first, last = tile * elements // token, (min(plane, (tile + 1) * elements) - 1) // token
+        first, last = tile * elements // row, (min(head, (tile + 1) * elements) - 1) // row
         most_blocks = max(most_blocks, last // shape.block_rows - first // shape.block_rows + 1)
     warps = max(1, min(8, elements // 512))
     return Tiling(ELEMENTS_BY_BYTES[element_bytes], elements, tiles, triton.next_power_of_2(most_blocks), warps)
+
+
+@triton.jit
+def item_of(item: tl.tensor, TILES: tl.constexpr, MOST_HEADS: tl.constexpr, MOST_PLANES: tl.constexpr) -> tl.tuple:
+    """Numbers of an item's tile, head, plane and page."""
+    nth_row = item // TILES
+    nth_plane = nth_row // MOST_HEADS
+    return item % TILES, nth_row % MOST_HEADS, nth_plane % MOST_PLANES, nth_plane // MOST_PLANES
 
 
 @triton.jit
@@ -72,17 +87,17 @@ def tile_blocks(
     blocks: tl.tensor,
     tile: tl.tensor,
     BLOCK_ROWS: tl.constexpr,
-    TOKEN_BYTES: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    ROW: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
     """The ids of the blocks that a tile touches, [TILE_BLOCKS] or one number; blocks points to the page's row.
 
-    One coalesced read, before anything that depends on the page's row: both may lie across the host link.
+    ROW: elements. One coalesced read, before anything that depends on the page's row: both may lie across the host
+    link.
     """
-    first_block = tile * TILE // (TOKEN_BYTES * 8 // ELEMENT.primitive_bitwidth) // BLOCK_ROWS
+    first_block = tile * TILE // ROW // BLOCK_ROWS
     if TILE_BLOCKS == 1:
         ids = tl.load(blocks + first_block)
     else:
@@ -97,11 +112,13 @@ def tile_pointers(
     plane: tl.tensor,
     ids: tl.tensor,
     tile: tl.tensor,
+    head: tl.tensor,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
-    PLANE_BYTES: tl.constexpr,
+    HEAD_BYTES: tl.constexpr,
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
@@ -113,13 +130,12 @@ def tile_pointers(
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     PAIR: tl.constexpr = UNIT_BYTES // BYTES  # elements that lie side by side on both sides, whatever the strides
     ROW: tl.constexpr = ROW_BYTES // BYTES
-    TOKEN: tl.constexpr = HEADS * ROW
     start = tile * TILE
-    first_position = start // TOKEN
+    first_position = start // ROW
     lane = tl.arange(0, TILE)
-    element = tl.multiple_of(start - first_position * TOKEN, PAIR) + lane
-    position = first_position + element // TOKEN
-    mask = start + lane < PLANE_BYTES // BYTES
+    element = tl.multiple_of(start - first_position * ROW, PAIR) + lane
+    position = first_position + element // ROW
+    mask = start + lane < HEAD_BYTES // BYTES
 
     block = ids
     if TILE_BLOCKS > 1:
@@ -128,14 +144,16 @@ def tile_pointers(
     token = tl.max_constancy(position % BLOCK_ROWS, [PAIR])
     offset = block * tl.multiple_of(tl.load(plane + _BLOCK_STRIDE) // BYTES, PAIR)
     offset += token.to(tl.int64) * tl.multiple_of(tl.load(plane + _TOKEN_STRIDE) // BYTES, PAIR)
-    if HEADS > 1:
-        head = tl.max_constancy(element % TOKEN // ROW, [PAIR])
-        offset += head.to(tl.int64) * tl.multiple_of(tl.load(plane + _HEAD_STRIDE) // BYTES, PAIR)
-    engine = tl.load(plane + _ADDRESS).to(tl.pointer_type(ELEMENT))
-    page = (payload + tl.load(plane + _PAYLOAD_OFFSET)).to(tl.pointer_type(ELEMENT))
-    engine_pointers = tl.multiple_of(engine, UNIT_BYTES) + (offset + element % ROW)
-    page_pointers = tl.multiple_of(page, UNIT_BYTES) + (start + lane)
-    return engine_pointers, page_pointers, position, mask
+    engine_address = tl.load(plane + _ADDRESS) + head * tl.load(plane + _HEAD_STRIDE)
+    engine = tl.multiple_of(engine_address.to(tl.pointer_type(ELEMENT)), UNIT_BYTES)
+
+    unit = tl.max_constancy(position // UNIT_ROWS, [PAIR])
+    row = tl.max_constancy(position % UNIT_ROWS, [PAIR])
+    page_offset = unit.to(tl.int64) * tl.multiple_of(tl.load(plane + _PAYLOAD_UNIT_STRIDE) // BYTES, PAIR)
+    page_offset += row * (ROW_PLANES * ROW)
+    page_address = payload + tl.load(plane + _PAYLOAD_OFFSET) + head.to(tl.int64) * (UNIT_ROWS * ROW_PLANES * ROW_BYTES)
+    page = tl.multiple_of(page_address.to(tl.pointer_type(ELEMENT)), UNIT_BYTES)
+    return engine + (offset + element % ROW), page + (page_offset + element % ROW), position, mask
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels.codec_shapes import CodecShape, RowCodec, group_tiling
-from kvpool.kernels.copying import table_row, tile_blocks
+from kvpool.kernels.copying import item_of, table_row, tile_blocks
 from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.row_codecs import decode_groups, group_offsets, lane_pointers
 from kvpool.kernels.scatter import is_wanted
@@ -68,7 +68,7 @@ def load_groups(
         words = tl.load(data.to(tl.pointer_type(tl.int32)) + nth_group, mask=exists, other=0)
         codes = (((words[:, None] >> (4 * lane)) & 15) ^ 8) - 8
     else:
-        source = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
+        source = lane_pointers(data, nth_group * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
         mask = exists[:, None] & (lane < GROUP)
         codes = tl.load(source, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
     scales = (payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)).to(tl.pointer_type(tl.int32 if CODEC == _FP8 else RAW))
@@ -86,10 +86,12 @@ def dequantize_kernel(
     FAULT_LANES: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     TILES: tl.constexpr,
     POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
@@ -100,20 +102,20 @@ def dequantize_kernel(
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
-    TOKEN: tl.constexpr = HEADS * ROW_GROUPS
     RAW: tl.constexpr = tl.int32 if tl.float32 == FLOAT else tl.int16
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        tile, nth_head, nth_plane, nth_page = item_of(item, TILES, MOST_HEADS, MOST_PLANES)
         row = table_row(blocks, nth_page, BLOCKS)
-        ids = tile_blocks(row, tile, BLOCK_ROWS, TOKEN, tl.int8, TILE, TILE_BLOCKS, BLOCKS)
+        ids = tile_blocks(row, tile, BLOCK_ROWS, ROW_GROUPS, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
         page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
-        tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
-        if is_wanted(page, page_faults, nth_plane, tile_end, _FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+        tile_end = (tile * TILE + TILE + ROW_GROUPS - 1) // ROW_GROUPS
+        if is_wanted(page, page_faults, nth_plane, nth_head, tile_end, _FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
             plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
             offset, nth_group, position, exists = group_offsets(
-                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, FLOAT, TILE, TILE_BLOCKS
-            )
+                plane, ids, tile, nth_head,
+                POSITIONS, BLOCK_ROWS, UNIT_ROWS, ROW_PLANES, ROW_GROUPS, GROUP, CODEC, FLOAT, TILE, TILE_BLOCKS,
+            )  # fmt: skip
             exists &= position >= tl.load(page + _SKIP_TOKENS)
             codes, scales = load_groups(
                 tl.load(page + _PAYLOAD_ADDRESS), plane, nth_group, exists, GROUP, LANES, PAYLOAD_UNIT_BYTES, CODEC, RAW
@@ -143,9 +145,9 @@ def dequantize_scatter_pages(
     programs: at most so many; None takes one for each tile of 8192 elements.
     raises:   ValueError naming the argument, before any launch.
 
-    The first SKIP_TOKENS positions of a page, and pages that are not PRESENT, are left out. Writes at most
-    pages * planes * shape.rows.plane_bytes bytes and reads what the codec makes of them; equal, bit for bit, to
-    kvpool.core.codecs. Runs on the current stream.
+    The first SKIP_TOKENS positions of a page, pages without HEADS, and what a page has of heads that are not the
+    rank's, are left out. Writes at most pages * planes * heads * shape.rows.head_bytes bytes and reads what the codec
+    makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
     """
     count = pages.shape[0]
     fault_columns = 0 if faults is None else faults.shape[-1]
@@ -164,4 +166,4 @@ def dequantize_launch(shape: CodecShape, fault_columns: int) -> Launch:
     cut = group_tiling(shape)
     constants = {"FAULT_COLUMNS": fault_columns, "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1))}
     constants |= cut.constants(shape)
-    return Launch(dequantize_kernel, constants, cut.warps, shape.rows.most_planes * cut.tiles)
+    return Launch(dequantize_kernel, constants, cut.warps, cut.items(shape))

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
+from kvpool.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
 from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
-_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_HEADS = tl.constexpr(PageColumn.HEADS.value)
 _PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
 _PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
 
@@ -23,7 +23,7 @@ def gather_pages_reference(caches: Sequence[Tensor], blocks: Tensor, positions: 
 
     caches:  one view a plane, [block, token of a block, head, byte] uint8, any strides.
     blocks:  [N, B] int64.
-    returns: [N, plane, position, head, byte]: the payload of each page, where its planes follow each other.
+    returns: [N, plane, position, head, byte].
     """
     return torch.stack([cache[blocks].flatten(1, 2)[:, :positions] for cache in caches], dim=1)
 
@@ -37,29 +37,30 @@ def gather_kernel(
     FIRST_PLANE: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
-    PLANE_BYTES: tl.constexpr,
+    HEAD_BYTES: tl.constexpr,
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
+    ROW: tl.constexpr = ROW_BYTES * 8 // ELEMENT.primitive_bitwidth  # elements
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
-        ids = tile_blocks(
-            table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, HEADS * ROW_BYTES, ELEMENT, TILE, TILE_BLOCKS, BLOCKS
-        )
+        tile, nth_head, nth_plane, nth_page = item_of(item, TILES, MOST_HEADS, MOST_PLANES)
+        ids = tile_blocks(table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, ROW, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
         # All of the row is read before anything is decided: one trip over the host link.
         payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
-        if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1)):
+        if (nth_head < tl.load(page + _HEADS)) & (nth_plane < tl.load(page + FIRST_PLANE + 1)):
             plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             source, destination, _position, mask = tile_pointers(
-                payload, plane, ids, tile,
-                BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
+                payload, plane, ids, tile, nth_head,
+                BLOCK_ROWS, UNIT_ROWS, ROW_PLANES, ROW_BYTES, UNIT_BYTES, HEAD_BYTES, ELEMENT, TILE, TILE_BLOCKS,
             )  # fmt: skip
             tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
 
@@ -83,8 +84,9 @@ def gather_pages(
     programs: at most so many; None takes one for each tile of 32 KiB.
     raises:   ValueError naming the argument, before any launch.
 
-    Pages that are not PRESENT and bytes of payloads that belong to no plane stay as they are. Moves
-    2 * pages * planes * shape.plane_bytes bytes; equal, bit for bit, to the reference. Runs on the current stream.
+    Pages without HEADS, and bytes of payloads that belong to no plane and head of the rank, stay as they are. Moves
+    2 * pages * planes * heads * shape.head_bytes bytes; equal, bit for bit, to the reference. Runs on the current
+    stream.
     """
     count = pages.shape[0]
     addresses = (
@@ -101,4 +103,4 @@ def gather_launch(shape: CopyShape, scales: bool = False) -> Launch:
     cut = tiling(shape)
     first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
     constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)
-    return Launch(gather_kernel, constants, cut.warps, shape.most_planes * cut.tiles)
+    return Launch(gather_kernel, constants, cut.warps, cut.items(shape))

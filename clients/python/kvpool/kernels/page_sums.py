@@ -32,7 +32,7 @@ _SCRAMBLE_ROW, _LAST_ROW, _MERGE_ROW, _INITIAL_ROW = (tl.constexpr(row) for row 
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _PAYLOAD_BYTES = tl.constexpr(PageColumn.PAYLOAD_BYTES.value)
-_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_HEADS = tl.constexpr(PageColumn.HEADS.value)
 _PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
 _BLOCK_BYTES = tl.constexpr(SUM_BLOCK_BYTES)
 _SHORT_BYTES = tl.constexpr(xxh3.SHORT_BYTES)
@@ -171,7 +171,7 @@ def page_sums_kernel(
         block_bytes = tl.minimum(payload_bytes - start, _BLOCK_BYTES).to(tl.int32)
         groups = (block_bytes - 1) // 1024 + 1
         # The address is looked at here so that all of the row comes in one trip over the host link.
-        exists = (tl.load(page + _PRESENT) != 0) & (payload_bytes > start) & (address != 0)
+        exists = (tl.load(page + _HEADS) != 0) & (payload_bytes > start) & (address != 0)
         if exists & (part * _GROUPS_OF_PART < groups) & (block_bytes > _SHORT_BYTES):
             words = tl.multiple_of((address + start).to(tl.pointer_type(tl.uint64)), 16)
             added = _add_up_groups(words, (block_bytes - 1) // 64, part * _GROUPS_OF_PART, key_words)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.kernels.codec_shapes import LIMITS, CodecShape, RowCodec, group_tiling
-from kvpool.kernels.copying import table_row, tile_blocks
+from kvpool.kernels.copying import item_of, table_row, tile_blocks
 from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.row_codecs import encode_groups, group_offsets, lane_pointers, widen
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, PlaneColumn
@@ -16,7 +16,7 @@ from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, PageColumn, Plane
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _FIRST_PLANE = tl.constexpr(PageColumn.FIRST_PLANE.value)
 _PLANE_COUNT = tl.constexpr(PageColumn.PLANE_COUNT.value)
-_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_HEADS = tl.constexpr(PageColumn.HEADS.value)
 _ADDRESS = tl.constexpr(PlaneColumn.ADDRESS.value)
 _PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.PAYLOAD_OFFSET.value)
 _SCALE_PAYLOAD_OFFSET = tl.constexpr(PlaneColumn.SCALE_PAYLOAD_OFFSET.value)
@@ -57,10 +57,12 @@ def quantize_kernel(
     items: tl.int32,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     TILES: tl.constexpr,
     POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
@@ -73,15 +75,16 @@ def quantize_kernel(
 ) -> None:
     RAW: tl.constexpr = tl.int32 if tl.float32 == FLOAT else tl.int16
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
+        tile, nth_head, nth_plane, nth_page = item_of(item, TILES, MOST_HEADS, MOST_PLANES)
         row = table_row(blocks, nth_page, BLOCKS)
-        ids = tile_blocks(row, tile, BLOCK_ROWS, HEADS * ROW_GROUPS, tl.int8, TILE, TILE_BLOCKS, BLOCKS)
+        ids = tile_blocks(row, tile, BLOCK_ROWS, ROW_GROUPS, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
-        if (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + _PLANE_COUNT)):
+        if (nth_head < tl.load(page + _HEADS)) & (nth_plane < tl.load(page + _PLANE_COUNT)):
             plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
             offset, nth_group, _position, exists = group_offsets(
-                plane, ids, tile, POSITIONS, BLOCK_ROWS, HEADS, ROW_GROUPS, GROUP, FLOAT, TILE, TILE_BLOCKS
-            )
+                plane, ids, tile, nth_head,
+                POSITIONS, BLOCK_ROWS, UNIT_ROWS, ROW_PLANES, ROW_GROUPS, GROUP, CODEC, FLOAT, TILE, TILE_BLOCKS,
+            )  # fmt: skip
             lane = tl.arange(0, LANES)[None, :]
             mask = exists[:, None] & (lane < GROUP)
             source = lane_pointers(tl.load(plane + _ADDRESS), offset, LANES, RAW, UNIT_BYTES)
@@ -94,7 +97,7 @@ def quantize_kernel(
                 words = tl.sum((codes & 15) << (4 * lane), axis=1)  # 8 nibbles, which do not meet
                 tl.store(data.to(tl.pointer_type(tl.int32)) + nth_group, words, mask=exists)
             else:
-                target = lane_pointers(data, nth_group.to(tl.int64) * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
+                target = lane_pointers(data, nth_group * GROUP, LANES, tl.int8, PAYLOAD_UNIT_BYTES)
                 tl.store(target, codes.to(tl.int8), mask=mask)
             scale_base = payload + tl.load(plane + _SCALE_PAYLOAD_OFFSET)
             tl.store(scale_base.to(tl.pointer_type(scales.dtype)) + nth_group, scales, mask=exists)
@@ -108,13 +111,12 @@ def gather_quantize_pages(
     pages:    [N, 8] int64, planes: [P, 8] int64, blocks: [N, shape.rows.blocks] int64: see kvpool.kernels.tables. On
               the device or in pinned memory, unchanged until the launch has run. Repeated blocks are fine. What they
               name is not checked on the device.
-    shape:    of the planes and of what is made of them. Data of a row goes to PAYLOAD_OFFSET, its scales go to
-              SCALE_PAYLOAD_OFFSET: both [position][head], contiguous, and multiples of 16 (data: of a group) from a
-              payload's start.
+    shape:    of the planes and of what is made of them. Data of a row lies from PAYLOAD_OFFSET on, its scales, in the
+              same order, from SCALE_PAYLOAD_OFFSET on.
     programs: at most so many; None takes one for each tile of 8192 elements.
     raises:   ValueError naming the argument, before any launch.
 
-    Pages that are not PRESENT stay as they are. Reads pages * planes * shape.rows.plane_bytes bytes and writes what the
+    Pages without HEADS stay as they are. Reads pages * planes * heads * shape.rows.head_bytes bytes and writes what the
     codec makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
     """
     count = pages.shape[0]
@@ -130,4 +132,4 @@ def gather_quantize_pages(
 def quantize_launch(shape: CodecShape) -> Launch:
     """What `gather_quantize_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = group_tiling(shape)
-    return Launch(quantize_kernel, cut.constants(shape), cut.warps, shape.rows.most_planes * cut.tiles)
+    return Launch(quantize_kernel, cut.constants(shape), cut.warps, cut.items(shape))

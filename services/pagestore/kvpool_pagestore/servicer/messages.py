@@ -30,6 +30,7 @@ _MAX_PEER_NAME_CHARS = 128
 _MAX_WAIT_MS = 600_000
 DEFAULT_WAIT_MS = 30_000
 
+_COMMITTED = pb.LeaseResult()
 _SOURCES = {Source.STAGING: pb.SOURCE_STAGING, Source.DISK: pb.SOURCE_DISK, Source.REMOTE: pb.SOURCE_REMOTE}
 _ADMISSIONS = {Admission.EXISTS: pb.ADMISSION_EXISTS, Admission.PENDING: pb.ADMISSION_PENDING}
 
@@ -45,6 +46,7 @@ def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionR
         previous_session_id=check_optional_id(message.previous_session_id, "previous_session_id"),
         previous_drained=message.previous_drained,
         wants_arena=message.wants_arena,
+        trusts_arena=message.trusts_arena,
     )
 
 
@@ -82,7 +84,7 @@ def reserve_results_to_proto(answers: Sequence[ReserveAnswer]) -> pb.ReserveResp
 
 def lease_results_to_proto(errors: Sequence[KvPoolError | None]) -> pb.CommitResponse:
     return pb.CommitResponse(
-        results=[pb.LeaseResult(error=None if error is None else item_error_to_proto(error)) for error in errors]
+        results=[_COMMITTED if error is None else pb.LeaseResult(error=item_error_to_proto(error)) for error in errors]
     )
 
 

@@ -142,6 +142,10 @@ class SessionStream:
         elif kind == "abort":
             self._engine.pages.abort(self._peer, request.abort.lease_ids)
             await self._answer(number, abort=pb.AbortResponse())
+        elif kind == "prepare":
+            segment_ids, more = self._engine.prepare(self._peer, request.prepare.share_bytes)
+            prepared = pb.PrepareResponse(segment_ids=segment_ids, more=more)
+            await self._outbox.put(pb.SessionResponse(request_id=number, prepare=prepared))
         elif kind == "heartbeat":
             await self._answer(0, heartbeat=pb.SessionHeartbeat())
         elif kind == "add_keyspace":
@@ -175,9 +179,12 @@ class SessionStream:
         lease_ids = list(request.commit.lease_ids)
         try:
             with request_span(self._tracer, request, len(lease_ids)) as span:
-                errors = await self._engine.pages.commit(self._peer, lease_ids)
+                sealed = not request.commit.unsealed
+                errors = await self._engine.pages.commit(self._peer, lease_ids, sealed=sealed)
                 note_committed(span, errors)
             await self._answer(request.request_id, commit=messages.lease_results_to_proto(errors))
+        except InvalidRequest as error:
+            await self._answer(request.request_id, error=item_error_to_proto(error))
         except KvPoolError as error:
             self._end(error)
         finally:

@@ -31,7 +31,8 @@ def request_span(tracer: Tracer, request: pb.SessionRequest, page_count: int) ->
     if not tracer.recording:
         return NO_SPAN
     attributes = {**_RPC, PAGES: page_count, REQUEST_ID: request.request_id}
-    return tracer.request(f"pagestore.{request.WhichOneof('kind')}", request.trace, attributes=attributes)
+    kind = str(request.WhichOneof("kind")).removesuffix("_span")  # however the pages are named
+    return tracer.request(f"pagestore.{kind}", request.trace, attributes=attributes)
 
 
 def note_reserved(span: Span, answers: Sequence[ReserveAnswer]) -> None:

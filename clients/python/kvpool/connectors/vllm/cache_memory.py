@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,18 +75,6 @@ class _Events:
             return None
         self._wait_s = _EVENT_WAIT_S
         return event
-
-
-def layers_in_order(kv_caches: Mapping[str, torch.Tensor], layer_count: int) -> list[torch.Tensor]:
-    """The tensors by their layers' numbers. raises: GeometryUnsupported if they are not one for each layer."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    by_number = {extract_layer_index(name): tensor for name, tensor in kv_caches.items()}
-    if len(by_number) != len(kv_caches) or len(by_number) != layer_count:
-        raise GeometryUnsupported(
-            f"the engine has {len(kv_caches)} KV tensors in {len(by_number)} layers, {layer_count} were expected"
-        )
-    return [by_number[number] for number in sorted(by_number)]
 
 
 def cache_memory(

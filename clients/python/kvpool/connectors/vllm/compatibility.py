@@ -22,7 +22,7 @@ _CONNECTOR = (
     *("handle_preemptions", "get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
 )
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_CONFIG = ("kv_transfer_config", "kv_events_config", "max_concurrent_batches")
+_CONFIG = ("kv_transfer_config", "kv_events_config", "max_concurrent_batches", "num_prefill_lookahead_tokens")
 
 
 def not_served(cause: str) -> str:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvpool.connectors.vllm import compatibility, wiring
-from kvpool.connectors.vllm.messages import PoolPromMetrics, PoolStats, StepMetadata, WorkerReport, pool_event
+from kvpool.connectors.vllm.agent_choice import AgentChoice
+from kvpool.connectors.vllm.messages import (
+    PoolPromMetrics,
+    PoolStats,
+    StepMetadata,
+    WorkerAgent,
+    WorkerReport,
+    pool_event,
+)
 from kvpool.connectors.vllm.orders import StepOrders
 from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.core.errors import KvPoolError
@@ -60,6 +68,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = wiring.settings_of(vllm_config)
         self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
+        self._agents = AgentChoice(self._settings.agent)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._close: list[Callable[[], object]] = []
@@ -73,7 +82,9 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def _start_scheduler(self) -> None:
-        self._scheduler, close = wiring.scheduler_side(self._settings, self._vllm_config, self._kv_cache_config)
+        self._scheduler, close = wiring.scheduler_side(
+            self._settings, self._vllm_config, self._kv_cache_config, self._agents
+        )
         self._close.append(close)
 
     @property
@@ -93,9 +104,15 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @_guarded()
     def _register(self, kv_caches: dict[str, Any]) -> None:
-        self._layer_numbers = wiring.layer_numbers(kv_caches)
-        self._worker, close = wiring.worker_side(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+        self._layer_numbers = wiring.layer_numbers(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker, close = wiring.worker_side(
+            self._settings, self._vllm_config, self._kv_cache_config, kv_caches, self._agents
+        )
         self._close.append(close)
+
+    def get_handshake_metadata(self) -> WorkerAgent | None:
+        """See the base class."""
+        return None if self._off else WorkerAgent(self._agents.endpoint, self._agents.gpu)
 
     @_guarded()
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -151,6 +168,13 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return metadata.orders if isinstance(metadata, StepMetadata) else None
 
     # Scheduler.
+
+    @_guarded()
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """See the base class, whose own refuses pipelines. For who looks where a worker's pages go."""
+        for (pp_rank, tp_rank), agent in sorted(metadata.items()):
+            endpoint, gpu = agent.endpoint or "no agent yet", agent.gpu or "a CPU"
+            _log.info("kvpool: worker pp %d tp %d on %s is served by %s", pp_rank, tp_rank, gpu, endpoint)
 
     @_guarded()
     def on_new_request(self, request: Any) -> None:

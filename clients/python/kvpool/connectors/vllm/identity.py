@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvpool.connectors.vllm.adapters import directory_digest
 from kvpool.connectors.vllm.settings import VllmSettings
-from kvpool.core.errors import GeometryUnsupported, InvalidRequest
+from kvpool.core.errors import GeometryUnsupported, InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
+from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec
 from kvpool.core.partition import RankPart, rank_part
 
@@ -24,7 +26,9 @@ _NAME_MODEL_CHARACTERS = 40  # of a name of 128 at most
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 # Of a config: where it came from, not what it computes.
 _PROVENANCE = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
-_WRITTEN_BY_MODELS = ("max_model_len", "attn_temperature_tuning")  # into their config, in the workers only
+# Into their config, in the workers only.
+_WRITTEN_BY_MODELS = ("max_model_len", "attn_temperature_tuning")
+_WRITTEN_BY_DRAFTERS = ("draft_vocab_size", "target_layer_count", "no_rope_layers", "layer_types")
 _FP8_NAMES = {"auto": "fp8_e4m3", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _DTYPES = {
     "bfloat16": Dtype.BF16,
@@ -33,6 +37,8 @@ _DTYPES = {
     "fp8_e4m3": Dtype.FP8_E4M3,
     "fp8_e5m2": Dtype.FP8_E5M2,
 }
+_DRAFTERS = ("eagle", "eagle3", "mtp")
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "medusa", "mlp_speculator", "suffix")
 _FP8_PER_TENSOR = 1  # of vLLM's KVQuantMode; 0: not quantized
 
 
@@ -46,6 +52,8 @@ class CacheFacts:
     opaque: bool
     dtype: str
     isa: str = ""
+    draft_layers: int = 0  # of a drafter that keeps KV of its own, behind the model's
+    volatile_tokens: int = 0  # at the end of what is computed: the drafter's KV of them may be written again
 
 
 def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
@@ -54,8 +62,12 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        raise GeometryUnsupported(f"the engine has {len(groups)} KV cache groups (a hybrid model); only one is served")
+        raise GeometryUnsupported(
+            f"the engine has {len(groups)} KV cache groups (a hybrid model, or a drafter with blocks of its own); only "
+            f"one is served"
+        )
     spec = groups[0].kv_cache_spec
+    draft_layers = _draft_layers(vllm_config, groups[0])
     kind = type(spec).__name__
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
         raise GeometryUnsupported(f"the engine's KV cache is of {kind}; only full attention and MLA are served")
@@ -88,7 +100,67 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         opaque=on_cpu,
         dtype=dtype,
         isa=isa,
+        draft_layers=draft_layers,
+        volatile_tokens=_volatile_tokens(vllm_config) if draft_layers else 0,
     )
+
+
+def _draft_layers(vllm_config: Any, group: Any) -> int:
+    """Layers of a drafter in the model's own cache group, where they have the very shape of the model's.
+
+    raises: GeometryUnsupported for a drafter whose KV is of another kind.
+    """
+    drafter = getattr(vllm_config, "speculative_config", None)
+    if drafter is None or drafter.method in _DRAFTERS_WITHOUT_KV:
+        return 0
+    if drafter.method not in _DRAFTERS:
+        raise GeometryUnsupported(
+            f"drafters of method {drafter.method} are not served; {', '.join((*_DRAFTERS, *_DRAFTERS_WITHOUT_KV))} are"
+        )
+    model = vllm_config.model_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise GeometryUnsupported("a drafter beside pipeline parallelism is not served; only the last stage has its KV")
+    draft_layers = len(group.layer_names) - int(model.get_total_num_hidden_layers())
+    if draft_layers < 0:
+        raise GeometryUnsupported(
+            f"{len(group.layer_names)} layers have KV, the model and its drafter more than "
+            f"{model.get_total_num_hidden_layers()}"
+        )
+    ours, its = _head_shape(model), _head_shape(drafter.draft_model_config)
+    if draft_layers and ours != its:  # the scheduler is shown one of several shapes; of a rank they may look alike
+        raise GeometryUnsupported(
+            f"the drafter has {its[0]} KV heads x {its[1]} elements, the model {ours[0]} x {ours[1]}; drafters with "
+            f"those of the model are served"
+        )
+    return draft_layers
+
+
+def _head_shape(model: Any) -> tuple[int, int]:
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads()), int(model.get_head_size())
+
+
+def _volatile_tokens(vllm_config: Any) -> int:
+    """A drafter computes the KV of a token from the tokens behind it, of which it may have to guess some."""
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
+
+
+def layer_order(kv_caches: Collection[str], group: Any, layer_count: int, draft_layers: int) -> list[str]:
+    """Names of a rank's layers, first to last, a drafter's at the end.
+
+    group: of the rank's KV cache. layer_count: with the drafter's.
+    raises: GeometryUnsupported if the names are not one for each layer.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    # A drafter's layers may be numbered behind the model's or from 0 on: vLLM lists them in the order of their making.
+    names = [name for name in group.layer_names if name in kv_caches] if draft_layers else list(kv_caches)
+    own = layer_count - draft_layers
+    numbers = {extract_layer_index(name) for name in names[:own]}
+    if len(names) != layer_count or len(kv_caches) != layer_count or len(numbers) != own:
+        raise GeometryUnsupported(
+            f"the engine has {len(kv_caches)} KV tensors in {len(numbers)} layers, {layer_count} were expected"
+        )
+    return sorted(names[:own], key=extract_layer_index) + names[own:]
 
 
 def _element_type(spec: Any, cache: Any) -> str:
@@ -126,8 +198,13 @@ def _check_rows(spec: Any) -> None:
         raise GeometryUnsupported(f"K has {spec.head_size} elements and V {spec.head_size_v}; equal ones are served")
 
 
-def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> KeyspaceSpec:
-    """The keyspace of the engine's KV. May read all weights, once. raises: InvalidRequest, GeometryUnsupported."""
+def model_spec(
+    settings: VllmSettings, vllm_config: Any, facts: CacheFacts, *, read_weights: bool = True
+) -> KeyspaceSpec:
+    """The keyspace of the engine's KV. May read all weights, once; without them only its geometry is right.
+
+    raises: InvalidRequest, GeometryUnsupported.
+    """
     import vllm
 
     model = vllm_config.model_config
@@ -136,7 +213,7 @@ def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> K
             f"chunk_tokens {settings.chunk_tokens} is no multiple of the engine's block size {facts.block_tokens}; "
             f"set chunk_tokens in kv_connector_extra_config"
         )
-    layers = model.get_total_num_hidden_layers()
+    layers = model.get_total_num_hidden_layers() + facts.draft_layers
     if model.use_mla:
         element_bytes = _DTYPES[facts.dtype].bits // 8
         group = KvGroup.mla(layers, facts.row_bytes // element_bytes)
@@ -153,13 +230,13 @@ def model_spec(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> K
         )
     return KeyspaceSpec(
         model_id=settings.model_id or str(model.model),
-        model_revision=settings.model_revision or model_revision(model),
+        model_revision=settings.model_revision or (model_revision(model) if read_weights else "not read"),
         groups=(group,),
         dtype=_DTYPES[facts.dtype],
         chunk_tokens=settings.chunk_tokens,
         payload=PayloadKind.OPAQUE if opaque is not None else PayloadKind.CANONICAL,
         opaque=opaque,
-        salt=_salt(settings, vllm_config, facts),
+        salt=_salt(settings, vllm_config, facts) if read_weights else b"",
     )
 
 
@@ -179,16 +256,43 @@ def model_revision(model: Any) -> str:
 
 def _salt(settings: VllmSettings, vllm_config: Any, facts: CacheFacts) -> bytes:
     """Whatever else the KV depends on: the model's config and what was overridden of it, how weights are quantized, and
-    whether they are real ones."""
+    whether they are real ones; the same of a drafter that has KV."""
     model = vllm_config.model_config
-    left_out = (*_PROVENANCE, *_WRITTEN_BY_MODELS)
-    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in left_out}
-    overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
-    quantization = [model.quantization, "the checkpoint's scales" if facts.dtype.startswith("fp8") else ""]
-    parts = [settings.salt, config, overrides, str(model.dtype), quantization, *_length_parts(model)]
+    scales = "the checkpoint's scales" if facts.dtype.startswith("fp8") else ""
+    parts = [
+        settings.salt,
+        *_config_parts(model, _WRITTEN_BY_MODELS),
+        [model.quantization, scales],
+        *_length_parts(model),
+    ]
     if str(vllm_config.load_config.load_format) == "dummy":
         parts.append("made-up weights")
+    if facts.draft_layers:
+        parts.append(_drafter_parts(vllm_config.speculative_config, model))
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _config_parts(model: Any, written: tuple[str, ...]) -> list[Any]:
+    left_out = (*_PROVENANCE, *written)
+    config = {key: value for key, value in model.hf_text_config.to_dict().items() if key not in left_out}
+    overrides = getattr(model.hf_overrides, "__qualname__", model.hf_overrides)  # also of vision; a dict or a function
+    return [config, overrides, str(model.dtype)]
+
+
+def _drafter_parts(drafter: Any, model: Any) -> list[Any]:
+    """raises: InvalidRequest if it cannot be said which weights the drafter has."""
+    draft = drafter.draft_model_config
+    try:  # heads may be part of the model's own weights
+        revision = "" if str(draft.model) == str(model.model) else model_revision(draft)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"it cannot be said which weights the drafter {draft.model!r} has; name it as on the hub or as a directory"
+        ) from error
+    chained = int(drafter.num_speculative_tokens) if drafter.use_multi_module_mtp() else 0  # layers that are computed
+    config = _config_parts(draft, (*_WRITTEN_BY_MODELS, *_WRITTEN_BY_DRAFTERS))
+    parts = [drafter.method, revision, chained, *config, draft.quantization, *_length_parts(draft)]
+    load = getattr(drafter, "draft_load_config", None)
+    return [*parts, "made-up weights"] if load is not None and str(load.load_format) == "dummy" else parts
 
 
 def _length_parts(model: Any) -> list[str]:
@@ -236,6 +340,20 @@ def part_of_rank(spec: KeyspaceSpec, vllm_config: Any, rank: int) -> RankPart:
         ]
         stages = [end - start for start, end in borders]
     return rank_part(spec.group, tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_layers=stages)
+
+
+def check_ranks(spec: KeyspaceSpec, vllm_config: Any) -> None:
+    """raises: PartitionRefused naming the grid and the degrees if pages cannot be cut as the ranks are."""
+    parallel, grid = vllm_config.parallel_config, ShardGrid.of(spec)
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    for rank in range(tp_size * pp_size):
+        try:
+            part = part_of_rank(spec, vllm_config, rank)
+            grid.bitmap_for(part.layers, part.heads)
+        except PartitionRefused as error:
+            raise PartitionRefused(
+                f"{tp_size} TP ranks x {pp_size} pipeline stages are not served: {error.message}; choose other degrees"
+            ) from error
 
 
 def keyspace_name(settings: VllmSettings, spec: KeyspaceSpec) -> str:

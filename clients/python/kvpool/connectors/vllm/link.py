@@ -30,7 +30,8 @@ class PoolLink:
     """One engine rank's, or a scheduler's. Thread-safe."""
 
     def __init__(self, make_plan: Callable[[], EnginePlan], config: ClientConfig, *, offer: OfferFd = offer_fd) -> None:
-        """make_plan: runs once, on a thread of its own; it may take its time. What it raises ends the use of kvpool."""
+        """make_plan: runs on a thread of its own; it may take its time. It is called again after ServiceUnavailable (no
+        agent is there yet); anything else that it raises ends the use of kvpool."""
         self._make_plan, self._config, self._offer = make_plan, config, offer
         self._loop = BackgroundLoop("kvpool-vllm")
         self._pool: KvPool | None = None
@@ -76,17 +77,12 @@ class PoolLink:
             self._tried.set()
 
     async def _try_to_open(self) -> None:
-        try:
-            plan = await asyncio.to_thread(self._make_plan)
-        except KvPoolError as error:
-            _log.error("kvpool: not used in this process: %s", error)
-            return
-        except Exception:
-            _log.exception("kvpool: not used in this process")
-            return
+        plan: EnginePlan | None = None
         backoff, told = Backoff(self._config.backoff_initial_s, self._config.backoff_max_s), False
         while self._pool is None:
             try:
+                if plan is None:
+                    plan = await asyncio.to_thread(self._make_plan)
                 self._pool = await KvPool.open(plan, self._config, offer=self._offer)
                 _log.info("kvpool: %s uses agent %s, keyspace %s", plan.engine_name, plan.endpoint, plan.keyspace_name)
             except _LATER as error:
@@ -97,6 +93,9 @@ class PoolLink:
                 await asyncio.sleep(backoff.next_s())
             except KvPoolError as error:
                 _log.error("kvpool: not used in this process: %s", error)
+                return
+            except Exception:
+                _log.exception("kvpool: not used in this process")
                 return
 
     async def _close(self) -> bool:

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpool.connectors.vllm.orders import ChunksChanged, LoadEnd, StepOrders, StoreEnd
@@ -17,6 +21,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not th
     """From the scheduler to all workers."""
 
     orders: StepOrders
+
+
+@dataclass
+class WorkerAgent(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler, once. endpoint: of its agent; empty while none is found. gpu: its UUID."""
+
+    endpoint: str
+    gpu: str
 
 
 @dataclass

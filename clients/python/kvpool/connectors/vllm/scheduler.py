@@ -58,12 +58,14 @@ class SchedulerSide:
         worker_count: int,
         shares_blocks: bool,
         tells_changes: bool = True,
+        volatile_tokens: int = 0,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """chunk_bytes: of all ranks. shares_blocks: the engine finds blocks of other requests again. tells_changes:
-        somebody calls `take_changes`."""
+        somebody calls `take_changes`. volatile_tokens: the last computed ones, whose KV a drafter may write again."""
         self._settings, self._link = settings, link
         self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
+        self._volatile_tokens = volatile_tokens
         self._states: dict[str, _State] = {}
         self._adapters = Adapters(link.start)
         self._epoch = b""
@@ -255,7 +257,8 @@ class SchedulerSide:
 
     def _store(self, orders: list[StoreOrder], state: _State, computed_tokens: int, block_ids_of: BlockIdsOf) -> None:
         """Order a store of the leading full chunks that the pool is not known to have."""
-        end_chunk, first_chunk = computed_tokens // self._settings.chunk_tokens, state.stored_chunks
+        lasting_tokens = computed_tokens - self._volatile_tokens
+        end_chunk, first_chunk = lasting_tokens // self._settings.chunk_tokens, state.stored_chunks
         pool = self._link.pool if self._settings.store != STORE_NEVER else None
         if end_chunk <= first_chunk or pool is None or self._now_s() < self._unready_until_s:
             return

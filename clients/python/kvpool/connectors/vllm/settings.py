@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.tls import tls_from_environment
+from kvpool.connectors.vllm.agent_choice import check_agent
 from kvpool.core.errors import InvalidRequest
 
 DEFAULT_CHUNK_TOKENS = 128
@@ -22,7 +23,10 @@ _STORE_CHOICES = (STORE_PREFILL, STORE_FINISH, STORE_NEVER)
 class VllmSettings:
     """Of one engine; all its ranks have the same."""
 
-    agent: str = ""  # "unix:/path" or "host:port"; "{rank}" in it stands for the number of the worker on its host
+    # "unix:/path" or "host:port"; "{rank}" in it stands for the number of the worker on its host, "{dp}" for its data
+    # parallel index, "{gpu}" for its GPU's UUID. "auto", "auto:/directory" or a directory: the agent that announces
+    # itself there for the worker's GPU.
+    agent: str = ""
     model_id: str = ""  # empty: what vLLM was told to serve
     model_revision: str = ""  # empty: the hub's commit, or for a directory a digest over all its files
     keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
@@ -44,8 +48,7 @@ class VllmSettings:
     bearer_token: str = ""
 
     def __post_init__(self) -> None:
-        if not self.agent:
-            raise InvalidRequest('kv_connector_extra_config must name the agent: {"agent": "unix:/path/of/agent.sock"}')
+        check_agent(self.agent)
         if self.load not in _LOAD_CHOICES:
             raise InvalidRequest(f"load must be one of {', '.join(_LOAD_CHOICES)}, got {self.load!r}")
         if self.store not in _STORE_CHOICES:
@@ -78,10 +81,9 @@ class VllmSettings:
         load, store = self.load if loads else LOAD_NEVER, self.store if stores else STORE_NEVER
         return replace(self, load=load, store=store)
 
-    def client_config(self, rank: int, *, on_gpu: bool) -> ClientConfig:
-        """For the worker of that number on its host; the scheduler asks the agent of rank 0."""
+    def client_config(self, *, on_gpu: bool) -> ClientConfig:
+        """For all but the endpoint, which is part of an engine's plan; see AgentChoice."""
         return ClientConfig(
-            agent_endpoint=self.agent.replace("{rank}", str(rank)),
             bearer_token=self.bearer_token,
             tls=tls_from_environment(os.environ),
             match_timeout_s=max(self.match_timeout_s, 0.001),

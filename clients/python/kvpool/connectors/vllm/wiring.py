@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from kvpool.client.engine_registration import EnginePlan
-from kvpool.connectors.vllm.cache_memory import cache_memory, layers_in_order
-from kvpool.connectors.vllm.identity import CacheFacts, cache_facts, keyspace_name, model_spec, part_of_rank
+from kvpool.client.engine_registration import EnginePlan, GpuRegion
+from kvpool.connectors.vllm.agent_choice import AgentChoice, WorkerPlace
+from kvpool.connectors.vllm.cache_memory import cache_memory
+from kvpool.connectors.vllm.identity import (
+    CacheFacts,
+    cache_facts,
+    check_ranks,
+    keyspace_name,
+    layer_order,
+    model_spec,
+    part_of_rank,
+)
 from kvpool.connectors.vllm.link import PoolLink, unreachable
 from kvpool.connectors.vllm.scheduler import SchedulerSide
 from kvpool.connectors.vllm.settings import VllmSettings
@@ -39,16 +48,19 @@ def settings_of(vllm_config: Any) -> VllmSettings:
 
 
 def scheduler_side(
-    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any
+    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, agents: AgentChoice
 ) -> tuple[SchedulerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest."""
+    """And what closes it. raises: GeometryUnsupported, InvalidRequest, PartitionRefused."""
     facts = cache_facts(vllm_config, kv_cache_config)
+    check_ranks(model_spec(settings, vllm_config, facts, read_weights=False), vllm_config)
+    place = WorkerPlace.of(vllm_config.parallel_config, 0, on_gpu=not facts.opaque)
     engine_name = f"vllm-{vllm_config.kv_transfer_config.engine_id}-scheduler"
 
     def plan() -> EnginePlan:
+        endpoint = agents.choose(place)
         spec = model_spec(settings, vllm_config, facts)
         return EnginePlan(
-            endpoint=config.agent_endpoint,
+            endpoint=endpoint,
             engine_name=engine_name,
             keyspace_name=keyspace_name(settings, spec),
             spec=spec,
@@ -57,12 +69,12 @@ def scheduler_side(
             match_only=True,
         )
 
-    config = settings.client_config(0, on_gpu=not facts.opaque)
+    config = settings.client_config(on_gpu=not facts.opaque)
     link = PoolLink(plan, config)
     link.wait_tried(settings.start_wait_s)
     parallel = vllm_config.parallel_config
     events = vllm_config.kv_events_config
-    layer_count = vllm_config.model_config.get_total_num_hidden_layers()
+    layer_count = vllm_config.model_config.get_total_num_hidden_layers() + facts.draft_layers
     heads = 1 if vllm_config.model_config.use_mla else vllm_config.model_config.get_total_num_kv_heads()
     side = SchedulerSide(
         settings,
@@ -72,26 +84,38 @@ def scheduler_side(
         worker_count=parallel.world_size,
         shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
         tells_changes=events is not None and bool(events.enable_kv_cache_events),
+        volatile_tokens=facts.volatile_tokens,
     )
     return side, link.close
 
 
 def worker_side(
-    settings: VllmSettings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    settings: VllmSettings,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    agents: AgentChoice,
 ) -> tuple[WorkerSide, Callable[[], object]]:
-    """And what closes it. raises: GeometryUnsupported, InvalidRequest, StartupFailed."""
+    """And what closes it. raises: GeometryUnsupported, InvalidRequest, PartitionRefused, StartupFailed."""
     facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
-    geometry = model_spec(_named(settings), vllm_config, facts)
+    geometry = model_spec(settings, vllm_config, facts, read_weights=False)
+    check_ranks(geometry, vllm_config)
     part = part_of_rank(geometry, vllm_config, rank)
-    tensors = layers_in_order(kv_caches, len(part.layers))
-    memory = cache_memory(tensors, geometry, part, facts.block_tokens, kv_cache_config.num_blocks)
+    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(part.layers), facts.draft_layers)
+    memory = cache_memory(
+        [kv_caches[name] for name in names], geometry, part, facts.block_tokens, kv_cache_config.num_blocks
+    )
+
+    gpu = next((region.memory.device_uuid for region in memory.regions if isinstance(region, GpuRegion)), "")
+    place = WorkerPlace.of(vllm_config.parallel_config, rank, on_gpu=bool(gpu), gpu=gpu)
 
     def plan() -> EnginePlan:
+        endpoint = agents.choose(place)
         spec = model_spec(settings, vllm_config, facts)
         return EnginePlan(
-            endpoint=config.agent_endpoint,
+            endpoint=endpoint,
             engine_name=f"vllm-{vllm_config.kv_transfer_config.engine_id}-{rank}",
             keyspace_name=keyspace_name(settings, spec),
             spec=spec,
@@ -101,7 +125,7 @@ def worker_side(
             load_only=part.load_only,
         )
 
-    config = settings.client_config(rank, on_gpu=memory.events is not None)
+    config = settings.client_config(on_gpu=memory.events is not None)
     link = PoolLink(plan, config)
     link.wait_tried(settings.start_wait_s)
     side = WorkerSide(
@@ -143,17 +167,11 @@ def idle_worker(settings: VllmSettings, vllm_config: Any) -> WorkerSide:
     )
 
 
-def layer_numbers(kv_caches: Mapping[str, Any]) -> dict[str, int]:
+def layer_numbers(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, int]:
     """Of each layer's name, counted from this rank's first layer."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    numbers = {name: extract_layer_index(name) for name in kv_caches}
-    first = min(numbers.values())
-    return {name: number - first for name, number in numbers.items()}
-
-
-def _named(settings: VllmSettings) -> VllmSettings:
-    return settings if settings.model_revision else replace(settings, model_revision="not known yet")
+    draft_layers = cache_facts(vllm_config, kv_cache_config).draft_layers
+    names = layer_order(kv_caches, kv_cache_config.kv_cache_groups[0], len(kv_caches), draft_layers)
+    return {name: number for number, name in enumerate(names)}
 
 
 def _one_block(spec: KeyspaceSpec, facts: CacheFacts) -> EngineLayout:
