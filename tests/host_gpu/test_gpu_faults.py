@@ -12,14 +12,14 @@ from kvpool.client.hashing import Chain
 from kvpool.core.elements import Codec
 from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.page import HEADER_BYTES, PageKey
-from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
+from tests.fixtures.host_gpu import Path
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.standstill import stood_still
 
-WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
+PATHS = pytest.mark.parametrize("path", Path)
 CHUNKS = 4
 
 
@@ -55,12 +55,12 @@ DAMAGES = {
 }
 
 
-@WAYS
+@PATHS
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_bad_page_in_the_middle_of_a_load_is_never_scattered(way: Way, damage: str) -> None:
+async def test_a_bad_page_in_the_middle_of_a_load_is_never_scattered(path: Path, damage: str) -> None:
     """Chunks before it are usable; it and those after it are reported."""
     spoil, error = DAMAGES[damage]
-    async with host_agent(way=way) as one:
+    async with host_agent(path=path) as one:
         engine, session, chain = await stored(one)
         spoil(one, PageKey(session.keyspace, chain.hashes[2], 0))
         outcome = await run_load(session, engine.span(chain, range(CHUNKS)))
@@ -75,9 +75,9 @@ async def test_a_bad_page_in_the_middle_of_a_load_is_never_scattered(way: Way, d
         assert await session.close()
 
 
-@WAYS
-async def test_a_cancelled_load_is_over_only_when_its_copies_are(way: Way) -> None:
-    async with host_agent(way=way) as one:
+@PATHS
+async def test_a_cancelled_load_is_over_only_when_its_copies_are(path: Path) -> None:
+    async with host_agent(path=path) as one:
         engine, session, chain = await stored(one)
         one.hold_copies()
         handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
@@ -100,9 +100,9 @@ async def test_a_cancelled_load_is_over_only_when_its_copies_are(way: Way) -> No
         assert await session.close()
 
 
-@WAYS
-async def test_a_cancelled_store_is_over_only_when_its_gather_is_and_leaves_nothing(way: Way) -> None:
-    async with host_agent(way=way) as one:
+@PATHS
+async def test_a_cancelled_store_is_over_only_when_its_gather_is_and_leaves_nothing(path: Path) -> None:
+    async with host_agent(path=path) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, CHUNKS)
@@ -126,7 +126,7 @@ async def test_a_cancelled_store_is_over_only_when_its_gather_is_and_leaves_noth
 
 
 async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> None:
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine, session, chain = await stored(one)
         one.hold_copies()
         handle = await session.load(engine.span(chain, range(CHUNKS)), wait_s=PATIENCE_S)
@@ -141,11 +141,11 @@ async def test_a_deadline_in_the_middle_of_a_load_does_not_end_its_hold() -> Non
         assert await session.close()
 
 
-@pytest.mark.parametrize(("memory_bytes", "way"), [(5 << 20, Way.BURSTS), (1 << 20, Way.RUNS)])
-async def test_a_gpu_without_room_for_all_scratch_is_served_all_the_same(memory_bytes: int, way: Way) -> None:
+@pytest.mark.parametrize(("memory_bytes", "path"), [(5 << 20, Path.KERNELS), (1 << 20, Path.RUNS), (0, Path.RUNS)])
+async def test_a_gpu_without_room_for_all_scratch_is_served_all_the_same(memory_bytes: int, path: Path) -> None:
     async with host_agent(memory_bytes=memory_bytes, scratch_bytes=64 << 20) as one:
         engine, session, chain = await stored(one)
-        assert one.device.caches[0].load.chooser.ways[0] is way
+        assert (one.device.caches[0].load.kernels is not None) == (path is Path.KERNELS)
         assert (await run_load(session, engine.span(chain, range(CHUNKS)))).loaded_chunks == CHUNKS
         assert engine.holds(chain, range(CHUNKS))
         assert await session.close()
@@ -162,18 +162,10 @@ async def test_a_codec_that_the_gpu_has_no_scratch_for_is_refused_saying_what_to
         assert await (await plain.open()).close()
 
 
-async def test_a_gpu_without_room_for_anything_refuses_the_engine_and_lets_go_of_it() -> None:
-    async with host_agent(memory_bytes=0) as one:
-        engine = one.engine()
-        with pytest.raises(KvPoolError, match=r"no room for a cache's tables .*; leave the agent more memory"):
-            await engine.open()
-        assert not one.agent.engine.sessions
-
-
-@WAYS
+@PATHS
 @pytest.mark.parametrize("operation", ["store", "load"])
-async def test_a_link_that_fails_once_costs_the_chunks_on_it(way: Way, operation: str) -> None:
-    async with host_agent(way=way) as one:
+async def test_a_link_that_fails_once_costs_the_chunks_on_it(path: Path, operation: str) -> None:
+    async with host_agent(path=path) as one:
         engine, session, chain = await stored(one)
         if operation == "store":
             one.world.cluster.pages.clear()
@@ -192,7 +184,7 @@ async def test_a_link_that_fails_once_costs_the_chunks_on_it(way: Way, operation
 
 
 async def test_a_gpu_that_breaks_fails_every_request_cleanly_and_asks_for_a_new_agent() -> None:
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine, session, chain = await stored(one, 3)
         other = prompt(session, 3, seed=9)
         one.hold_copies()

@@ -10,14 +10,14 @@ from kvpool.client.engine_items import load_to_proto, store_to_proto
 from kvpool.client.hashing import Chain
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
-from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import World, prompt, run_load, run_store
 from tests.fixtures.host_agent import SPEC, HostAgent, host_agent
+from tests.fixtures.host_gpu import Path
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.raw_engine import raw_engine
 from tests.fixtures.standstill import stood_still
 
-WAYS = pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
+PATHS = pytest.mark.parametrize("path", Path)
 CHUNKS = 3
 
 
@@ -31,9 +31,9 @@ async def loads_right(one: HostAgent, chunk_count: int = CHUNKS) -> None:
     assert await session.close()
 
 
-@WAYS
-async def test_a_store_takes_what_the_engine_wrote_last_before_its_event(way: Way) -> None:
-    async with host_agent(way=way) as one:
+@PATHS
+async def test_a_store_takes_what_the_engine_wrote_last_before_its_event(path: Path) -> None:
+    async with host_agent(path=path) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, CHUNKS)
@@ -48,9 +48,9 @@ async def test_a_store_takes_what_the_engine_wrote_last_before_its_event(way: Wa
         await loads_right(one)
 
 
-@WAYS
-async def test_a_load_writes_nothing_before_the_engine_has_read_what_was_there(way: Way) -> None:
-    async with host_agent(way=way) as one:
+@PATHS
+async def test_a_load_writes_nothing_before_the_engine_has_read_what_was_there(path: Path) -> None:
+    async with host_agent(path=path) as one:
         engine = one.engine()
         session = await engine.open()
         chain, old = prompt(session, CHUNKS), prompt(session, CHUNKS, seed=2)
@@ -68,9 +68,9 @@ async def test_a_load_writes_nothing_before_the_engine_has_read_what_was_there(w
         assert await session.close()
 
 
-@WAYS
-async def test_blocks_may_be_reused_the_moment_they_are_gathered_window_by_window(way: Way) -> None:
-    async with host_agent(way=way, world=World(window_pages=4)) as one:
+@PATHS
+async def test_blocks_may_be_reused_the_moment_they_are_gathered_window_by_window(path: Path) -> None:
+    async with host_agent(path=path, world=World(window_pages=4)) as one:
         engine = one.engine()
         session = await engine.open()
         chain, next_prompt = prompt(session, CHUNKS), prompt(session, CHUNKS, seed=2)
@@ -90,9 +90,9 @@ async def test_blocks_may_be_reused_the_moment_they_are_gathered_window_by_windo
         await loads_right(one)
 
 
-@WAYS
-async def test_nothing_is_gathered_as_long_as_copies_run(way: Way) -> None:
-    async with host_agent(way=way) as one:
+@PATHS
+async def test_nothing_is_gathered_as_long_as_copies_run(path: Path) -> None:
+    async with host_agent(path=path) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, 1)
@@ -114,7 +114,7 @@ async def test_nothing_is_gathered_as_long_as_copies_run(way: Way) -> None:
 
 async def test_blocks_rewritten_before_they_were_gathered_are_never_visible() -> None:
     """The engine had to take them (it says so), and the copy engine may have read half of each."""
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, CHUNKS)
@@ -136,7 +136,7 @@ async def test_blocks_rewritten_before_they_were_gathered_are_never_visible() ->
 
 
 async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
-    async with host_agent(way=Way.RUNS, kept_timeout_ms=int(1000 * PATIENCE_S)) as one:
+    async with host_agent(path=Path.RUNS, kept_timeout_ms=int(1000 * PATIENCE_S)) as one:
         engine = one.engine()
         async with raw_engine(one.agent.endpoint) as raw:
             registered = await raw.ready_without_hold(engine)
@@ -165,7 +165,7 @@ async def test_a_kept_that_comes_late_commits_nothing_then_or_later() -> None:
 
 @pytest.mark.parametrize("operation", ["store", "load"])
 async def test_memory_of_an_engine_that_died_stays_mapped_until_its_copies_have_ended(operation: str) -> None:
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine = one.engine()
         hold = engine.plan.new_hold()
         async with raw_engine(one.agent.endpoint) as raw:
@@ -203,7 +203,7 @@ async def test_memory_of_an_engine_that_died_stays_mapped_until_its_copies_have_
 
 
 async def test_a_successor_is_served_only_when_the_copies_of_its_predecessor_have_ended() -> None:
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, CHUNKS)
@@ -227,7 +227,7 @@ async def test_a_successor_is_served_only_when_the_copies_of_its_predecessor_hav
 
 @pytest.mark.parametrize("who", ["engine", "agent"])
 async def test_a_close_comes_after_the_copies(who: str) -> None:
-    async with host_agent(way=Way.RUNS) as one:
+    async with host_agent(path=Path.RUNS) as one:
         engine = one.engine()
         session = await engine.open()
         chain = prompt(session, CHUNKS)

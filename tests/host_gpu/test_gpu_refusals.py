@@ -13,10 +13,10 @@ from kvpool.client.engine_items import ChunkSpan
 from kvpool.core.elements import Dtype
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.layout import EngineLayout, LayerLayout
-from kvpool_gpuagent.core.ways import Way
 from tests.fixtures.agent import BLOCKS_PER_CHUNK, prompt, run_load, run_store
 from tests.fixtures.gpu_agent import GpuEngine
 from tests.fixtures.host_agent import SPEC, host_agent
+from tests.fixtures.host_gpu import Path
 
 BLOCKS = 12 * BLOCKS_PER_CHUNK
 
@@ -49,11 +49,11 @@ DESTINATIONS = {
 }
 
 
-@pytest.mark.parametrize("way", [Way.BURSTS, Way.RUNS])
+@pytest.mark.parametrize("path", Path)
 @pytest.mark.parametrize("case", [*SLOTS, *DESTINATIONS])
-async def test_bad_slots_are_refused_before_anything_is_launched(way: Way, case: str) -> None:
+async def test_bad_slots_are_refused_before_anything_is_launched(path: Path, case: str) -> None:
     change, named = (SLOTS | DESTINATIONS)[case]
-    async with host_agent(way=way) as one:
+    async with host_agent(path=path) as one:
         engine = one.engine()
         session = await engine.open()
         bad = change(engine.span(prompt(session, 2), range(2)))
@@ -63,7 +63,7 @@ async def test_bad_slots_are_refused_before_anything_is_launched(way: Way, case:
             with pytest.raises(InvalidRequest, match=named):
                 await run_store(session, bad)
         assert not one.moved_runs
-        assert not one.world.pools[0].wishes
+        assert not one.world.pools[0].asked
         assert await session.close()
 
 

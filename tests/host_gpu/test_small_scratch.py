@@ -1,78 +1,106 @@
-"""Scratch that is smaller than asked for, and pages of awkward lengths in it: slower, still right, and never stuck."""
+"""Scratch that is smaller than asked for, and a lane that cannot go on: slower, still right, never stuck."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from kvpool.core.errors import KvPoolError
-from kvpool.core.page import PageFault, PageKey
-from kvpool_gpuagent.adapters.gpu_lane import Lane
-from kvpool_gpuagent.adapters.gpu_movers import scratch_payloads
+from kvpool.core.spans import Int64s
+from kvpool_gpuagent.adapters.gpu_lane import RUN_BURST_BYTES, Lane, Transfer
 from kvpool_gpuagent.adapters.gpu_scratch import Scratch
 from kvpool_gpuagent.adapters.gpu_streams import LaneStreams
-from kvpool_gpuagent.adapters.gpu_transfer import Transfer
-from kvpool_gpuagent.ports import PageCopy
+from kvpool_gpuagent.core.pages import CopyBatch
 from tests.fixtures.host_gpu import HostRuntime
 from tests.fixtures.patience import PATIENCE_S
 
 MIB = 1 << 20
-KEY, BLOCKS = PageKey(b"k" * 16, b"c" * 16, 0), np.zeros(1, dtype=np.int64)
 
 
-def page_copy(size_bytes: int) -> PageCopy:
-    return PageCopy(key=KEY, page=memoryview(bytearray(size_bytes)), block_ids=BLOCKS)
-
-
-def test_payloads_in_the_scratch_are_aligned_whatever_the_length_of_a_page() -> None:
-    """Kernels load 16 bytes at once, and a page has 8 for each of its sums."""
-    sizes = np.array([4168, 4096, 65_608])
-    payloads = scratch_payloads([page_copy(size) for size in sizes.tolist()], MIB)
-    assert not (payloads % 16).any()
-    assert (payloads[:-1] + sizes[:-1] <= payloads[1:]).all()
+def batch(*shards: int) -> CopyBatch:
+    count = len(shards)
+    return CopyBatch(
+        np.arange(count, dtype=np.int64),
+        np.array(shards, dtype=np.uint8),
+        np.zeros((count, 1), dtype=np.int64),
+        np.zeros(count, dtype=np.int64),
+    )
 
 
 class SlowMover:
-    """Moves nothing, and says that the GPU is busy."""
+    """Moves nothing, and says that the GPU is busy. A page has as many MiB as its shard says."""
 
-    needs_scratch = True
-    most_pages = 1024
     turn_s = 1.0
 
-    def __init__(self) -> None:
-        self.bursts: list[int] = []
+    def __init__(self, *, needs_scratch: bool = True, most_pages: int = 1024) -> None:
+        self.needs_scratch, self.most_pages = needs_scratch, most_pages
+        self.bursts: list[CopyBatch] = []
 
-    def page_bytes(self, copy: PageCopy) -> int:
-        return MIB
+    def sizes_bytes(self, batch: CopyBatch) -> Int64s:
+        return batch.shards.astype(np.int64) * MIB
 
-    def issue(self, copies: Sequence[PageCopy], scratch_address: int) -> SlowMover:
-        self.bursts.append(len(copies))
+    def issue(self, batch: CopyBatch, scratch_address: int) -> SlowMover:
+        assert bool(scratch_address) == self.needs_scratch
+        self.bursts.append(batch)
         return self
 
-    def finish(self) -> Sequence[PageFault | None]:
-        return [None] * 20  # as many as any burst has
-
-    def record(self, size_bytes: int, duration_s: float) -> None:
+    def finish(self) -> None:
         return None
+
+
+def transfer(mover: SlowMover, pages: CopyBatch) -> Transfer:
+    return Transfer(mover, pages, lambda: False, asyncio.get_running_loop().create_future())
+
+
+def make_lane(runtime: HostRuntime, scratch_bytes: int, broken: list[KvPoolError]) -> Lane:
+    return Lane(runtime, LaneStreams(runtime), Scratch(runtime, scratch_bytes), "store", broken.append)
+
+
+async def moved(lane: Lane, mover: SlowMover, pages: CopyBatch) -> None:
+    one = transfer(mover, pages)
+    lane.submit(one)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await one.settled is True
 
 
 async def test_a_lane_never_waits_for_more_scratch_than_there_is() -> None:
     """Beside a busy engine bursts want to be large, and the GPU gave a sixteenth of what was asked for."""
-    runtime, mover = HostRuntime(memory_bytes=5 * MIB), SlowMover()
-    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 64 * MIB), "store", lambda: False, lambda error: None)
+    mover, broken = SlowMover(), list[KvPoolError]()
+    lane = make_lane(HostRuntime(memory_bytes=5 * MIB), 64 * MIB, broken)
     try:
         for _ in range(3):
-            copies = [page_copy(64)] * 20
-            transfer = Transfer(mover, copies, lambda: False, asyncio.get_running_loop().create_future())
-            lane.submit(transfer)
-            async with asyncio.timeout(PATIENCE_S):
-                assert await transfer.settled == [None] * 20
+            await moved(lane, mover, batch(*[1] * 20))
     finally:
         await asyncio.to_thread(lane.close)
-    assert max(mover.bursts) <= 4
+    assert max(burst.count for burst in mover.bursts) <= 4
+    assert not broken
+
+
+async def test_every_page_goes_into_one_burst_in_order_whatever_their_sizes() -> None:
+    mover = SlowMover()
+    lane = make_lane(HostRuntime(memory_bytes=16 * MIB), 16 * MIB, [])
+    shards = [1, 3, 1, 4, 1, 1, 2, 4, 4, 1]
+    try:
+        await asyncio.gather(moved(lane, mover, batch(*shards)), moved(lane, mover, batch(*shards[::-1])))
+    finally:
+        await asyncio.to_thread(lane.close)
+    assert np.concatenate([burst.shards for burst in mover.bursts]).tolist() == shards + shards[::-1]
+    assert np.concatenate([burst.addresses for burst in mover.bursts]).tolist() == 2 * list(range(10))
+    assert all(burst.shards.sum() <= 4 for burst in mover.bursts)  # a quarter of the scratch
+
+
+async def test_bursts_of_runs_are_bounded_by_bytes_and_pages_and_need_no_scratch() -> None:
+    mover = SlowMover(needs_scratch=False, most_pages=5)
+    lane = make_lane(HostRuntime(memory_bytes=0), 64 * MIB, [])
+    try:
+        await moved(lane, mover, batch(*[1] * 12))
+        await moved(lane, mover, batch(*[30] * 5, 200, 100))
+    finally:
+        await asyncio.to_thread(lane.close)
+    assert RUN_BURST_BYTES == 64 * MIB
+    assert [burst.count for burst in mover.bursts] == [5, 5, 2, 2, 2, 1, 1, 1]
 
 
 async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,30 +110,27 @@ async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: 
         raise RuntimeError("the context is gone")
 
     monkeypatch.setattr(runtime, "attach", attach)
-    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 8 * MIB), "store", lambda: False, broken.append)
-    transfer = Transfer(SlowMover(), [page_copy(64)], lambda: False, asyncio.get_running_loop().create_future())
-    lane.submit(transfer)
+    lane = make_lane(runtime, 8 * MIB, broken)
+    one = transfer(SlowMover(), batch(1))
+    lane.submit(one)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(KvPoolError, match=r"the context is gone.*restart the agent"):
-            await transfer.settled
+            await one.settled
     await asyncio.to_thread(lane.close)
     assert len(broken) == 1
 
 
 async def test_a_loop_that_has_ended_does_not_take_the_lane_with_it() -> None:
     """The thread that would tell it also tells the others."""
-    runtime, mover, broken = HostRuntime(memory_bytes=5 * MIB), SlowMover(), list[KvPoolError]()
-    lane = Lane(runtime, LaneStreams(runtime), Scratch(runtime, 4 * MIB), "store", lambda: False, broken.append)
+    mover, broken = SlowMover(), list[KvPoolError]()
+    lane = make_lane(HostRuntime(memory_bytes=5 * MIB), 4 * MIB, broken)
     gone = asyncio.new_event_loop()
-    forgotten = Transfer(mover, [page_copy(64)], lambda: False, gone.create_future())
+    forgotten = Transfer(mover, batch(1), lambda: False, gone.create_future())
     gone.close()
     try:
         lane.submit(forgotten)
         for _ in range(2):
-            transfer = Transfer(mover, [page_copy(64)] * 20, lambda: False, asyncio.get_running_loop().create_future())
-            lane.submit(transfer)
-            async with asyncio.timeout(PATIENCE_S):
-                assert await transfer.settled == [None] * 20
+            await moved(lane, mover, batch(*[1] * 20))
     finally:
         await asyncio.to_thread(lane.close)
     assert not broken

@@ -101,9 +101,6 @@ SERVICE_RULES: dict[str, Rule] = {
     "kvpool_gpuagent.messages": SERVICER,
     "kvpool_gpuagent.request_spans": SERVICER,
     "kvpool_gpuagent.registering": SERVICER,
-    # A process of its own, kept small.
-    "kvpool_gpuagent.sum_worker": Rule(may_import=("kvpool_gpuagent.core", "kvpool_server.process", "xxhash")),
-    "kvpool_gpuagent.measure.*": Rule(may_import=SERVICER.may_import, inside_functions=("torch", *GPU)),
 }
 
 ONLY_IN_TESTS = "kvpool.testing"

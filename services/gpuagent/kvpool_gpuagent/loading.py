@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import numpy as np
 
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageMissing, Stopped
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
 from kvpool.core.spans import Bytes, Int32s, Int64s
 from kvpool_gpuagent.core.bandwidth import LoadSource
@@ -146,6 +146,8 @@ class LoadRun:
                         )
                     for page, cause in answer.failed:
                         unsettled[page] = False
+                        if isinstance(cause, PageCorrupt):
+                            self._metrics.verification_failures.inc()
                         missing = PageMissing(f"page {span.page_key(page)} is nowhere to be had")
                         self._fail(int(positions[page]), cause or missing)
                         self._settle(shards[page : page + 1])

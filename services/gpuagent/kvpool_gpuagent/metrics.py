@@ -84,7 +84,7 @@ class AgentMetrics:
         for error in _LOADS_END_WITH:  # there from the start: an alert must see the first ones rise
             self.failed_chunks.labels(error.reason)
         self.verification_failures = self._counter(
-            "verification_failures_total", "Pages that failed their check in the agent."
+            "verification_failures_total", "Pages of loads that failed their check, in the agent or its pagestore."
         )
         self.bandwidth = self._gauge("load_bandwidth_bytes_per_second", "Measured load bandwidth by source.", "source")
         self.link_bandwidth = self._gauge(

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore import SessionPlan
 from kvpool.core.cluster import ChainMatch, ChainQuery, NodeInfo, RemoteSource, StaleLocation
 from kvpool.core.outcome import Tier
+from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.adapters import arena_pool, stream_pool
-from kvpool_gpuagent.adapters.arena_pool import ArenaPool
+from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
 from kvpool_gpuagent.adapters.bounce import PeerClients
 from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
-from kvpool_gpuagent.ports import PagePool, PageWish
+from kvpool_gpuagent.ports import PagePool
 from tests.fixtures.agent_fakes import MemoryCluster, MemoryPool
 from tests.fixtures.pagestore import (
     KEYSPACE,
-    KEYSPACES,
     PAGE_BYTES,
     SPEC,
     RecordingIndex,
-    metadata,
+    chunk_hash,
     new_world,
-    page_key,
 )
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S, patient
@@ -41,7 +41,22 @@ class Pools:
 
     make: Callable[[], PagePool]
     slots_out: Callable[[PagePool], int]
-    wish: Callable[[int], PageWish]
+    sources: tuple[RemoteSource, ...] = ()  # where a reader is to be told that pages may be
+
+    def span(self, numbers: Sequence[int]) -> PageSpan:
+        """Shard 0 of chunks with consecutive numbers, at least one."""
+        first, last = numbers[0], numbers[-1]
+        assert list(numbers) == list(range(first, last + 1))
+        return PageSpan(
+            keyspace=KEYSPACE,
+            chunk_hashes=b"".join(chunk_hash(number) for number in numbers),
+            first_chunk_index=first,
+            parent_hash=chunk_hash(first - 1) if first else bytes(16),
+            group_heads=b"".join(chunk_hash(16 * group) for group in range(first // 16, last // 16 + 1)),
+            positions=np.arange(len(numbers), dtype=np.int32),
+            shards=np.zeros(len(numbers), dtype=np.uint8),
+            sources=((len(numbers), self.sources),) if self.sources else (),
+        )
 
 
 class RecordedIndex:
@@ -58,8 +73,8 @@ class RecordedIndex:
     async def match(self, query: ChainQuery) -> ChainMatch:
         hashes = [query.chunk_hashes[at : at + 16] for at in range(0, len(query.chunk_hashes), 16)]
         count = 0
-        for chunk_hash in hashes:
-            if self._known.known.get((query.keyspace, chunk_hash, Tier.STAGING), 0) & query.shards != query.shards:
+        for one in hashes:
+            if self._known.known.get((query.keyspace, one, Tier.STAGING), 0) & query.shards != query.shards:
                 break
             count += 1
         return ChainMatch(matched_chunks=count)
@@ -73,9 +88,8 @@ class RecordedIndex:
 async def memory_pools() -> AsyncIterator[Pools]:
     cluster = MemoryCluster()
     yield Pools(
-        make=lambda: MemoryPool(cluster, window_pages=WINDOW_PAGES),
+        make=lambda: MemoryPool(cluster, SPEC, window_pages=WINDOW_PAGES),
         slots_out=lambda pool: cast(MemoryPool, pool).slots_out,
-        wish=_wish,
     )
 
 
@@ -83,12 +97,10 @@ async def memory_pools() -> AsyncIterator[Pools]:
 async def arena_pools() -> AsyncIterator[Pools]:
     with new_world() as world:
         async with served(world, max_leases=WINDOW_PAGES) as store:
-            plan = SessionPlan(endpoint=store.endpoint, peer_name="agent", keyspaces=KEYSPACES)
-            yield Pools(
-                make=lambda: ArenaPool(plan, patient()),
-                slots_out=lambda pool: cast(ArenaPool, pool).slots_out,
-                wish=_wish,
-            )
+            plan = SessionPlan(endpoint=store.endpoint, peer_name="agent")
+            link = ArenaLink(plan, patient())
+            yield Pools(make=lambda: ArenaPool(link, KEYSPACE, SPEC), slots_out=lambda pool: link.slots_out)
+            await link.close()
 
 
 @asynccontextmanager
@@ -100,7 +112,7 @@ async def stream_pools() -> AsyncIterator[Pools]:
             yield Pools(
                 make=lambda: StreamPool(KEYSPACE, SPEC, index, buffers, peers, ""),
                 slots_out=lambda pool: buffers.reads.used_bytes + buffers.writes.used_bytes,
-                wish=lambda number: _wish(number, _source(store)),
+                sources=(_source(store),),
             )
             peers.close()
 
@@ -110,12 +122,6 @@ def _source(store: Served) -> RemoteSource:
         node_id=store.node.node_id,
         incarnation=store.running.engine.incarnation,
         bulk_endpoint=store.node.bulk_endpoint,
-    )
-
-
-def _wish(number: int, *sources: RemoteSource) -> PageWish:
-    return PageWish(
-        key=page_key(number), metadata=metadata(number), chain_head_hash=page_key(0).chunk_hash, sources=sources
     )
 
 

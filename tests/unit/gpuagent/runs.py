@@ -1,35 +1,33 @@
-"""Stores and loads of one small rank on the fakes: chunk n lies in blocks 4n to 4n + 3, of 2 layer x 2 head groups."""
+"""Stores and loads of one small rank on the fakes. Chunk n lies in blocks 4n to 4n + 3; 2 layer groups x 2 head halves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.cluster import RemoteSource
 from kvpool.core.elements import Codec, Dtype
 from kvpool.core.geometry import KvGroup
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSource, ChunkSpan, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.storing import StoreRun
 from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)
-GRID = ShardGrid(layers=4, kv_heads=4, layer_groups=2, head_groups=2)
+GRID = ShardGrid(layers=4, kv_heads=4, layer_groups=2, splits=(2,))
 SHARDS = range(4)
 LAYOUT = contiguous_layout(SPEC, range(4), range(4), 8, 400)
 RANK = Rank(spec=SPEC, grid=GRID, layout=LAYOUT, shards=0b1111, keyspace=b"k" * 16)
-PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
 
 
 def chunk_hash(number: int) -> bytes:
@@ -62,15 +60,21 @@ def key(number: int, shard: int) -> PageKey:
     return PageKey(RANK.keyspace, chunk_hash(number), shard)
 
 
+def blocks(number: int) -> bytes:
+    """Where a chunk lies, as the cache names it."""
+    return MemoryCache.blocks(np.arange(4 * number, 4 * number + 4))
+
+
 def content(number: int, shard: int) -> bytes:
     """What the engine computed for a page."""
     return f"kv {number} {shard}".encode()
 
 
-def true_page(number: int, shard: int) -> bytes:
-    page = bytearray(page_bytes(PAYLOAD_BYTES))
-    page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(number, shard).ljust(PAYLOAD_BYTES, b".")
-    seal(page, key(number, shard), Codec.RAW, PAYLOAD_BYTES)
+def true_page(number: int, shard: int, grid: ShardGrid = GRID) -> bytes:
+    size_bytes = payload_bytes(SPEC, grid, shard)
+    page = bytearray(page_bytes(size_bytes))
+    page[HEADER_BYTES : HEADER_BYTES + size_bytes] = content(number, shard).ljust(size_bytes, b".")
+    seal(page, key(number, shard), Codec.RAW, size_bytes)
     return bytes(page)
 
 
@@ -81,13 +85,14 @@ class Bench:
     faults: Faults = field(default_factory=Faults)
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
     window_pages: int = 16
+    grid: ShardGrid = GRID
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
         self.metrics = AgentMetrics(self.registry)
-        self.pool = MemoryPool(self.cluster, window_pages=self.window_pages, faults=self.faults)
-        self.cache = MemoryCache(lambda shard: PAYLOAD_BYTES, faults=self.faults)
+        self.pool = MemoryPool(self.cluster, SPEC, grid=self.grid, window_pages=self.window_pages, faults=self.faults)
+        self.cache = MemoryCache(lambda shard: payload_bytes(SPEC, self.grid, shard), faults=self.faults)
         self.gathered: list[int] = []
         self.progress: list[tuple[int, list[int]]] = []
         self.kept: Callable[[int], bool] = lambda chunk_count: True
@@ -99,18 +104,18 @@ class Bench:
         """Have the KV of chunks in the engine's blocks."""
         for number in numbers:
             for shard in SHARDS:
-                self.cache.kv[(np.arange(4 * number, 4 * number + 4).tobytes(), shard)] = content(number, shard)
+                self.cache.kv[(blocks(number), shard)] = content(number, shard)
 
-    def offer(self, numbers: Sequence[int], shards: Sequence[int] = SHARDS) -> None:
+    def offer(self, numbers: Sequence[int], shards: Iterable[int] = SHARDS) -> None:
         """Have pages of chunks in the cluster."""
+        shards = list(shards)
         for number in numbers:
             for shard in shards:
-                self.cluster.pages[key(number, shard)] = true_page(number, shard)
+                self.cluster.pages[key(number, shard)] = true_page(number, shard, self.grid)
 
-    def loaded(self, number: int, shards: Sequence[int] = SHARDS) -> bool:
+    def loaded(self, number: int, shards: Iterable[int] = SHARDS) -> bool:
         """Whether these pages of a chunk are in its blocks."""
-        blocks = np.arange(4 * number, 4 * number + 4).tobytes()
-        return all(self.cache.kv.get((blocks, shard)) == content(number, shard) for shard in shards)
+        return all(self.cache.kv.get((blocks(number), shard)) == content(number, shard) for shard in shards)
 
     async def passed(self, wait_s: float | None) -> None:
         """The engine's work has ended, unless a test says otherwise."""
@@ -132,13 +137,13 @@ class Bench:
         rank: Rank = RANK,
         wait_s: float = 10.0,
         skip_tokens: int = 0,
-        sources: Sequence[tuple[RemoteSource, ...]] | None = None,
+        sources: Sequence[ChunkSource] | None = None,
         layers_per_progress: int = 0,
     ) -> LoadOutcome:
         run = LoadRun(
             rank,
             span(numbers, skip_tokens=skip_tokens),
-            sources or [()] * len(numbers),
+            sources or [((), rank.shards)] * len(numbers),
             self.pool,
             self.cache,
             self.metrics,
@@ -147,8 +152,10 @@ class Bench:
 
         def report(layers: int, failed: Sequence[int]) -> None:
             self.progress.append((layers, list(failed)))
-            shards = [shard for shard in rank.shard_list if GRID.layers_of(shard).stop <= layers]
+            stop = rank.layout.first_layer + layers
             for position, number in enumerate(numbers):
+                readable = shards_in(sources[position][1] if sources else rank.shards)
+                shards = [shard for shard in readable if self.grid.layers_of(shard).stop <= stop]
                 assert position in failed or self.loaded(number, shards), "reported before it was in"
 
         return await run.run(report, self.stop, asyncio.get_running_loop().time() + wait_s, self.passed)
@@ -157,3 +164,4 @@ class Bench:
         assert self.pool.slots_out == 0
         assert self.cache.running == 0
         assert not self.cluster.writing
+        assert self.pool.untouched()

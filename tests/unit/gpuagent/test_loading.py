@@ -9,14 +9,21 @@ import pytest
 
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import DeadlineExceeded, LeaseLost, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.testing import eventually
 from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.requests import ChunkSource
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.standstill import stood_still
-from tests.unit.gpuagent.runs import RANK, Bench, key, true_page
+from tests.fixtures.virtual_time import run_virtually
+from tests.unit.gpuagent.runs import RANK, Bench, blocks, key, true_page
 
 
-async def test_a_load_brings_every_chunk_layer_group_by_layer_group() -> None:
+def asked_chunks(bench: Bench) -> list[int]:
+    return [asked.key.chunk_hash[0] for asked in bench.pool.asked]
+
+
+async def test_a_load_brings_every_chunk_chunk_by_chunk() -> None:
     bench = Bench(window_pages=8)
     bench.offer(range(5))
     outcome = await bench.load(range(5))
@@ -24,17 +31,128 @@ async def test_a_load_brings_every_chunk_layer_group_by_layer_group() -> None:
     assert outcome.tokens == {LoadSource.STAGING: 5 * 32, LoadSource.DISK: 0, LoadSource.REMOTE: 0}
     assert all(bench.loaded(number) for number in range(5))
     assert bench.progress == [(2, []), (4, [])]
-    asked = [wish.key.shard // 2 for wish in bench.pool.wishes]
-    assert asked == sorted(asked)
+    assert asked_chunks(bench) == sorted(asked_chunks(bench))
+    assert len(bench.pool.asked) == 20
     assert bench.pool.most_reads <= 8
     bench.nothing_is_out()
+
+
+async def test_an_engine_that_starts_early_gets_layer_group_by_layer_group() -> None:
+    bench = Bench(window_pages=8)
+    bench.offer(range(5))
+    outcome = await bench.load(range(5), layers_per_progress=1)
+    assert outcome.loaded_chunks == 5
+    assert bench.progress == [(2, []), (4, [])]
+    asked = [(one.key.shard // 2, one.key.chunk_hash[0]) for one in bench.pool.asked]
+    assert asked == sorted(asked)
+    assert len(asked) == 20
+    bench.nothing_is_out()
+
+
+@pytest.mark.parametrize("answer_pages", [1, 3, 16])
+async def test_pages_may_settle_in_any_order_and_some_at_once(answer_pages: int) -> None:
+    bench = Bench()
+    bench.offer(range(4))
+    bench.pool.answer_pages, bench.pool.order = answer_pages, lambda pages: pages[::-1]
+    assert (await bench.load(range(4))).loaded_chunks == 4
+    assert all(bench.loaded(number) for number in range(4))
+    assert bench.progress[-1] == (4, [])
+    bench.nothing_is_out()
+
+
+async def test_a_copy_names_the_pages_of_an_answer_their_blocks_and_what_to_skip() -> None:
+    bench = Bench()
+    bench.offer([3, 4])
+    bench.pool.answer_pages, bench.pool.order = 3, lambda pages: [5, 0, 3, *(set(pages) - {5, 0, 3})]
+    bench.faults.gates["scatter"] = asyncio.Event()
+    loading = asyncio.ensure_future(bench.load([3, 4], skip_tokens=8))
+    await eventually(lambda: bench.cache.running == 3)
+    leased = {slot.key: slot.address for slot in bench.pool.reads.values()}
+    bench.faults.gates["scatter"].set()
+    await loading
+    first = bench.cache.scatters[0]
+    assert first.shards.tolist() == [1, 0, 3]
+    assert first.addresses.tolist() == [leased[key(4, 1)], leased[key(3, 0)], leased[key(3, 3)]]
+    assert first.block_ids.tolist() == [[16, 17, 18, 19], [12, 13, 14, 15], [12, 13, 14, 15]]
+    assert first.skip_tokens.tolist() == [0, 8, 8]
+    bench.nothing_is_out()
+
+
+SPLITS = ShardGrid(layers=4, kv_heads=4, layer_groups=2, splits=(1, 2))  # of a group: shard 0 all heads, 1 and 2 halves
+WHOLE, HALVES, SECOND_HALF = 0b001001, 0b110110, 0b100100
+
+
+@pytest.mark.parametrize(
+    ("shards", "readable"),
+    [
+        pytest.param(SECOND_HALF, WHOLE, id="a rank of TP 2 from pages of all heads"),
+        pytest.param(WHOLE, HALVES, id="a rank of TP 1 from pages of half of the heads"),
+        pytest.param(WHOLE, 0b110001, id="one way in the first layers, another in the last"),
+    ],
+)
+@pytest.mark.parametrize("layers_per_progress", [0, 1])
+async def test_pages_of_another_split_are_read_where_a_match_says_so(
+    shards: int, readable: int, layers_per_progress: int
+) -> None:
+    bench = Bench(grid=SPLITS)
+    bench.offer(range(3), range(SPLITS.shard_count))
+    rank = replace(RANK, grid=SPLITS, shards=shards)
+    sources: list[ChunkSource] = [((), shards), ((), readable), ((), readable)]
+    outcome = await bench.load(range(3), rank=rank, sources=sources, layers_per_progress=layers_per_progress)
+    assert outcome.loaded_chunks == 3
+    wanted = {(blocks(0), shard) for shard in shards_in(shards)}
+    wanted |= {(blocks(number), shard) for number in (1, 2) for shard in shards_in(readable)}
+    assert set(bench.cache.scattered) == wanted
+    assert len(bench.cache.scattered) == len(wanted)
+    assert bench.progress[-1] == (4, [])
+    assert bench.metric("loaded_bytes_total", source="staging") == sum(
+        len(true_page(0, shard, SPLITS)) for _, shard in bench.cache.scattered
+    )
+    bench.nothing_is_out()
+
+
+async def test_a_half_that_is_missing_fails_its_chunk() -> None:
+    bench = Bench(grid=SPLITS)
+    bench.offer(range(3), shards_in(HALVES))
+    del bench.cluster.pages[key(1, 4)]
+    outcome = await bench.load(range(3), rank=replace(RANK, grid=SPLITS, shards=WHOLE), sources=[((), HALVES)] * 3)
+    assert (outcome.loaded_chunks, list(outcome.failed_chunks)) == (1, [1, 2])
+    assert isinstance(outcome.error, PageMissing)
+    bench.nothing_is_out()
+
+
+def test_the_time_of_copying_is_from_the_first_ones_begin_to_the_last_ones_end() -> None:
+    async def load() -> tuple[float, float]:
+        bench = Bench(window_pages=16)
+        bench.offer(range(2))
+        delays_s = {"page 0 0": 5.0, "scatter": 1.0, "page 1 3": 7.0}
+        step = bench.faults.step
+
+        async def slow(name: str) -> None:
+            await step(name)
+            await asyncio.sleep(delays_s.get(name, 0.0))
+
+        bench.faults.step = slow  # type: ignore[method-assign]
+        started_s = asyncio.get_running_loop().time()
+        outcome = await bench.load(range(2), wait_s=100.0)
+        assert outcome.loaded_chunks == 2
+        return outcome.copying_s, asyncio.get_running_loop().time() - started_s
+
+    copying_s, duration_s = run_virtually(load())
+    assert copying_s == pytest.approx(8.0)
+    assert duration_s == pytest.approx(13.0)
+
+
+async def test_a_load_that_copied_nothing_says_so() -> None:
+    bench = Bench()
+    assert (await bench.load(range(1))).copying_s == 0.0
 
 
 async def test_progress_of_a_group_comes_before_the_next_group_is_in() -> None:
     bench = Bench(window_pages=4)
     bench.offer(range(2))
     bench.faults.gates["page 1 3"] = asyncio.Event()
-    loading = asyncio.ensure_future(bench.load(range(2)))
+    loading = asyncio.ensure_future(bench.load(range(2), layers_per_progress=1))
     await eventually(lambda: bench.progress == [(2, [])])
     assert not loading.done()
     bench.faults.gates["page 1 3"].set()
@@ -50,23 +168,24 @@ async def test_progress_comes_no_more_often_than_asked(step: int, reported: list
     assert [layers for layers, _ in bench.progress] == reported
 
 
+@pytest.mark.parametrize("layers_per_progress", [0, 1])
 @pytest.mark.parametrize("shard", range(4))
-async def test_a_chunk_that_misses_a_page_ends_the_prefix_before_it(shard: int) -> None:
+async def test_a_chunk_that_misses_a_page_ends_the_prefix_before_it(shard: int, layers_per_progress: int) -> None:
     bench = Bench(window_pages=4)
     bench.offer(range(6))
     del bench.cluster.pages[key(2, shard)]
-    outcome = await bench.load(range(6))
+    outcome = await bench.load(range(6), layers_per_progress=layers_per_progress)
     assert (outcome.loaded_chunks, list(outcome.failed_chunks)) == (2, [2, 3, 4, 5])
     assert isinstance(outcome.error, PageMissing)
     assert bench.loaded(0)
     assert bench.loaded(1)
     assert bench.progress[-1] == (4, [2, 3, 4, 5])
-    later = [wish.key for wish in bench.pool.wishes if wish.key.shard // 2 > shard // 2]
+    later = [one.key for one in bench.pool.asked if not layers_per_progress or one.key.shard // 2 > shard // 2]
     assert not [wanted for wanted in later if wanted.chunk_hash[0] > 4]  # known to have failed: not asked for
     bench.nothing_is_out()
 
 
-async def test_a_corrupt_page_is_never_scattered_and_is_reported() -> None:
+async def test_a_page_that_fails_its_check_ends_the_prefix_before_it() -> None:
     bench = Bench()
     bench.offer(range(3))
     page = bytearray(true_page(1, 2))
@@ -75,19 +194,9 @@ async def test_a_corrupt_page_is_never_scattered_and_is_reported() -> None:
     outcome = await bench.load(range(3))
     assert outcome.loaded_chunks == 1
     assert isinstance(outcome.error, PageCorrupt)
-    assert key(1, 2) not in bench.cache.scattered
-    assert bench.pool.corrupt == [key(1, 2)]
+    assert (blocks(1), 2) not in bench.cache.scattered
     assert bench.metric("verification_failures_total") == 1
     bench.nothing_is_out()
-
-
-async def test_a_page_of_another_chunk_is_never_scattered() -> None:
-    bench = Bench()
-    bench.offer(range(2))
-    bench.cluster.pages[key(1, 0)] = true_page(0, 0)
-    outcome = await bench.load(range(2))
-    assert outcome.loaded_chunks == 1
-    assert key(1, 0) not in bench.cache.scattered
 
 
 async def test_nothing_is_reported_when_nothing_can_be_loaded() -> None:
@@ -180,7 +289,7 @@ async def test_a_load_whose_time_is_up_asks_for_nothing() -> None:
     bench.offer(range(1))
     outcome = await bench.load(range(1), wait_s=-1.0)
     assert isinstance(outcome.error, DeadlineExceeded)
-    assert bench.pool.wishes == []
+    assert bench.pool.asked == []
 
 
 async def test_loads_that_share_a_session_wait_for_each_others_slots() -> None:
@@ -207,9 +316,9 @@ async def test_each_chunk_is_asked_of_its_own_sources() -> None:
     bench = Bench()
     bench.offer(range(2))
     source = RemoteSource(node_id=b"r" * 16, incarnation=3, bulk_endpoint="host:1")
-    await bench.load(range(2), sources=[(), (source,)])
-    assert {wish.sources for wish in bench.pool.wishes if wish.key.chunk_hash[0] == 1} == {(source,)}
-    assert {wish.sources for wish in bench.pool.wishes if wish.key.chunk_hash[0] == 0} == {()}
+    await bench.load(range(2), sources=[((), RANK.shards), ((source,), RANK.shards)])
+    assert {one.sources for one in bench.pool.asked if one.key.chunk_hash[0] == 1} == {(source,)}
+    assert {one.sources for one in bench.pool.asked if one.key.chunk_hash[0] == 0} == {()}
 
 
 @pytest.mark.parametrize(("shards", "progress"), [(0b0011, [2]), (0b1100, [2]), (0b0101, [2, 4])])
@@ -221,4 +330,4 @@ async def test_a_rank_of_some_layers_and_heads_counts_its_own_layers(shards: int
     outcome = await bench.load(range(2), rank=replace(RANK, shards=shards, layout=layout))
     assert outcome.loaded_chunks == 2
     assert [layers for layers, _ in bench.progress] == progress
-    assert {page.shard for page in bench.cache.scattered} == {shard for shard in range(4) if shards >> shard & 1}
+    assert {shard for _, shard in bench.cache.scattered} == {shard for shard in range(4) if shards >> shard & 1}

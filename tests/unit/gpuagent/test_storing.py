@@ -61,6 +61,40 @@ async def test_a_window_is_committed_only_after_the_engine_kept_its_blocks() -> 
     assert (await storing).stored_chunks == 1
 
 
+async def test_a_gather_names_the_slots_of_its_pages_and_their_blocks() -> None:
+    bench = Bench()
+    bench.offer([1], shards=[0, 1, 3])
+    bench.faults.gates["gather"] = asyncio.Event()
+    storing = asyncio.ensure_future(bench.store(range(3)))
+    await eventually(lambda: bench.cache.running > 0)
+    (batch,) = bench.cache.gathers
+    pages = [key(0, shard) for shard in SHARDS] + [key(1, 2)]
+    assert batch.addresses[:5].tolist() == [bench.pool.address_of(page) for page in pages]
+    assert batch.shards.tolist()[:5] == [0, 1, 2, 3, 2]
+    assert batch.block_ids[3:5].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert not batch.skip_tokens.any()
+    bench.faults.gates["gather"].set()
+    assert (await storing).stored_chunks == 3
+
+
+async def test_pages_that_are_not_committed_fail_their_chunks_and_no_other() -> None:
+    bench = Bench(window_pages=16)
+    bench.compute(range(5))
+
+    def lose(step: str) -> None:
+        if step in ("commit 1 2", "commit 3 0", "commit 3 3"):
+            raise LeaseLost("its lease ended")
+
+    bench.faults.before = lose
+    outcome = await bench.store(range(5))
+    assert set(outcome.failed) == {1, 3}
+    assert isinstance(outcome.failed[1], LeaseLost)
+    assert outcome.stored_chunks == 3
+    assert len(bench.cluster.pages) == 17
+    assert bench.metric("stored_bytes_total") == 17 * len(true_page(0, 0))
+    bench.nothing_is_out()
+
+
 async def test_blocks_that_were_not_kept_are_aborted_and_the_rest_is_not_gathered() -> None:
     bench = Bench(window_pages=16)
     bench.kept = lambda chunk_count: chunk_count <= 2
@@ -183,7 +217,7 @@ async def test_stores_that_share_a_session_wait_for_each_others_slots() -> None:
 async def test_what_is_kept_beside_the_pages_is_the_chunks_own() -> None:
     bench = Bench()
     await bench.store([15, 16])
-    first, second = (bench.pool.wishes[number] for number in (0, 4))
+    first, second = (bench.pool.asked[number] for number in (0, 4))
     assert (first.metadata.chunk_index, second.metadata.chunk_index) == (15, 16)
     assert first.metadata.parent_hash == chunk_hash(14)
     assert second.metadata.parent_hash == chunk_hash(15)

@@ -41,7 +41,6 @@ def other_value(field: Field[Any], config: Any) -> str:
         "log_level": "debug",
         "log_format": "json",
         "device": "cuda",
-        "sum_processes": "3",
         "write_policy": "selective",
         "tls_client_auth": "none",
     }

@@ -193,17 +193,3 @@ def window_of(rank: Rank, most_pages: int, window_bytes: int) -> int:
     """Pages of about window_bytes of this rank's, at least one and at most most_pages."""
     largest_bytes = int(rank.page_sizes[rank.shard_list].max())
     return max(1, min(most_pages, window_bytes // largest_bytes))
-
-
-def windows(page_counts: Sequence[int], window_pages: int) -> list[range]:
-    """Cut items (of page_counts pages each) into consecutive runs of at most window_pages pages (but one item)."""
-    cuts: list[range] = []
-    start, pages = 0, 0
-    for position, count in enumerate(page_counts):
-        if pages and pages + count > window_pages:
-            cuts.append(range(start, position))
-            start, pages = position, 0
-        pages += count
-    if start < len(page_counts):
-        cuts.append(range(start, len(page_counts)))
-    return cuts

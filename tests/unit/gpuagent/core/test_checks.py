@@ -1,5 +1,6 @@
 """Malformed loads and stores are refused by name, before anything is touched."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +8,14 @@ import numpy as np
 import pytest
 
 from kvpool.core.chunks import ROOT_HASH
+from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
 from kvpool.core.retention import RetentionRange
+from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.core.checks import check_load, check_store
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention, windows
+from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank, Retention, page_span, window_of
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
 
 MAX_CHUNKS = 64
@@ -126,57 +129,70 @@ def test_what_only_a_store_names_is_checked(changes: dict[str, Any], named: str)
         check_store(replace(span(range(2)), **changes), RANK, max_chunks=MAX_CHUNKS)
 
 
+def pages_of(whole: ChunkSpan, chunks: range, sources: Sequence[tuple[RemoteSource, ...]] = ()) -> PageSpan:
+    """Two pages of each of some chunks."""
+    positions = np.repeat(np.arange(len(chunks), dtype=np.int32), 2)
+    shards = np.tile(np.array([0, 3], dtype=np.uint8), len(chunks))
+    return page_span(RANK, whole, chunks, positions, shards, sources)
+
+
 def test_retention_is_kept_beside_every_page() -> None:
-    kept = replace(span(range(2)), retention=Retention(ttl_ms=5, priority=-3, pinned_until_us=7)).metadata(1, 16)
+    retained = replace(span(range(2)), retention=Retention(ttl_ms=5, priority=-3, pinned_until_us=7))
+    first, kept = pages_of(retained, range(2)).metadata
     assert (kept.ttl_ms, kept.priority, kept.pinned_until_us) == (5, -3, 7)
-    assert kept.parent_hash == chunk_hash(0)
-    assert span(range(2)).metadata(0, 16).parent_hash == ROOT_HASH
+    assert (first.parent_hash, kept.parent_hash) == (ROOT_HASH, chunk_hash(0))
+    assert pages_of(span(range(2)), range(2)).retention == ()
 
 
 def test_ranges_of_tokens_are_kept_as_they_say() -> None:
     """Counted from the prompt's first token, also when the request begins later; a chunk is kept as a whole."""
     pinned, brief = Retention(pinned_until_us=9), Retention(ttl_ms=7)
-    ranges = (RetentionRange(0, 17, pinned), RetentionRange(32, 16, brief))
+    ranges = (RetentionRange(0, 33, pinned), RetentionRange(64, 16, brief))
     wanted = replace(span(range(3)), retention=Retention(priority=4), retention_ranges=ranges, prompt_tokens=60)
-    kept = [wanted.metadata(position, 16) for position in range(3)]
+    kept = pages_of(wanted, range(3)).metadata
     assert [(one.pinned_until_us, one.ttl_ms, one.priority) for one in kept] == [(9, 0, 0), (9, 0, 0), (0, 7, 0)]
     assert {one.prompt_tokens for one in kept} == {60}
     later = replace(wanted, first_index=3)
-    assert [later.metadata(position, 16).priority for position in range(3)] == [4, 4, 4]
+    assert [one.priority for one in pages_of(later, range(3)).metadata] == [4, 4, 4]
+
+
+def test_pages_of_some_chunks_of_a_request_are_those_of_the_chain() -> None:
+    whole = span(range(13, 20))
+    source = RemoteSource(node_id=b"r" * 16, incarnation=3, bulk_endpoint="host:1")
+    pages = pages_of(whole, range(2, 5), [()] * 3 + [(source,)] * 4)
+    assert [key.chunk_hash[0] for key in pages.page_keys] == [15, 15, 16, 16, 17, 17]
+    assert [key.shard for key in pages.page_keys] == [0, 3] * 3
+    assert [one.chunk_index for one in pages.metadata] == [15, 16, 17]
+    assert [one.parent_hash for one in pages.metadata] == [chunk_hash(14), chunk_hash(15), chunk_hash(16)]
+    assert [one.group_head_hash for one in pages.metadata] == [chunk_hash(0), chunk_hash(16), chunk_hash(16)]
+    assert pages.chunk_sources == ((), (source,), (source,))
+    assert pages_of(whole, range(2, 5)).sources == ()
+
+
+@pytest.mark.parametrize(("window_bytes", "pages"), [(1, 1), (8_000, 1), (20_000, 4), (1 << 30, 7)])
+def test_a_window_has_about_so_many_bytes_and_no_more_pages_than_the_pool_allows(window_bytes: int, pages: int) -> None:
+    assert RANK.page_sizes[0] == 4096 + 64 + 8
+    assert window_of(RANK, 7, window_bytes) == pages
 
 
 def test_a_rank_owns_the_shards_of_its_layers_and_heads() -> None:
-    wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)  # 2 layer groups x 8 head groups
+    wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)  # 4 layer groups x (1 + 2 + 4 + 8) parts
     upper = Rank.of(wide, contiguous_layout(wide, range(16, 32), range(2, 4), 16, 64))
-    assert upper.shard_list == [10, 11]
+    assert upper.shard_list == [2 * 15 + 1 + 2 + 1, 3 * 15 + 1 + 2 + 1]
+    assert Rank.of(wide, contiguous_layout(wide, range(32), range(8), 16, 64)).shard_list == [0, 15, 30, 45]
     assert upper.blocks_per_chunk == 16
     assert upper.opened(b"k" * 16).keyspace == b"k" * 16
 
 
 def test_a_partition_that_is_no_union_of_shards_is_refused_naming_the_grid() -> None:
     wide = replace(SPEC, groups=(KvGroup(32, 8, 128),), chunk_tokens=256)
-    with pytest.raises(PartitionRefused, match="2 layer groups x 8 head groups"):
-        Rank.of(wide, contiguous_layout(wide, range(8), range(8), 16, 64))
+    with pytest.raises(PartitionRefused, match=r"4 layer groups .* 8 KV heads in 1, 2, 4, 8 parts"):
+        Rank.of(wide, contiguous_layout(wide, range(4), range(8), 16, 64))
 
 
 def test_a_layout_that_does_not_fit_is_refused_naming_the_argument() -> None:
     with pytest.raises(InvalidRequest, match="block_tokens 7"):
         Rank.of(SPEC, replace(LAYOUT, block_tokens=7))
-
-
-@pytest.mark.parametrize(
-    ("counts", "window", "expected"),
-    [
-        ([], 4, []),
-        ([4], 4, [range(1)]),
-        ([4, 4], 4, [range(1), range(1, 2)]),
-        ([2, 2, 2], 4, [range(2), range(2, 3)]),
-        ([9, 1, 1], 4, [range(1), range(1, 3)]),
-        ([1, 9], 4, [range(1), range(1, 2)]),
-    ],
-)
-def test_windows_hold_at_most_so_many_pages_but_one_item(counts: list[int], window: int, expected: list[range]) -> None:
-    assert windows(counts, window) == expected
 
 
 def test_block_ids_of_a_chunk_may_have_any_shape_but_one_axis() -> None:

@@ -1,4 +1,4 @@
-"""Extents, burst sizes and ways: what the transfer engine decides, without a GPU."""
+"""Extents and burst sizes: what the transfer engine decides, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvpool_gpuagent.core.bursts import FIRST_BYTES, IDLE_BYTES, BurstSizer
 from kvpool_gpuagent.core.extents import Extents
-from kvpool_gpuagent.core.ways import CONTENDED_TURN_S, LONG_RUN_BYTES, SHORTEST_RUN_BYTES, Way, WayChooser
 
 MIB = 1 << 20
 
@@ -59,51 +58,3 @@ def test_bursts_outlast_the_turn_that_kernels_wait_for() -> None:
     for _ in range(60):
         sizer.record(turn_s=0.0)
     assert sizer.next_bytes(continuing=False) == FIRST_BYTES
-
-
-QUIET_S, BUSY_S = CONTENDED_TURN_S / 3, CONTENDED_TURN_S * 3
-
-
-@pytest.mark.parametrize(
-    ("run_bytes", "copies_bytes", "launches", "beside_busy"),
-    [
-        (LONG_RUN_BYTES, True, True, Way.RUNS),
-        (LONG_RUN_BYTES, True, False, Way.RUNS),
-        (LONG_RUN_BYTES - 1, True, True, Way.ENGINE),
-        (LONG_RUN_BYTES - 1, True, False, Way.RUNS),
-        (SHORTEST_RUN_BYTES - 1, True, True, Way.ENGINE),
-        (SHORTEST_RUN_BYTES - 1, True, False, Way.BURSTS),
-        (0, False, True, Way.ENGINE),
-        (0, False, False, Way.BURSTS),
-    ],
-)
-def test_kernels_of_ours_beside_an_idle_gpu_and_what_disturbs_least_beside_a_busy_one(
-    run_bytes: int, copies_bytes: bool, launches: bool, beside_busy: Way
-) -> None:
-    chooser = WayChooser(run_bytes, copies_bytes=copies_bytes, engine_launches=launches)
-    assert {chooser.choose(QUIET_S, sums_are_fast=True) for _ in range(200)} == {Way.BURSTS}
-    chosen = [chooser.choose(BUSY_S, sums_are_fast=True) for _ in range(200)]
-    assert set(chosen) == {beside_busy, Way.BURSTS}  # which tells whether the engine is busy still
-    assert chosen.count(beside_busy) > 190
-
-
-def test_a_way_that_cannot_be_taken_is_left_out_and_a_pinned_one_is_taken_whatever_is_measured() -> None:
-    chooser = WayChooser(256, copies_bytes=True, engine_launches=True)
-    chooser.keep([Way.BURSTS, Way.RUNS])
-    assert Way.ENGINE not in chooser.ways
-    chooser.pin(Way.RUNS)
-    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.RUNS
-    chooser.pin(None)
-    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.BURSTS
-    chooser.keep([Way.RUNS])
-    assert chooser.choose(QUIET_S, sums_are_fast=True) is Way.RUNS
-    with pytest.raises(ValueError, match="none"):
-        chooser.keep([Way.ENGINE])
-
-
-def test_runs_that_the_cpu_cannot_sum_as_fast_as_they_come_are_not_taken_beside_a_busy_engine() -> None:
-    chooser = WayChooser(LONG_RUN_BYTES, copies_bytes=True, engine_launches=True)
-    chosen = {chooser.choose(BUSY_S, sums_are_fast=False) for _ in range(100)}
-    assert chosen == {Way.ENGINE, Way.BURSTS}
-    chooser.keep([Way.RUNS])
-    assert chooser.choose(BUSY_S, sums_are_fast=False) is Way.RUNS
