@@ -32,7 +32,6 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> str:
 def main() -> None:
     """One JSON object: PTX by kernel."""
     heads, tokens = CopyShape(256, 16, 8, 256, 16, 64, 2, 16), CopyShape(256, 1, 1, 1152, 16, 64, 1, 16)
-    faults = {"FAULT_COLUMNS": 5, "FAULT_LANES": 8}
     pull, scales = PullShape(4, 256, 16, 16, 64), PullShape(1, 16, 16, 16, 64)
     pulled = pull.constants() | scales.constants("SCALE_") | {"HAS_SCALES": True}
     texts = {"pull": compiled(pull_kernel, pulled, WARPS)}
@@ -40,7 +39,7 @@ def main() -> None:
         cut = tiling(shape)
         constants = {"FIRST_PLANE": 1} | cut.constants(shape)
         texts[f"gather {name}"] = compiled(gather_kernel, constants, cut.warps)
-        texts[f"scatter {name}"] = compiled(scatter_kernel, constants | faults, cut.warps)
+        texts[f"scatter {name}"] = compiled(scatter_kernel, constants, cut.warps)
     json.dump(texts, sys.stdout)
 
 

@@ -186,7 +186,6 @@ def make_pages(count: int, payload_bytes: int, plane_count: int, heads: int, dev
     for page in range(count):
         table[page, PageColumn.PAYLOAD_ADDRESS] = slots[page].data_ptr() + HEADER_BYTES
     table[:, PageColumn.PLANE_COUNT] = plane_count
-    table[:, PageColumn.PAYLOAD_BYTES] = payload_bytes
     table[:, PageColumn.HEADS] = heads
     return Pages(slots, table, payload_bytes)
 

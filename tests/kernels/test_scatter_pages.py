@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvpool.kernels.gather import gather_pages_reference
 from kvpool.kernels.scatter import scatter_pages, scatter_pages_reference
-from kvpool.kernels.tables import SUM_BLOCK_BYTES, PageColumn
+from kvpool.kernels.tables import PageColumn
 from tests.kernels.paged_caches import (
     PagedCache,
     Pages,
@@ -33,7 +33,6 @@ def check(
     places: PayloadPlaces,
     blocks: Tensor,
     skips: list[int],
-    faults: Tensor | None = None,
 ) -> None:
     """That the kernel leaves every byte of all buffers as the reference does, which is told to skip so many tokens."""
     before = [buffer.clone() for buffer in cache.buffers]
@@ -43,7 +42,7 @@ def check(
         buffer.copy_(old)
     planes = cache.planes(places)
     shape = cache.shape(planes, places.positions)
-    scatter_pages(pages.table.to(blocks.device), blocks, planes, shape, faults=faults)
+    scatter_pages(pages.table.to(blocks.device), blocks, planes, shape)
     for buffer, wanted in zip(cache.buffers, expected, strict=True):
         assert torch.equal(buffer, wanted)
 
@@ -131,28 +130,6 @@ def test_planes_beyond_a_pages_own_stay_as_they_are(device: str) -> None:
         assert torch.equal(view, old)
 
 
-@pytest.mark.parametrize("faulty_column", [0, 1, 2])
-def test_a_page_with_a_fault_leaves_the_cache_as_it_is(faulty_column: int, device: str) -> None:
-    cache = paged_cache("nhd", layers=1, blocks=12, block_rows=16, heads=2, row_bytes=64, device=device)
-    places = cache.payload(POSITIONS, start=16)
-    pages, _rows = filled_pages(cache, 3, places)
-    # Two sum blocks each, the second one short, as far as verification knows; column 2 is of no page here.
-    pages.table[:, PageColumn.PAYLOAD_BYTES] = SUM_BLOCK_BYTES + 1
-    faults = torch.zeros((3, 3), dtype=torch.int32, device=device)
-    faults[1, faulty_column] = -1
-    bad = faulty_column < 2
-    check(cache, pages, places, pick_blocks(3, POSITIONS, 16, 12, device), [0, POSITIONS if bad else 0, 0], faults)
-
-
-def test_a_page_with_more_sum_blocks_than_were_verified_is_left_out(device: str) -> None:
-    cache = paged_cache("nhd", layers=1, blocks=8, block_rows=16, heads=2, row_bytes=64, device=device)
-    places = cache.payload(POSITIONS, start=16)
-    pages, _rows = filled_pages(cache, 2, places)
-    pages.table[:, PageColumn.PAYLOAD_BYTES] = torch.tensor([2 * SUM_BLOCK_BYTES, 2 * SUM_BLOCK_BYTES + 1])
-    faults = torch.zeros((2, 2), dtype=torch.int32, device=device)
-    check(cache, pages, places, pick_blocks(2, POSITIONS, 16, 8, device), [0, POSITIONS], faults)
-
-
 def test_scale_planes_are_a_launch_of_their_own(device: str) -> None:
     cache = paged_cache("interleaved", layers=1, blocks=160, block_rows=1, heads=4, row_bytes=6, device=device)
     places = cache.payload(POSITIONS, start=16)
@@ -179,17 +156,6 @@ def test_a_few_programs_do_the_work_of_many(device: str) -> None:
     assert all(torch.equal(view, wanted) for view, wanted in zip(cache.views, expected, strict=True))
 
 
-def test_faults_of_another_shape_are_refused_by_name(device: str) -> None:
-    cache = paged_cache("nhd", layers=1, blocks=4, block_rows=16, heads=1, row_bytes=64, device=device)
-    places = cache.payload(POSITIONS)
-    pages, _rows = filled_pages(cache, 1, places)
-    planes = cache.planes(places)
-    arguments = (pages.table.to(device), pick_blocks(1, POSITIONS, 16, 4, device), planes)
-    for faults in (torch.zeros((2, 1), dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"^faults must"):
-            scatter_pages(*arguments, cache.shape(planes, POSITIONS), faults=faults.to(device))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("layout", "block_rows", "heads", "row_bytes"),
@@ -211,9 +177,7 @@ def test_large_bursts_equal_the_reference(
     )  # fmt: skip
     places = cache.payload(256)
     pages, _rows = filled_pages(cache, 8, places)
-    columns = -(-pages.payload_bytes // SUM_BLOCK_BYTES)
-    faults = torch.zeros((8, columns), dtype=torch.int32, device=device)
-    faults[5, columns - 1] = 1
+    pages.table[5, PageColumn.HEADS] = 0
     pages.table[0, PageColumn.SKIP_TOKENS] = 100
     blocks = pick_blocks(8, 256, block_rows, 8192 // block_rows, device)
-    check(cache, pages, places, blocks, [100, 0, 0, 0, 0, 256, 0, 0], faults)
+    check(cache, pages, places, blocks, [100, 0, 0, 0, 0, 256, 0, 0])

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvpool.core.page import PageFault, PageFaultKind, block_count
 from kvpool.core.plane_table import PlaneTable
 from kvpool.kernels.tables import PAGE_COLUMNS, PageColumn
 
@@ -65,53 +64,30 @@ class _Grown:
 
 
 class BurstTables:
-    """pages [count, 8], blocks [count, B] and faults [count, fault_columns] int32: their memory and addresses."""
+    """pages [count, 8] and blocks [count, B]: their memory and addresses."""
 
     def __init__(self, host_table: HostTable) -> None:
-        self._pages, self._blocks, self._faults = (_Grown(host_table) for _ in range(3))
-        self.count = self.fault_columns = 0
+        self._pages, self._blocks = _Grown(host_table), _Grown(host_table)
+        self.count = 0
 
     @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Of pages, blocks and faults."""
-        return self._pages.address, self._blocks.address, self._faults.address
+    def addresses(self) -> tuple[int, int]:
+        """Of pages and blocks."""
+        return self._pages.address, self._blocks.address
 
     def fill(self, table: PlaneTable, burst: BurstPages) -> None:
         """Describe a burst; whoever filled it before has settled."""
         self.count, columns = burst.block_ids.shape
-        self.fault_columns = most_sum_blocks(table)
         self._blocks.hold(burst.block_ids.size)
-        self._faults.hold(self.count * self.fault_columns)  # twice as many as int32 need
         self._pages.hold(self.count * PAGE_COLUMNS)
         self._blocks.numbers[: self.count * columns] = burst.block_ids.reshape(-1)
-        self._faults.numbers[: self.count * self.fault_columns] = 0
         spec = table.spec
         rows = _page_rows(table)[np.asarray(burst.shards, dtype=np.int64)]
         rows[:, PageColumn.PAYLOAD_ADDRESS] = burst.payloads
         rows[:, PageColumn.SKIP_TOKENS] = np.asarray(burst.skip_tokens, dtype=np.int64) * spec.positions
         rows[:, PageColumn.SKIP_TOKENS] //= spec.chunk_tokens
         rows[:, PageColumn.HEADS] *= np.asarray(burst.present, dtype=np.int64)
-        self._pages_of_burst()[...] = rows
-
-    def expect_verdicts(self) -> None:
-        """Every block is at fault until a kernel that verifies says that it is not."""
-        self._faults.numbers[: self.count * self.fault_columns] = -1  # as int32 it is not zero either
-
-    def found_faults(self) -> list[PageFault | None]:
-        """Per page of the burst, what verification found; once its kernels have ended."""
-        faults = self._faults.numbers.view(np.int32)[: self.count * self.fault_columns].reshape(self.count, -1)
-        found: list[PageFault | None] = [None] * self.count
-        if not faults.any():
-            return found
-        pages = self._pages_of_burst()
-        for page in np.flatnonzero(faults.any(axis=1)).tolist():
-            blocks = np.flatnonzero(faults[page, : block_count(int(pages[page, PageColumn.PAYLOAD_BYTES]))])
-            if blocks.size and pages[page, PageColumn.HEADS]:
-                found[page] = PageFault(PageFaultKind.BAD_SUM, int(blocks[0]))
-        return found
-
-    def _pages_of_burst(self) -> Int64s:
-        return self._pages.numbers[: self.count * PAGE_COLUMNS].reshape(self.count, PAGE_COLUMNS)
+        self._pages.numbers[: self.count * PAGE_COLUMNS] = rows.reshape(-1)
 
 
 class TablePool:
@@ -142,12 +118,5 @@ def _page_rows(table: PlaneTable) -> Int64s:
         rows[number, PageColumn.PLANE_COUNT] = shard.plane_count
         rows[number, PageColumn.FIRST_SCALE_PLANE] = shard.first_scale_plane
         rows[number, PageColumn.SCALE_PLANE_COUNT] = shard.scale_plane_count
-        rows[number, PageColumn.PAYLOAD_BYTES] = shard.payload_bytes
         rows[number, PageColumn.HEADS] = len(shard.heads)
     return rows
-
-
-@lru_cache(maxsize=64)
-def most_sum_blocks(table: PlaneTable) -> int:
-    """Sum blocks of the largest page of a rank."""
-    return max(block_count(shard.payload_bytes) for shard in table.shards.values())

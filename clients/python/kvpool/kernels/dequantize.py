@@ -75,15 +75,12 @@ def load_groups(
     return codes, tl.load(scales + nth_group, mask=exists, other=0)
 
 
-@triton.jit(do_not_specialize=["pages", "blocks", "planes", "faults", "items"])
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "items"])
 def dequantize_kernel(
     pages: tl.int64,
     blocks: tl.int64,
     planes: tl.int64,
-    faults: tl.int64,
     items: tl.int32,
-    FAULT_COLUMNS: tl.constexpr,
-    FAULT_LANES: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
     MOST_HEADS: tl.constexpr,
@@ -108,9 +105,8 @@ def dequantize_kernel(
         row = table_row(blocks, nth_page, BLOCKS)
         ids = tile_blocks(row, tile, BLOCK_ROWS, ROW_GROUPS, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
-        page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
         tile_end = (tile * TILE + TILE + ROW_GROUPS - 1) // ROW_GROUPS
-        if is_wanted(page, page_faults, nth_plane, nth_head, tile_end, _FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+        if is_wanted(page, nth_plane, nth_head, tile_end, _FIRST_PLANE):
             plane = table_row(planes, tl.load(page + _FIRST_PLANE) + nth_plane, _PLANE_COLUMNS)
             offset, nth_group, position, exists = group_offsets(
                 plane, ids, tile, nth_head,
@@ -131,7 +127,6 @@ def dequantize_scatter_pages(
     planes: Tensor,
     shape: CodecShape,
     *,
-    faults: Tensor | None = None,
     programs: int | None = None,
 ) -> None:
     """Decode the payloads of all pages of a burst into the rows of all their planes, in one launch.
@@ -140,8 +135,6 @@ def dequantize_scatter_pages(
               the device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
               which page wins would be open. What the tables name is not checked on the device.
     shape:    of the planes and of what pages hold for them; as for gather_quantize_pages.
-    faults:   [N, F] int32, F >= sum blocks of the largest page: a page with a fault in any of its own leaves the cache
-              as it is, and so does one with more than F of them. None: all pages are known to be good.
     programs: at most so many; None takes one for each tile of 8192 elements.
     raises:   ValueError naming the argument, before any launch.
 
@@ -150,20 +143,16 @@ def dequantize_scatter_pages(
     makes of them; equal, bit for bit, to kvpool.core.codecs. Runs on the current stream.
     """
     count = pages.shape[0]
-    fault_columns = 0 if faults is None else faults.shape[-1]
     addresses = (
         check_table("pages", pages, torch.int64, PAGE_COLUMNS),
         check_table("blocks", blocks, torch.int64, shape.rows.blocks, count),
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
-        0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
     )
-    dequantize_launch(shape, fault_columns).start(count, *addresses, programs=programs)
+    dequantize_launch(shape).start(count, *addresses, programs=programs)
 
 
 @functools.lru_cache(maxsize=256)
-def dequantize_launch(shape: CodecShape, fault_columns: int) -> Launch:
-    """What `dequantize_scatter_pages` launches: start it with the addresses of pages, blocks, planes and faults."""
+def dequantize_launch(shape: CodecShape) -> Launch:
+    """What `dequantize_scatter_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = group_tiling(shape)
-    constants = {"FAULT_COLUMNS": fault_columns, "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1))}
-    constants |= cut.constants(shape)
-    return Launch(dequantize_kernel, constants, cut.warps, cut.items(shape))
+    return Launch(dequantize_kernel, cut.constants(shape), cut.warps, cut.items(shape))

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from kvpool.kernels.copying import item_of, table_row, tile_blocks, tile_pointers, tiling
 from kvpool.kernels.launching import Launch, check_table
-from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, SUM_BLOCK_BYTES, CopyShape, PageColumn
+from kvpool.kernels.tables import PAGE_COLUMNS, PLANE_COLUMNS, CopyShape, PageColumn
 
 _PAYLOAD_ADDRESS = tl.constexpr(PageColumn.PAYLOAD_ADDRESS.value)
-_PAYLOAD_BYTES = tl.constexpr(PageColumn.PAYLOAD_BYTES.value)
 _SKIP_TOKENS = tl.constexpr(PageColumn.SKIP_TOKENS.value)
 _HEADS = tl.constexpr(PageColumn.HEADS.value)
 _PAGE_COLUMNS = tl.constexpr(PAGE_COLUMNS)
 _PLANE_COLUMNS = tl.constexpr(PLANE_COLUMNS)
-_SUM_BLOCK_BYTES = tl.constexpr(SUM_BLOCK_BYTES)
 
 
 def scatter_pages_reference(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor, skip_tokens: Tensor) -> None:
@@ -27,7 +25,7 @@ def scatter_pages_reference(caches: Sequence[Tensor], blocks: Tensor, rows: Tens
     caches:      one view a plane, [block, token of a block, head, byte] uint8, any strides.
     blocks:      [N, B] int64, all different.
     rows:        [N, plane, position, head, byte] uint8.
-    skip_tokens: [N], leading positions to leave out; all of them for a page that is absent or bad.
+    skip_tokens: [N], leading positions to leave out; all of them for a page that is absent.
     """
     positions = torch.arange(rows.shape[2], device=rows.device)
     for nth_plane, cache in enumerate(caches):
@@ -38,37 +36,20 @@ def scatter_pages_reference(caches: Sequence[Tensor], blocks: Tensor, rows: Tens
 
 @triton.jit
 def is_wanted(
-    page: tl.tensor,
-    faults: tl.tensor,
-    nth_plane: tl.tensor,
-    nth_head: tl.tensor,
-    tile_end: tl.tensor,
-    FIRST_PLANE: tl.constexpr,
-    FAULT_COLUMNS: tl.constexpr,
-    FAULT_LANES: tl.constexpr,
+    page: tl.tensor, nth_plane: tl.tensor, nth_head: tl.tensor, tile_end: tl.tensor, FIRST_PLANE: tl.constexpr
 ) -> tl.tensor:
-    """Whether a tile that ends before position tile_end has anything to write; both pointers are of the page."""
+    """Whether a tile that ends before position tile_end has anything to write; the pointer is of the page."""
     wanted = (nth_head < tl.load(page + _HEADS)) & (nth_plane < tl.load(page + FIRST_PLANE + 1))
-    wanted &= tile_end > tl.load(page + _SKIP_TOKENS)
-    if FAULT_COLUMNS > 0:
-        lanes = tl.arange(0, FAULT_LANES)
-        own = (tl.load(page + _PAYLOAD_BYTES) + _SUM_BLOCK_BYTES - 1) // _SUM_BLOCK_BYTES
-        found = tl.load(faults + lanes, mask=lanes < FAULT_COLUMNS, other=0)
-        wanted &= own <= FAULT_COLUMNS  # what was not verified is not good
-        wanted &= tl.max(((found != 0) & (lanes < own)).to(tl.int32), axis=0) == 0
-    return wanted
+    return wanted & (tile_end > tl.load(page + _SKIP_TOKENS))
 
 
-@triton.jit(do_not_specialize=["pages", "blocks", "planes", "faults", "items"])
+@triton.jit(do_not_specialize=["pages", "blocks", "planes", "items"])
 def scatter_kernel(
     pages: tl.int64,
     blocks: tl.int64,
     planes: tl.int64,
-    faults: tl.int64,
     items: tl.int32,
     FIRST_PLANE: tl.constexpr,
-    FAULT_COLUMNS: tl.constexpr,
-    FAULT_LANES: tl.constexpr,
     BLOCKS: tl.constexpr,
     MOST_PLANES: tl.constexpr,
     MOST_HEADS: tl.constexpr,
@@ -88,12 +69,11 @@ def scatter_kernel(
         tile, nth_head, nth_plane, nth_page = item_of(item, TILES, MOST_HEADS, MOST_PLANES)
         ids = tile_blocks(table_row(blocks, nth_page, BLOCKS), tile, BLOCK_ROWS, ROW, TILE, TILE_BLOCKS, BLOCKS)
         page = table_row(pages, nth_page, _PAGE_COLUMNS)
-        page_faults = faults.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.cast(nth_page, tl.int64) * FAULT_COLUMNS
         # All of the row is read before anything is decided: one trip over the host link.
         payload, first_plane = tl.load(page + _PAYLOAD_ADDRESS), tl.load(page + FIRST_PLANE)
         skip_tokens = tl.load(page + _SKIP_TOKENS)
         tile_end = (tile * TILE + TILE + ROW - 1) // ROW
-        if is_wanted(page, page_faults, nth_plane, nth_head, tile_end, FIRST_PLANE, FAULT_COLUMNS, FAULT_LANES):
+        if is_wanted(page, nth_plane, nth_head, tile_end, FIRST_PLANE):
             plane = table_row(planes, first_plane + nth_plane, _PLANE_COLUMNS)
             destination, source, position, mask = tile_pointers(
                 payload, plane, ids, tile, nth_head,
@@ -109,7 +89,6 @@ def scatter_pages(
     planes: Tensor,
     shape: CopyShape,
     *,
-    faults: Tensor | None = None,
     scales: bool = False,
     programs: int | None = None,
 ) -> None:
@@ -119,8 +98,6 @@ def scatter_pages(
               device or in pinned memory, unchanged until the launch has run. No destination row may be named twice:
               which page wins would be open. What the tables name is not checked on the device.
     shape:    of the planes that are copied.
-    faults:   [N, F] int32, F >= sum blocks of the largest page: a page with a fault in any of its own leaves the cache
-              as it is, and so does one with more than F of them. None: all pages are known to be good.
     scales:   copy the scale planes (FIRST_SCALE_PLANE, SCALE_PLANE_COUNT), with a shape of their own, not the data.
     programs: at most so many; None takes one for each tile of 32 KiB.
     raises:   ValueError naming the argument, before any launch.
@@ -130,23 +107,18 @@ def scatter_pages(
     reference. Runs on the current stream.
     """
     count = pages.shape[0]
-    fault_columns = 0 if faults is None else faults.shape[-1]
     addresses = (
         check_table("pages", pages, torch.int64, PAGE_COLUMNS),
         check_table("blocks", blocks, torch.int64, shape.blocks, count),
         check_table("planes", planes, torch.int64, PLANE_COLUMNS),
-        0 if faults is None else check_table("faults", faults, torch.int32, fault_columns, count),
     )
-    scatter_launch(shape, fault_columns, scales).start(count, *addresses, programs=programs)
+    scatter_launch(shape, scales).start(count, *addresses, programs=programs)
 
 
 @functools.lru_cache(maxsize=256)
-def scatter_launch(shape: CopyShape, fault_columns: int, scales: bool = False) -> Launch:
-    """What `scatter_pages` launches: start it with the addresses of pages, blocks, planes and faults."""
+def scatter_launch(shape: CopyShape, scales: bool = False) -> Launch:
+    """What `scatter_pages` launches: start it with the addresses of pages, blocks and planes."""
     cut = tiling(shape)
-    constants = {
-        "FIRST_PLANE": (PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE).value,
-        "FAULT_COLUMNS": fault_columns,
-        "FAULT_LANES": triton.next_power_of_2(max(fault_columns, 1)),
-    }
-    return Launch(scatter_kernel, constants | cut.constants(shape), cut.warps, cut.items(shape))
+    first_plane = PageColumn.FIRST_SCALE_PLANE if scales else PageColumn.FIRST_PLANE
+    constants = {"FIRST_PLANE": first_plane.value} | cut.constants(shape)
+    return Launch(scatter_kernel, constants, cut.warps, cut.items(shape))

@@ -6,7 +6,6 @@ All tables are int64 and C-contiguous. `pages` and `blocks` may lie in pinned ho
 planes [P, 8]         PlaneColumn: where rows of one layer's K, V or scales lie in the engine's cache, and in a page
 pages  [N, 8]         PageColumn: one row a page of a burst
 blocks [N, B]         block ids of the page's chunk; B = positions / block_rows, rounded up
-faults [N, F] int32   what verification found: nonzero in any of a page's own sum blocks means that the page is bad
 
 Row (position, head) of a plane lies in the engine, with position = block index * block_rows + token, at
 `ADDRESS + blocks[page, block index] * BLOCK_STRIDE + token * TOKEN_STRIDE + head * HEAD_STRIDE`,
@@ -25,7 +24,6 @@ from math import gcd
 PLANE_COLUMNS = 8
 PAGE_COLUMNS = 8
 LARGEST_UNIT_BYTES = 16  # what one thread moves at once
-SUM_BLOCK_BYTES = 256 << 10  # payload bytes of one checksum, hence of one entry of `faults`
 
 
 class PlaneColumn(IntEnum):
@@ -51,16 +49,15 @@ _COPY_COLUMNS = (
 
 
 class PageColumn(IntEnum):
-    """Columns of `pages`."""
+    """Columns of `pages`; 7 is zero."""
 
     PAYLOAD_ADDRESS = 0  # divisible by 16
     FIRST_PLANE = 1  # rows of `planes`
     PLANE_COUNT = 2
     FIRST_SCALE_PLANE = 3  # rows of `planes` with an engine's own scales
     SCALE_PLANE_COUNT = 4  # 0 if there are none
-    PAYLOAD_BYTES = 5
-    SKIP_TOKENS = 6  # leading positions that scatter leaves untouched
-    HEADS = 7  # of the shard, as far as the rank has them; 0 leaves the page out
+    SKIP_TOKENS = 5  # leading positions that scatter leaves untouched
+    HEADS = 6  # of the shard, as far as the rank has them; 0 leaves the page out
 
 
 @dataclass(frozen=True, slots=True)
