@@ -95,12 +95,12 @@ def test_any_rank_reads_what_any_other_wrote(
         shards = [*shards_in(grid.readable(sum(1 << shard for shard in pages), wanted))]
         skips = [0, 11, *([0] * (len(shards) - 1))]
         blocks = np.random.default_rng(30).permutation(BLOCKS)[: CHUNK // BLOCK]  # all pages of one chunk
-        expected = reader.bytes()
+        after = reader.bytes()
         for shard, skip in zip(shards, skips, strict=False):
-            payload = pages[shard].cpu().numpy()
-            scatter_payload_reference(spec, grid, shard, reader.layout, expected, blocks, payload, skip)
+            written = pages[shard].cpu().numpy()
+            scatter_payload_reference(spec, grid, shard, reader.layout, after, blocks, written, skip)
         all_shards = [*shards, shards[0]]
         burst = [pages[shard] for shard in all_shards]
         reader.fill(all_shards, burst, np.stack([blocks] * len(all_shards)), skips)
         reader.kernels.scatter(reader.tables)
-        assert all(np.array_equal(ours, its) for ours, its in zip(reader.bytes(), expected, strict=True))
+        assert all(np.array_equal(ours, its) for ours, its in zip(reader.bytes(), after, strict=True))

@@ -242,7 +242,7 @@ def test_bad_copies_are_refused(shards: list[int], block_ids: list[list[int]], s
     with pytest.raises(InvalidRequest, match=words):
         runs.runs(np.array(shards), ids, np.array(skips, dtype=np.int64))
     with pytest.raises(InvalidRequest, match=r"int64, got .* int32"):
-        runs.runs(np.array([0]), np.zeros((1, 4), dtype=np.int32), np.array([0]))  # type: ignore[arg-type]
+        runs.runs(np.array([0]), np.zeros((1, 4), dtype=np.int32), np.array([0]))
     with pytest.raises(InvalidRequest, match="shard 9"):
         runs.run_bytes(9)
 
