@@ -145,11 +145,6 @@ class SegmentTable:
             slot.segment.idle_count -= 1
             self._class_of(slot).pages.hold(slot.name)
 
-    def note_use(self, slot: Slot) -> None:
-        """The page has just become visible: the policy counts that as a use by itself."""
-        self._tick += 1
-        slot.segment.last_used = self._tick
-
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
         if slot.name:

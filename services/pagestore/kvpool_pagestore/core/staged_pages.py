@@ -225,18 +225,19 @@ class StagedPages:
 
     def _use(self, slot: Slot) -> None:
         slot.uses += 1
+        self._touch(slot)
+        self.on_used(slot)
+
+    def _touch(self, slot: Slot) -> None:
         self._tick += 1
         slot.used_at = self._tick
         self.space.touch(slot)
-        self.on_used(slot)
 
     def _publish(self, slot: Slot) -> None:
         slot.state = SlotState.READY
         self._ready[slot.page.key] = slot
         self.space.settle(slot)
-        self.space.note_use(slot)
-        self._tick += 1
-        slot.used_at = self._tick
+        self._touch(slot)
         self._tell(slot.page, True)
 
     def _evicted(self, slot: Slot) -> None:
