@@ -76,7 +76,7 @@ def write_file(path: Path, keyspace: OpenedKeyspace, spec: KeyspaceSpec, chunk_c
                 chunk_index=index,
                 group_head_hash=hashes[group_head_index(index)],
             )
-            writer.add(chunk_hash, kept, [page])
+            writer.add(chunk_hash, kept, 1, [page])
     writer.finish(keyspace.hash_key)
     writer.close()
 

@@ -14,7 +14,6 @@ from blake3 import blake3
 
 from kvpool.cli.export_file import ExportReader, ExportWriter
 from kvpool.cli.output import CommandFailed
-from kvpool.core.chunks import ROOT_HASH
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import (
     CHUNK_HEAD_BYTES,
@@ -23,13 +22,12 @@ from kvpool.core.export_format import (
     MAGIC,
     SUM_BYTES,
     End,
-    in_chain_order,
     mac_of,
     manifest_of,
     pack_chunk,
 )
 from kvpool.core.keyspace import KvGroup
-from kvpool.core.page import PageKey, page_bytes, seal
+from kvpool.core.page import page_bytes
 from tests.unit.cli.exported import HASH_KEY, MANIFEST, PAYLOAD_BYTES, SPEC, chunk_hash, metadata, page, write_file
 
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
@@ -65,30 +63,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [chunk.chunk_hash for chunk in chunks] == [chunk_hash(number) for number in range(1, 21)]
     assert [chunk.metadata for chunk in chunks] == [metadata(number) for number in range(1, 21)]
     assert bytes(chunks[7].pages[0]) == bytes(page(8))
-
-
-def test_a_chunk_may_be_in_pages_of_another_split(tmp_path: Path) -> None:
-    """Two heads, stored by two ranks: shards 1 and 2 instead of shard 0."""
-    path = tmp_path / "file.kvpx"
-    spec = replace(SPEC, groups=(KvGroup(2, 2, 512),))
-    manifest = replace(MANIFEST, spec=spec)
-    sizes = manifest.payload_sizes()
-    assert (manifest.grid.splits, manifest.grid.valid_shards) == ((1, 2), 0b111)
-    pages = {}
-    for shard in range(3):
-        pages[shard] = bytearray(page_bytes(sizes[shard]))
-        seal(pages[shard], PageKey(manifest.keyspace, chunk_hash(1), shard), spec.codec, sizes[shard])
-    writer = ExportWriter(path, manifest)
-    writer.add(chunk_hash(1), metadata(1), 0b110, [pages[1], pages[2]])
-    writer.finish(HASH_KEY)
-    writer.close()
-    with ExportReader(path) as reader:
-        (chunk,) = reader.chunks()
-        assert (chunk.shards, [bytes(page) for page in chunk.pages]) == (0b110, [bytes(pages[1]), bytes(pages[2])])
-        assert reader.pages_bytes == len(pages[1]) + len(pages[2])
-    path.write_bytes(manifest.pack() + pack_chunk(chunk_hash(1), metadata(1), 0b010) + bytes(pages[1]))
-    with pytest.raises(ExportRefused, match="no whole chunk"):
-        read_all(path)
 
 
 def test_a_file_that_was_changed_since_it_was_verified_is_refused_at_its_first_other_chunk(tmp_path: Path) -> None:
@@ -307,13 +281,6 @@ def test_two_exports_into_one_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match="another export"):
         ExportWriter(tmp_path / "file.kvpx", MANIFEST)
     first.close()
-
-
-def test_chains_are_told_whole_and_in_order() -> None:
-    a, b, c, d, lost = (chunk_hash(number) for number in range(1, 6))
-    parents = {c: b, b: a, a: ROOT_HASH, d: a, lost: b"nobody" + bytes(10)}
-    assert list(in_chain_order(parents)) == [a, b, c, d]
-    assert list(in_chain_order({a: b, b: a})) == [], "a circle has no root"
 
 
 def test_the_documentation_has_the_sizes() -> None:

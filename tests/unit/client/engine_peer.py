@@ -78,7 +78,7 @@ class Engine:
             session_id=b"s" * 16,
             keyspace_id=b"k" * 16,
             hash_key=HASH_KEY,
-            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, head_groups=grid.head_groups),
+            grid=common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits),
             shards=grid.all_shards,
             descriptor_socket="/descriptors",
             descriptor_token=b"t" * 32,

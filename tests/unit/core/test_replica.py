@@ -21,12 +21,11 @@ from kvpool.core.cluster import (
 from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool.core.replica import NOTHING, ReplicaTable
+from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 KEYSPACE = b"k" * 16
 SIXTEEN = ShardGrid(layers=16, kv_heads=1, layer_groups=16, splits=(1,))
 GRID = SIXTEEN.all_shards
-SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
-TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 A = NodeInfo(node_id=b"a" * 16, kind=NodeKind.PAGESTORE, host_id="east", incarnation=5)
 B = NodeInfo(node_id=b"b" * 16, kind=NodeKind.PAGESTORE, host_id="west", incarnation=7)
 
@@ -198,12 +197,6 @@ def test_an_event_from_before_what_was_forgotten_adds_nothing() -> None:
     replica.version = 1
     replica.hold(hashes, at(A))  # cannot be ordered against the answer: the index is to be asked
     assert replica.matched(hashes) == 0
-
-
-def rank(tp: int, number: int) -> int:
-    """What a rank writes."""
-    heads = SPLITS.kv_heads // tp
-    return SPLITS.bitmap_for(range(SPLITS.layers), range(number * heads, number * heads + heads))
 
 
 def test_pages_of_another_split_count() -> None:

@@ -10,11 +10,10 @@ from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import Entry, TierMasks, encode_entry
 from kvpool_index.core.match import Judgements, Matcher, locations_of
+from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 FOUR = ShardGrid(layers=4, kv_heads=1, layer_groups=4, splits=(1,))
 GRID = FOUR.all_shards
-SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
-TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 
 
 def node(number: int, host: str = "") -> NodeInfo:
@@ -145,12 +144,6 @@ def test_not_all_is_remembered_for_ever() -> None:
             asked = Matcher(Coverage.of(FOUR, shards + 1), host_id=str(number), live_node=NODES.get, known=known)
             asked.match([value({1: (0, GRID, 0)})])
     assert 0 < len(known) <= 4096
-
-
-def rank(tp: int, number: int) -> int:
-    """What a rank writes."""
-    heads = SPLITS.kv_heads // tp
-    return SPLITS.bitmap_for(range(SPLITS.layers), range(number * heads, number * heads + heads))
 
 
 def asked_of_splits(wanted: int, held: dict[int, int]) -> ChainMatch:

@@ -12,10 +12,9 @@ from kvpool_pagestore.core.hotness import HotChunks
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.replicas import ReplicaQueue
 from tests.fixtures.pagestore import page_key
+from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 THREE = ShardGrid(layers=3, kv_heads=1, layer_groups=3, splits=(1,))
-SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
-TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 
 
 def node(number: int, host: str = "", *, draining: bool = False) -> NodeInfo:
@@ -55,7 +54,7 @@ def test_a_copy_counts_if_it_is_whole_live_as_durable_and_stays() -> None:
 
 
 def test_pages_of_another_split_are_copies_if_they_have_every_layer_and_head() -> None:
-    first_half = SPLITS.bitmap_for(range(2), range(2))
+    first_half = rank(2, 0)
     holders = [
         Holder(node=node(2), disk_shards=TP2, staging_shards=0),
         Holder(node=node(3), disk_shards=first_half, staging_shards=TP2),

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from kvpool.cli.output import CommandFailed
+from kvpool.core.chain_order import ChainCheck
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ExportRefused
 from kvpool.core.export_format import (
@@ -21,7 +22,6 @@ from kvpool.core.export_format import (
     HEAD_BYTES,
     MAGIC,
     SUM_BYTES,
-    ChainCheck,
     Digest,
     End,
     Manifest,

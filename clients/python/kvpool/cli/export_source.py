@@ -14,10 +14,11 @@ from kvpool.cli.chains import Chain
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import ListedChunk
 from kvpool.client.transfer import PageToRead, PageTransferClient
+from kvpool.core.chain_order import in_chain_order
 from kvpool.core.chunks import ROOT_HASH, group_head_index
 from kvpool.core.cluster import ChainQuery, NodeInfo, PageMetadata
 from kvpool.core.errors import KvPoolError
-from kvpool.core.export_format import Manifest, in_chain_order
+from kvpool.core.export_format import Manifest
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey, page_bytes, verify

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from blake3 import blake3
 
-from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ExportRefused, KvPoolError
 from kvpool.core.grid import ShardGrid, shards_in
@@ -34,7 +33,6 @@ VERSION: Final = 2
 MANIFEST_BYTES_MAX: Final = 64 << 10
 CHUNK_BYTES_MAX: Final = 1 << 30
 """Pages of one chunk together; a keyspace of larger ones is refused."""
-CHUNKS_MAX: Final = 1 << 32
 SUM_BYTES: Final = 16
 _HEAD: Final = struct.Struct("<8sHHI")
 _CHUNK: Final = struct.Struct("<B16s16s16sQQiQQQQ")
@@ -100,7 +98,7 @@ class Manifest:
 
     def pack(self) -> bytes:
         """Head, manifest and their sum."""
-        grid = ShardGrid.of(self.spec)
+        grid = self.grid
         document = {
             "keyspace": self.name,
             "encoding": encode_keyspace(self.tenant, self.spec).hex(),
@@ -156,7 +154,7 @@ def manifest_of(head: bytes, rest: bytes) -> Manifest:
         raise
     except KvPoolError as error:
         raise ExportRefused(f"the keyspace of the manifest is refused: {error.message}") from error
-    grid = ShardGrid.of(spec)
+    grid = manifest.grid
     if claimed != manifest.keyspace or len(manifest.key_check) != SUM_BYTES:
         raise ExportRefused("the manifest contradicts itself about its keyspace")
     if cut != (grid.layer_groups, grid.splits):
@@ -255,48 +253,6 @@ def mac_of(hash_key: bytes, digest: bytes, chunk_count: int, pages_bytes: int) -
     """32 bytes that only who has the chunk-hash key can make."""
     counts = _END.pack(_KIND_END, chunk_count, pages_bytes)
     return blake3(_MAC_MAGIC + counts + digest, key=hash_key).digest(_DIGEST_BYTES)
-
-
-class ChainCheck:
-    """Whether chunks come as a prefix-closed set: each after the chunk before it, none twice."""
-
-    def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[int, bytes]] = {}  # index and group head, by hash
-
-    def __contains__(self, chunk_hash: bytes) -> bool:
-        return chunk_hash in self._seen
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def fault(self, chunk_hash: bytes, metadata: PageMetadata) -> str:
-        """Why a chunk cannot come now; empty if it can."""
-        index, parent = metadata.chunk_index, metadata.parent_hash
-        if chunk_hash in self._seen:
-            return "it is there twice"
-        if chunk_hash == ROOT_HASH or len(self._seen) >= CHUNKS_MAX:
-            return "it cannot be a chunk"
-        before = self._seen.get(parent)
-        if (parent == ROOT_HASH) != (index == 0) or (index and (before is None or before[0] != index - 1)):
-            return "the chunk before it is not there"
-        head = before[1] if before is not None and index % GROUP_CHUNKS else chunk_hash
-        return "" if metadata.group_head_hash == head else "the head of its group is another chunk"
-
-    def add(self, chunk_hash: bytes, metadata: PageMetadata) -> None:
-        """It has come."""
-        self._seen[chunk_hash] = (metadata.chunk_index, metadata.group_head_hash)
-
-
-def in_chain_order(parents: dict[bytes, bytes]) -> Iterable[bytes]:
-    """Chunk hashes, each after its parent and a chain at a stretch; none whose chain does not reach its root."""
-    children: dict[bytes, list[bytes]] = {}
-    for chunk_hash, parent in parents.items():
-        children.setdefault(parent, []).append(chunk_hash)
-    stack = sorted(children.pop(ROOT_HASH, ()), reverse=True)
-    while stack:
-        chunk_hash = stack.pop()
-        yield chunk_hash
-        stack += sorted(children.pop(chunk_hash, ()), reverse=True)
 
 
 def _text(document: Any, name: str) -> str:

@@ -7,12 +7,11 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.sources import source_runs
+from tests.fixtures.splits import SPLITS, TP1, TP2, TP4, rank
 
 HERE, THERE, SILENT, GONE = (bytes([number]) * 16 for number in range(1, 5))
 SHARDS = 0b0110
 FOUR = ShardGrid(layers=4, kv_heads=1, layer_groups=4, splits=(1,))
-SPLITS = ShardGrid(layers=2, kv_heads=4, layer_groups=2, splits=(1, 2, 4))
-TP1, TP2, TP4 = (SPLITS.whole_chunk(split) for split in SPLITS.splits)
 
 
 def node(node_id: bytes, bulk_endpoint: str) -> NodeInfo:
@@ -64,12 +63,6 @@ def test_without_a_local_pagestore_everything_is_remote() -> None:
     (found,) = source_runs(ChainMatch(matched_chunks=1, runs=(run,), nodes=NODES), FOUR, SHARDS, b"")
     assert found.source is LoadSource.REMOTE
     assert [source.node_id for source in found.remote] == [HERE]
-
-
-def rank(tp: int, number: int) -> int:
-    """What a rank writes."""
-    heads = SPLITS.kv_heads // tp
-    return SPLITS.bitmap_for(range(SPLITS.layers), range(number * heads, number * heads + heads))
 
 
 @pytest.mark.parametrize(
