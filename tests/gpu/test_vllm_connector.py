@@ -151,7 +151,8 @@ def test_a_store_while_the_engine_still_computes_stores_what_it_computes(worker:
 
 
 def test_a_load_while_the_engine_still_writes_into_those_blocks_comes_after_that(worker: Engines) -> None:
-    rank = worker.opened("late", layout="LBNHC", block_tokens=16)
+    """With a draft model, whose KV vLLM writes after what it takes for the end of a step."""
+    rank = worker.opened("late", layout="LBNHC", block_tokens=16, speculation="eagle")
     seed = stores(worker, rank, 4)
     assert worker.child.ask("begin_load", rank=rank, seed=seed, chunks=4, at=5, late_s=LATE_S)
     assert worker.child.ask("end_load", rank=rank)["loaded"] == 4

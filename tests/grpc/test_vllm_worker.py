@@ -13,7 +13,7 @@ import torch
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.geometry import OpaqueLayout, PayloadKind
@@ -49,9 +49,9 @@ class Rank:
         order = StoreOrder(
             number=1,
             request_id="r",
-            hashes=HASHES[:chunks],
+            hashes=packed(HASHES[:chunks]),
             token_count=999,
-            block_ids=tuple(blocks),
+            block_ids=packed_blocks(blocks),
             first_chunk=0,
             end_chunk=chunks,
         )
@@ -63,9 +63,9 @@ class Rank:
         """All three chunks, from the chunk of first_token on."""
         order = LoadOrder(
             request_id="q",
-            hashes=HASHES,
+            hashes=packed(HASHES),
             token_count=999,
-            block_ids=tuple(blocks),
+            block_ids=packed_blocks(blocks),
             first_chunk=first_token // CHUNK,
             end_chunk=3,
             first_token=first_token,
@@ -121,11 +121,11 @@ def rank(
     worker = WorkerSide(
         VllmSettings(agent=endpoint, chunk_tokens=CHUNK),
         link,
+        memory.work,
         block_tokens=BLOCK,
         chunk_bytes=1,
         load_only=False,
         split=memory.split,
-        record=memory.record,
     )
     return Rank(tensors, memory, link, worker)
 

@@ -20,8 +20,8 @@ class WorkerProbe:
         self._orders: list[tuple[str, list[int]]] = []
 
         def bind_and_note(metadata: Any) -> None:
-            self._orders += [("store", list(order.block_ids)) for order in metadata.orders.stores]
-            self._orders += [("load", list(order.block_ids)) for order in metadata.orders.loads]
+            self._orders += [("store", order.block_ids.tolist()) for order in metadata.orders.stores]
+            self._orders += [("load", order.block_ids.tolist()) for order in metadata.orders.loads]
             bind(metadata)
 
         connector.bind_connector_metadata = bind_and_note
