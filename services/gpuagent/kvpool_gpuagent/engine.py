@@ -62,6 +62,7 @@ class GpuAgentEngine:
         self.config, self.device, self.metrics = config, device, metrics
         self._index, self._pools = index, pools
         self.bandwidths = Bandwidths()
+        self.link_bytes_per_s = 0.0  # of a plain copy to the device, measured at the start; 0: not known
         self._sessions: dict[EngineSession, EndStream] = {}
         self._seen: WeakValueDictionary[tuple[bytes, int], SeenChunks] = WeakValueDictionary()
         self._draining = False

@@ -26,8 +26,9 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 """Gets (layers of the rank that are in, failed positions so far)."""
 
 _INTERNAL = "internal error in the agent; its log has the details"
-# The first window is small, so that copying begins early. Later ones are large enough that asking costs little.
-FIRST_WINDOW_BYTES, WINDOW_BYTES = 16 << 20, 64 << 20
+# The first window is small, so that copying begins early. Later ones are larger and larger, so that asking for pages
+# costs little beside copying them.
+FIRST_WINDOW_BYTES, WINDOW_BYTES = 32 << 20, 256 << 20
 
 
 class LoadRun:
@@ -83,15 +84,16 @@ class LoadRun:
             return self._outcome()
         self._report = report
         most_pages = max(1, self._pool.window_pages // 2)
-        first = window_of(self._rank, most_pages, FIRST_WINDOW_BYTES)
-        pages = window_of(self._rank, most_pages, WINDOW_BYTES)
+        pages = window_of(self._rank, most_pages, FIRST_WINDOW_BYTES)
+        largest = window_of(self._rank, most_pages, WINDOW_BYTES)
         # Together they never ask for more than the pool's window (invariant 8).
-        places = asyncio.Semaphore(max(1, self._pool.window_pages // pages))
+        places = asyncio.Semaphore(max(1, self._pool.window_pages // largest))
         tasks: list[asyncio.Task[None]] = []
         start, count = 0, int(self._positions.size)
         while start < count:
             await places.acquire()
-            end = min(count, start + (pages if tasks else first))
+            end = min(count, start + pages)
+            pages = min(largest, 2 * pages)
             task = asyncio.ensure_future(self._load_window(slice(start, end), stop, ends_at_s))
             task.add_done_callback(lambda _: places.release())
             tasks.append(task)

@@ -30,7 +30,7 @@ from kvpool_gpuagent.adapters.pools import ConfiguredPools
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
-from kvpool_gpuagent.identity import DataDirectory, host_identity
+from kvpool_gpuagent.identity import DataDirectory, announce, host_identity
 from kvpool_gpuagent.main_replica import location_replica
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device
@@ -126,6 +126,8 @@ async def _serve(stop: Stop, config: GpuAgentConfig) -> None:
         await server.start()
         await server.set_serving(True)
         linking = asyncio.ensure_future(link.start())
+        uuid = engine.device.uuid
+        stack.callback(announce(config.socket, device=config.device, device_uuid=uuid, host_id=config.host_id))
         _publish(config, node)
         await stop.wait()
         linking.cancel()
@@ -146,8 +148,10 @@ def _calling(config: GpuAgentConfig, tls: ServiceTls | None, tracer: Tracer) -> 
 
 
 async def _measure_link(engine: GpuAgentEngine) -> None:
-    for direction, bytes_per_s in (await asyncio.to_thread(engine.device.measure_link)).items():
+    found = await asyncio.to_thread(engine.device.measure_link)
+    for direction, bytes_per_s in found.items():
         engine.metrics.link_bandwidth.labels(direction).set(bytes_per_s)
+    engine.link_bytes_per_s = found.get("to_device", found.get("copy", 0.0))
 
 
 def _device(config: GpuAgentConfig, stop: Stop) -> Device:

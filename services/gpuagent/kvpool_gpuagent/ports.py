@@ -107,6 +107,7 @@ class Device(Protocol):
     """Reaches engine caches."""
 
     name: str  # "cpu" or "cuda"
+    uuid: str  # of the GPU; empty for the CPU
 
     def check(
         self,

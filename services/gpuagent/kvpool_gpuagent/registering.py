@@ -63,7 +63,9 @@ class Registrar:
 
     def _ready(self) -> gpuagent_pb2.EngineReady:
         return gpuagent_pb2.EngineReady(
-            device=self.engine.device.name, max_request_chunks=self.engine.config.max_request_chunks
+            device=self.engine.device.name,
+            max_request_chunks=self.engine.config.max_request_chunks,
+            link_bytes_per_s=self.engine.link_bytes_per_s,
         )
 
     def _registered(self, session: EngineSession, token: bytes) -> gpuagent_pb2.EngineRegistered:

@@ -112,6 +112,11 @@ class EngineSession:
         return self._registered.session_id
 
     @property
+    def link_bytes_per_s(self) -> float:
+        """What a plain copy from the host's memory to the device reached when the agent started; 0 if not known."""
+        return self._ready.link_bytes_per_s
+
+    @property
     def keyspace(self) -> bytes:
         """16-byte keyspace id."""
         return self._registered.keyspace_id

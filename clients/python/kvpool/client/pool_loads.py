@@ -33,7 +33,7 @@ async def load_windows(
 ) -> LoadReport:
     """Load what can be loaded of chunks, which the windows are cut from. session: the one in use then."""
     ends_at_s = asyncio.get_running_loop().time() + terms.timeout_s
-    loaded, tokens, handles = 0, TierTokens(), list[LoadHandle]()
+    loaded, copy_s, tokens, handles = 0, 0.0, TierTokens(), list[LoadHandle]()
     error: KvPoolError | None = None
     for span in windows:
         shift = span.first_chunk_index
@@ -45,11 +45,12 @@ async def load_windows(
         outcome = await _load_span(session(), span, ends_at_s, report, handles, terms)
         loaded += outcome.loaded_chunks
         tokens += outcome.tokens
+        copy_s += outcome.copy_s
         error = outcome.error
         if outcome.loaded_chunks < len(span.chunks):
             break
     failed = tuple(chunks[loaded:])
-    return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles))
+    return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles), copy_s)
 
 
 async def _load_span(

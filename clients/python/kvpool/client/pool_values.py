@@ -35,6 +35,7 @@ class LoadReport:
     hold:          while it has not ended, the agent may still write to the blocks asked for: they must neither be used
                    nor given to anyone, not even for recomputing. Ended for every report without a DeadlineExceeded or a
                    broken session.
+    copy_s:        that the agent copied, from the beginning of the first copy to the end of the last; 0 if not known.
     """
 
     first_chunk: int
@@ -43,6 +44,7 @@ class LoadReport:
     tokens: TierTokens
     error: KvPoolError | None
     hold: BlockHold
+    copy_s: float = 0.0
 
     @property
     def end_chunk(self) -> int:

@@ -2,7 +2,8 @@
 
 load_ms    = latency_ms + (queued bytes + own bytes) / bandwidth of their source
 compute_ms = tokens / prefill speed
-load, if load_ms < 0.9 * compute_ms, or something of both is not known yet, or it is time to try again
+load, if load_ms < 0.9 * compute_ms, or something of both is not known yet, or it is time to try again,
+or the link alone would take less than half of compute_ms and copies lately reached a quarter of its speed
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvpool.core.errors import InvalidRequest
 
 _WEIGHT = 0.3  # of the newest sample
 _MARGIN = 0.9  # loading has to take less than this share of the time of computing
+_LINK_SHARE, _HEALTHY_SHARE = 0.5, 0.25  # of computing, and of the link's speed
 _TRIAL_COUNT, _TRIAL_S = 32, 10.0  # declined loads, and seconds of declining, after which one is tried
 _PREFILL_TOKENS = 256  # a smaller step takes about as long as one of these: it counts until there was a larger one
 _SIZES = 2  # a load of at most so many times the size of those that were measured is taken to be as fast
@@ -81,10 +83,13 @@ class LoadCost:
 
     latency_ms:   from the decision to load until the engine knows of the end, without copying.
     tokens_per_s: of steps that compute prompts and little else.
+    link_bytes_per_s: of plain copies from this host's memory; 0 if not known. local_source: what comes from there.
     """
 
     latency_ms: Average = field(default_factory=Average)
     tokens_per_s: Average = field(default_factory=lambda: Average(larger_is_better=True))
+    link_bytes_per_s: float = 0.0
+    local_source: Hashable = None
     _sources: dict[Hashable, _Source] = field(default_factory=dict)
     _large_steps: bool = False
     _warmed_up: bool = False
@@ -157,7 +162,23 @@ class LoadCost:
             gain_ms = inf if load_ms is None or compute_ms is None else _MARGIN * compute_ms - load_ms
             if gain_ms > 0 and gain_ms >= best_gain_ms:
                 best, best_gain_ms = count, gain_ms
-        return sum(run.chunk_count for run in runs[:best])
+        return sum(run.chunk_count for run in runs[: max(best, self._runs_of_link(runs, queued_bytes))])
+
+    def _runs_of_link(self, runs: Sequence[LoadRun], queued_bytes: int) -> int:
+        """Leading runs that the link would bring in half of the time of computing them: what else a load took lately,
+        a busy machine or a queue, must not keep an engine from loads that pay."""
+        speed = self._sources.get(self.local_source, _Source()).bytes_per_s.value
+        if not self.link_bytes_per_s or (speed is not None and speed < _HEALTHY_SHARE * self.link_bytes_per_s):
+            return 0
+        count = size_bytes = tokens = 0
+        for number, run in enumerate(runs, 1):
+            if run.source != self.local_source:
+                break
+            size_bytes, tokens = size_bytes + run.size_bytes, tokens + run.token_count
+            link_ms = (queued_bytes + size_bytes) / self.link_bytes_per_s * 1e3
+            if link_ms < _LINK_SHARE * (self.compute_ms(tokens) or 0.0):
+                count = number
+        return count
 
     def tries_declined(self, now_s: float) -> bool:
         """A load was declined. Whether to do it all the same, as the last one was long ago: it replaces what is known.

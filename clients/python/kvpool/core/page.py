@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from kvpool.core.errors import InvalidRequest
 
 MAGIC = b"KVPG"
-VERSION = 1
+VERSION = 2  # 1 had another order of rows in payloads
 HEADER_BYTES = 64
 KEY_BYTES = 34
 SUM_BLOCK_BYTES = 256 << 10

@@ -31,6 +31,7 @@ class CpuDevice:
     """Maps engine memory by descriptor and copies rows with numpy, on `thread_count` threads for all caches."""
 
     name = "cpu"
+    uuid = ""
 
     def __init__(self, thread_count: int = 2) -> None:
         self._threads = CopyThreads(thread_count)

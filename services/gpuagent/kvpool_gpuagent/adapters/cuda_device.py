@@ -47,6 +47,7 @@ class CudaDevice:
         failed for good; the process must be started again."""
         self.runtime = CudaRuntime(ordinal)
         self.runtime.attach()
+        self.uuid = self.runtime.device_uuid
         self._mappings = IpcMappings(self.runtime.driver)
         self._transfers = TransferEngine(
             self.runtime,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,13 @@ from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
 from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed, packed_blocks
+from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
 from kvpool.core.load_cost import LoadCost, LoadRun, leading
 from kvpool.core.tracing import TraceParent
 
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
 _LATE_S = 1.0  # after its deadline a load is not waited for by others
 # After a load that was late nothing is loaded for a moment, a longer one the more have been late since one was not.
 _PAUSE_S, _PAUSE_MAX_S = 0.5, 4.0
@@ -65,6 +68,7 @@ class LoadPlans:
         self._settings, self._tally, self._now_s = settings, tally, now_s
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self.cost = LoadCost()
+        self._log_rate = Seldom(now_s)
         self._pauses = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
@@ -76,9 +80,12 @@ class LoadPlans:
         _, until_s = self._first_chunks.get(chunk_hash, ("", 0.0))
         return self._now_s() < until_s
 
-    def plan(self, chain: Chain, lookup: Lookup, found: PrefixMatch, held_tokens: int) -> LoadPlan | None:
-        """What of the found chunks is worth a load."""
+    def plan(
+        self, chain: Chain, lookup: Lookup, found: PrefixMatch, held_tokens: int, link_bytes_per_s: float = 0.0
+    ) -> LoadPlan | None:
+        """What of the found chunks is worth a load. link_bytes_per_s: of the agent's device; 0 if not known."""
         runs = self._runs(chain, lookup.held_chunks, found, held_tokens)
+        self.cost.link_bytes_per_s, self.cost.local_source = link_bytes_per_s, EngineSource.STAGING
         offered_chunks = chunks = sum(run.chunk_count for run in runs)
         if self._settings.load == LOAD_QUICKER and not lookup.tried:
             paused = self._now_s() < self._paused_until_s
@@ -91,6 +98,12 @@ class LoadPlans:
         if not lookup.counted:  # a request that gets no blocks asks again and again
             lookup.counted = True
             self._tally.decided(offered_chunks, chunks)
+            if offered_chunks and not chunks and self._log_rate.due("declined"):
+                _log.info(
+                    "kvpool: %d chunks are computed: that is expected to take %.1f ms, loading them %.1f ms%s",
+                    *(offered_chunks, self.cost.compute_ms(sum(run.token_count for run in runs)) or 0.0),
+                    *(self.cost.load_ms(runs, self._queued_bytes) or 0.0, self._log_rate.more("declined")),
+                )
         end_chunk = held_tokens // self._settings.chunk_tokens + chunks
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):

@@ -32,21 +32,9 @@ _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
 
 @dataclass(slots=True)
 class _Load:
-    """progress: when leading layers came in, and how many of them."""
-
     order: LoadOrder
     started_s: float
     stop: LoadStop = field(default_factory=LoadStop)
-    progress: list[tuple[float, int]] = field(default_factory=list)
-
-    def copy_s(self) -> float:
-        """That copying all of it takes, by its later layers; 0 if that was not seen."""
-        if len(self.progress) < 2:
-            return 0.0
-        (first_s, first_layers), (last_s, last_layers) = self.progress[0], self.progress[-1]
-        if last_layers <= first_layers or last_s <= first_s:
-            return 0.0
-        return (last_s - first_s) * last_layers / (last_layers - first_layers)
 
 
 class WorkerSide:
@@ -219,13 +207,7 @@ class WorkerSide:
                 patience.reschedule(None)  # the load has a deadline of its own
                 begun = True
                 chain, blocks = chain_of(order, self._settings.chunk_tokens), block_table(order, self._split)
-
-                def progressed(layers: int, failed_chunks: tuple[int, ...]) -> None:
-                    load.progress.append((self._now_s(), layers))
-
-                report = await pool.load(
-                    chain, blocks, **self._span(order), after=point.event, stop=load.stop, on_progress=progressed
-                )
+                report = await pool.load(chain, blocks, **self._span(order), after=point.event, stop=load.stop)
         except TimeoutError:
             late = DeadlineExceeded("the load did not come to its turn in time")
             failed = tuple(range(order.first_chunk, order.end_chunk))
@@ -268,7 +250,7 @@ class WorkerSide:
                 failed_chunks=order.end_chunk - end_chunk,
                 duration_s=duration_s,
                 size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
-                copy_s=load.copy_s(),
+                copy_s=report.copy_s if report is not None else 0.0,
                 staging_tokens=tokens.staging,
                 disk_tokens=tokens.disk,
                 remote_tokens=tokens.remote,
