@@ -105,6 +105,7 @@ def run_load(plan: Plan, record: Recorder) -> None:
 def _load_small(plan: Plan, engine: Engine, record: Recorder) -> None:
     """One chunk on an idle engine, from the order until the worker sees its end."""
     engine.call("bench_trace")
+    record.add("small load bytes", engine.kind, SMALL_TOKENS * plan.options.token_bytes)
     for number in range(20):
         prefix = small_head(plan, number)
         for name, asked in (("small ttft loaded", 2), ("small ttft own cache", 3)):

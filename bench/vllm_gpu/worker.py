@@ -253,7 +253,7 @@ class CallTrace:
                 for store in orders.stores:
                     self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
                     if torch.cuda.is_available():
-                        event = torch.cuda.Event()
+                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         event.record()
                         self._events.put((event, str(store.number)))
 
@@ -265,8 +265,8 @@ class CallTrace:
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    targets, sources = target.split(_COPY_BYTES), source.split(_COPY_BYTES)
-    stream = torch.cuda.Stream()
+    targets, sources = (memory.view(4, _COPY_BYTES) for memory in (target, source))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     best = 0.0
     with torch.cuda.stream(stream):
         for _ in range(3):
