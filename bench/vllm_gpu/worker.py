@@ -31,14 +31,14 @@ class BenchWorker:
         device = torch.empty(4 * _COPY_BYTES, dtype=torch.uint8, device="cuda")
         return {"in": _copy_rate(device, host), "out": _copy_rate(host, device)}
 
-    def bench_scale(self, factor: float) -> int:
-        """Scale the weights that make Q, K and V, so that attention decides tokens; dummy weights hardly let it."""
+    def bench_scale(self, spread: float) -> int:
+        """Scale the weights that make Q, K and V so that these spread as far: dummy weights hardly attend to any token."""
         count = 0
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         with torch.no_grad():
             for name, weights in runner.model.named_parameters():
                 if "qkv_proj" in name:
-                    weights.mul_(factor)
+                    weights.mul_(spread / (float(weights.float().std()) * weights.shape[-1] ** 0.5))
                     count += 1
         return count
 
