@@ -20,6 +20,7 @@ import torch
 
 _COPY_BYTES = 64 << 20
 _COPIES = 32
+_DUMMY_SPREAD = 1e-3 / 3**0.5  # of vLLM's dummy weights: uniform up to 1e-3
 
 
 class BenchWorker:
@@ -32,14 +33,16 @@ class BenchWorker:
         return {"in": _copy_rate(device, host), "out": _copy_rate(host, device)}
 
     def bench_scale(self, spread: float) -> int:
-        """Scale the weights that make Q, K and V so that these spread as far: dummy weights hardly attend to any token."""
+        """Scale weights so that Q, K and V have that spread: with dummy ones no token attends to others."""
         count = 0
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         with torch.no_grad():
             for name, weights in runner.model.named_parameters():
-                if "qkv_proj" in name:
-                    weights.mul_(spread / (float(weights.float().std()) * weights.shape[-1] ** 0.5))
+                if name.endswith("input_layernorm.weight"):  # what makes Q, K and V may be packed otherwise by now
+                    weights.fill_(spread / (_DUMMY_SPREAD * weights.numel() ** 0.5))
                     count += 1
+                elif "norm" in name:
+                    weights.fill_(1.0)
         return count
 
     def bench_watch(self, known: str) -> None:
