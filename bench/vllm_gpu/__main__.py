@@ -24,7 +24,7 @@ from bench.vllm_gpu.about import about
 from bench.vllm_gpu.cases import cases
 from bench.vllm_gpu.engines import EngineOptions
 from bench.vllm_gpu.phases import PHASES, Plan
-from bench.vllm_gpu.samples import Recorder, Sample, Samples, read
+from bench.vllm_gpu.samples import Collected, Recorder, Sample, Samples
 
 _PHASE_ENDED = '{"phase": "ended"}'  # its engines may keep the pipe open for a while
 
@@ -65,20 +65,18 @@ LISTS = {
 
 def main() -> int:
     arguments = _arguments()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.phase == "all":
+        arguments.out.mkdir(parents=True, exist_ok=True)
         return _run_list(arguments)
     from bench.vllm_gpu import faults, transfers
 
     phases = {**PHASES, **transfers.PHASES, **faults.PHASES}
-    record = Recorder()
     code = 0
     try:
-        phases[arguments.phase](_plan(arguments), record)
+        phases[arguments.phase](_plan(arguments), Recorder())
     except Exception:
         traceback.print_exc()
         code = 1
-    record.write(arguments.out / f"{arguments.name or arguments.phase}.samples.json")
     print(_PHASE_ENDED, flush=True)
     for engine in multiprocessing.active_children():
         engine.kill()  # their orderly end takes seconds
@@ -94,7 +92,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="of the list: names with commas between")
     parser.add_argument("--budget-s", type=float, default=540.0, help="`all` begins nothing that would take longer")
     parser.add_argument("--out", type=Path, default=Path("vllm-gpu"), help="directory")
-    parser.add_argument("--name", default="", help="of this phase's file")
     parser.add_argument("--kinds", "--kind", default="kvpool", help="of engines, with commas between")
     parser.add_argument("--agent", default="", help="endpoint, unix:/path")
     parser.add_argument("--root", type=Path, default=Path("/tmp/vllm-gpu-model"), help="where the model's config goes")
@@ -164,13 +161,11 @@ def _run_list(arguments: argparse.Namespace) -> int:
         if left_s < step.seconds:
             print(json.dumps({"left out": step.name, "would take": step.seconds, "left_s": round(left_s)}), flush=True)
             continue
-        file = arguments.out / f"{step.name}.samples.json"
-        file.unlink(missing_ok=True)
         began_s = time.monotonic()
-        code = _run_phase(arguments, step, left_s)
-        own, own_notes = read(file)
-        samples += own
-        notes[step.name] = {**own_notes, "exit": code, "seconds": round(time.monotonic() - began_s)}
+        collected = Collected()
+        code = _run_phase(arguments, step, left_s, collected)
+        samples += collected.samples
+        notes[step.name] = {**collected.notes, "exit": code, "seconds": round(time.monotonic() - began_s)}
         found = cases(Samples(samples), _options(arguments).token_bytes)
         for name, case in found.items():
             if shown.get(name) != case:
@@ -181,41 +176,47 @@ def _run_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_phase(arguments: argparse.Namespace, step: Step, left_s: float) -> int:
-    """In a session of its own, so that no engine outlives it. What an engine logs goes to a file."""
-    ours = [*step.arguments.split(), "--name", step.name, "--out", str(arguments.out), "--agent", arguments.agent]
-    same = ("root", "shape", "extra", "blocks", "control_blocks", "max_tokens", "offload_gib", "memory_share")
+def _run_phase(arguments: argparse.Namespace, step: Step, left_s: float, collected: Collected) -> int:
+    """In a session of its own, so that no engine outlives it. All lines go to files."""
+    ours = [*step.arguments.split(), "--agent", arguments.agent]
+    same = ["root", "shape", "extra", "blocks", "control_blocks", "max_tokens", "offload_gib", "memory_share"]
     if arguments.shape != "8b":
-        same = (*same, "lengths", "prefix_tokens", "decode")
+        same += ["lengths", "prefix_tokens", "decode"]
     for name in same:
         ours += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     ours += ["--eager"] if arguments.eager else []
-    with (arguments.out / f"{step.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm_gpu", *ours], stdout=subprocess.PIPE, stderr=log, start_new_session=True
-        )
-        deadline = _Deadline(process, left_s)
+    command = [sys.executable, "-m", "bench.vllm_gpu", *ours]
+    log_file = arguments.out / f"{step.name}.log"
+    with log_file.open("wb") as log, (arguments.out / f"{step.name}.jsonl").open("w") as lines:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        deadline = _Deadline(process, step.name, left_s)
         assert process.stdout is not None
         for line in process.stdout:  # vLLM's processes write there, too
-            if line.startswith(_PHASE_ENDED.encode()):
+            text = line.decode(errors="replace")
+            if text.startswith(_PHASE_ENDED):
                 break
-            if line.startswith(b"{"):
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
+            if collected.take(text):
+                lines.write(text)
+                lines.flush()
+            elif text.startswith("{"):
+                print(text, end="", flush=True)
             else:
                 log.write(line)
         code = process.wait()
         deadline.end()
+    for name, value in collected.notes.items():
+        if name.startswith("counters"):
+            print(json.dumps({name: value}), flush=True)
     if code:
-        print((arguments.out / f"{step.name}.log").read_bytes()[-3000:].decode(errors="replace"), flush=True)
+        print(log_file.read_bytes()[-2500:].decode(errors="replace"), flush=True)
     return code
 
 
 class _Deadline:
     """Ends a phase and everything that it started, at the latest after so long."""
 
-    def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], name: str, seconds: float) -> None:
+        self._process, self._name = process, name
         self._alarm = signal.signal(signal.SIGALRM, self._on_alarm)
         signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
 
@@ -226,9 +227,7 @@ class _Deadline:
         self._kill()
 
     def _on_alarm(self, number: int, frame: object) -> None:
-        print(
-            json.dumps({"cut off": self._process.args[3] if isinstance(self._process.args, list) else ""}), flush=True
-        )
+        print(json.dumps({"cut off": self._name}), flush=True)
         self._kill()
 
     def _kill(self) -> None:

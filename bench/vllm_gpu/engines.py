@@ -106,12 +106,12 @@ class Engine:
         return Answer(seconds, generated, [output.num_cached_tokens or 0 for output in outputs])
 
     def warm(self) -> None:
-        """The first steps of a process are slow, whoever serves them."""
-        longest = self.options.max_tokens
-        for seed in (91, 92):
-            self.ask([prompt(min(4096, longest // 2), seed)], 2)
-        self.ask([prompt(min(16_000, longest // 2), 93)], 2)
-        self.ask([prompt(min(1024, longest // 4), 100 + seed) for seed in range(32)], 8)
+        """The first steps of a process are slow, whatever serves them. No prompt of it is in any cache."""
+        longest, seed = self.options.max_tokens, int.from_bytes(os.urandom(6), "little")
+        for number in range(2):
+            self.ask([prompt(min(4096, longest // 2), seed + number)], 2)
+        self.ask([prompt(min(16_000, longest // 2), seed + 2)], 2)
+        self.ask([prompt(min(1024, longest // 4), seed + 10 + number) for number in range(32)], 8)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of bench.vllm_gpu.worker.BenchWorker, in the worker's process."""

@@ -105,6 +105,7 @@ def run_load(plan: Plan, record: Recorder) -> None:
 def _load_small(plan: Plan, engine: Engine, record: Recorder) -> None:
     """One chunk on an idle engine, from the order until the worker sees its end."""
     engine.call("bench_trace")
+    record.add("small load bytes", engine.kind, SMALL_TOKENS * plan.options.token_bytes)
     for number in range(20):
         prefix = small_head(plan, number)
         for name, asked in (("small ttft loaded", 2), ("small ttft own cache", 3)):
@@ -201,10 +202,11 @@ def run_zeroed(plan: Plan, record: Recorder) -> None:
     """Whether zeroed KV changes tokens: otherwise equal tokens would prove nothing. Other weights: see bench_scale."""
     options = with_more(plan.options, revision="scaled")
     engine = start_all(["kvpool"], options)["kvpool"]
-    engine.call("bench_scale", 60.0)
+    engine.call("bench_scale", 3.0)
     engine.call("bench_watch", "")
     loaded: list[list[list[int]]] = []
-    prompts = [prompt(4096, 650_000_000 + 1000 * plan.salt + number) for number in range(plan.count)]
+    length = min(4096, options.max_tokens // 2)
+    prompts = [prompt(length, 650_000_000 + 1000 * plan.salt + number) for number in range(plan.count)]
     for number, tokens in enumerate(prompts):
         engine.ask([tokens], NEW_TOKENS)
         time.sleep(_SETTLE_S)
@@ -214,7 +216,8 @@ def run_zeroed(plan: Plan, record: Recorder) -> None:
             engine.call("bench_zero", zero)
             answer = engine.ask([tokens], NEW_TOKENS)
             answers.append(answer.tokens[0])
-            record.add("zeroed cached", "kvpool", answer.cached[0] / len(tokens), run=number, zero=zero)
+            share = answer.cached[0] / len(tokens)
+            record.add("zeroed cached", "kvpool", share, run=number, zero=zero, tokens=answer.tokens[0][:8])
         engine.call("bench_zero", False)
         loaded.append(answers)
     record.add("zeroed changes tokens", "kvpool", statistics.mean(first != third for first, _, third in loaded))
@@ -226,7 +229,7 @@ def run_timeline(plan: Plan, record: Recorder) -> None:
     """Milliseconds of each step of a load and of a store, as vLLM calls the connector and hears from it."""
     engine = start_all(["kvpool"], plan.options)["kvpool"]
     engine.call("bench_trace")
-    tokens = 8192
+    tokens = min(8192, plan.options.max_tokens // 2)
     for number in range(3):
         prefix = prompt(tokens - TAIL_TOKENS, 950_000_000 + 1000 * plan.salt + number)
         for what, asked in (("store", 0), ("load", 1)):
@@ -276,15 +279,23 @@ def _note_memcpy(engines: dict[str, Engine], record: Recorder) -> None:
 
 
 def _note_store_delays(engine: Engine, record: Recorder) -> None:
-    """From the end of a step on the GPU until its worker knows that the chunks are stored."""
+    """From the end of a step on the GPU until its chunks are stored, by the worker's clock of each store.
+
+    When the worker says so in a later step tells nothing: an engine without requests makes none.
+    """
     engine.ask([prompt(40, 95)], 2)
-    step_s: dict[str, float] = {}
+    ordered_s: dict[str, float] = {}
+    computed_s: dict[str, float] = {}
     delays = []
-    for at_s, what, number, _ in engine.call("bench_traced"):
-        if what in ("store ordered", "step ended"):
-            step_s[number] = at_s
-        elif what == "store ended" and number in step_s:
-            delays.append((at_s - step_s.pop(number)) * 1e3)
+    calls = engine.call("bench_traced")
+    for at_s, what, number, _ in calls:
+        if what == "store ordered":
+            ordered_s[number] = at_s
+        elif what == "step ended":
+            computed_s[number] = at_s
+    for _, what, number, took_ms in calls:
+        if what == "store ended" and number in ordered_s and number in computed_s:
+            delays.append(took_ms - (computed_s[number] - ordered_s[number]) * 1e3)
     if delays:
         delays.sort()
         record.add("store delay p50", "kvpool", statistics.median(delays), count=len(delays))

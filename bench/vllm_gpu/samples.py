@@ -6,8 +6,9 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+
+_SAMPLE, _NOTE = "sample", "note"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,36 +24,38 @@ class Sample:
 
 
 class Recorder:
-    """Collects the samples of one process, and prints each as a line at once: a run may be cut off."""
-
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self.notes: dict[str, Any] = {}
+    """Prints what a phase measures, a line each, at once: a phase may be cut off."""
 
     def add(self, name: str, kind: str, value: float, *, key: int = 0, run: int = 0, **more: Any) -> None:
-        """Record and print one sample."""
+        """One sample."""
         sample = Sample(name=name, kind=kind, value=round(value, 4), key=key, run=run, more=more)
-        self.samples.append(sample)
-        shown = {"sample": name, "kind": kind, "key": key, "run": run, "value": sample.value, **more}
-        print(json.dumps({name: value for name, value in shown.items() if value or name == "value"}), flush=True)
+        print(json.dumps({_SAMPLE: asdict(sample)}), flush=True)
 
     def note(self, name: str, value: Any) -> None:
-        """Record and print something that is not a number."""
-        self.notes[name] = value
-        print(json.dumps({"note": name, "is": value}), flush=True)
-
-    def write(self, path: Path) -> None:
-        """As `read` takes it."""
-        text = {"samples": [asdict(sample) for sample in self.samples], "notes": self.notes}
-        path.write_text(json.dumps(text) + "\n")
+        """Something that is not a number."""
+        print(json.dumps({_NOTE: name, "is": value}), flush=True)
 
 
-def read(path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples and notes of a phase; none if it did not get to its end."""
-    if not path.exists():
-        return [], {}
-    written = json.loads(path.read_text())
-    return [Sample(**sample) for sample in written["samples"]], written["notes"]
+@dataclass(slots=True)
+class Collected:
+    """What the lines of phases said. Lines of other programs are not taken in."""
+
+    samples: list[Sample] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, line: str) -> bool:
+        """Whether it is a recorder's line."""
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return False
+        if not isinstance(said, dict) or not (_SAMPLE in said or _NOTE in said):
+            return False
+        if _SAMPLE in said:
+            self.samples.append(Sample(**said[_SAMPLE]))
+        else:
+            self.notes[said[_NOTE]] = said["is"]
+        return True
 
 
 class Samples:

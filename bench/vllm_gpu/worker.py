@@ -20,6 +20,7 @@ import torch
 
 _COPY_BYTES = 64 << 20
 _COPIES = 32
+_DUMMY_SPREAD = 1e-3 / 3**0.5  # of vLLM's dummy weights: uniform up to 1e-3
 
 
 class BenchWorker:
@@ -31,15 +32,17 @@ class BenchWorker:
         device = torch.empty(4 * _COPY_BYTES, dtype=torch.uint8, device="cuda")
         return {"in": _copy_rate(device, host), "out": _copy_rate(host, device)}
 
-    def bench_scale(self, factor: float) -> int:
-        """Scale the weights that make Q, K and V, so that attention decides tokens; dummy weights hardly let it."""
+    def bench_scale(self, spread: float) -> int:
+        """Scale weights so that Q, K and V have that spread: with dummy ones no token attends to others."""
         count = 0
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         with torch.no_grad():
             for name, weights in runner.model.named_parameters():
-                if "qkv_proj" in name:
-                    weights.mul_(factor)
+                if name.endswith("input_layernorm.weight"):  # what makes Q, K and V may be packed otherwise by now
+                    weights.fill_(spread / (_DUMMY_SPREAD * weights.numel() ** 0.5))
                     count += 1
+                elif "norm" in name:
+                    weights.fill_(1.0)
         return count
 
     def bench_watch(self, known: str) -> None:
@@ -253,7 +256,7 @@ class CallTrace:
                 for store in orders.stores:
                     self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
                     if torch.cuda.is_available():
-                        event = torch.cuda.Event()
+                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         event.record()
                         self._events.put((event, str(store.number)))
 
@@ -265,8 +268,8 @@ class CallTrace:
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    targets, sources = target.split(_COPY_BYTES), source.split(_COPY_BYTES)
-    stream = torch.cuda.Stream()
+    targets, sources = (memory.view(4, _COPY_BYTES) for memory in (target, source))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     best = 0.0
     with torch.cuda.stream(stream):
         for _ in range(3):
