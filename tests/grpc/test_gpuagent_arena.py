@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ async def test_engines_of_several_keyspaces_share_one_session_also_after_it_brok
         for _ in range(2):
             async with served(world) as store:
                 for pool, pages in zip(pools, spans, strict=True):
-                    await eventually(lambda pool=pool, pages=pages: refused(pool, pages, ""))
+                    await eventually(partial(refused, pool, pages, ""))
                 assert store.running.engine.gauges().sessions == 1
         assert link.slots_out == 0
         await link.close()
