@@ -219,7 +219,7 @@ def _metadata() -> common_pb2.PageMetadata:
 
 def _grid() -> common_pb2.ShardGrid:
     grid = ShardGrid.of(SPEC)
-    return common_pb2.ShardGrid(layer_groups=grid.layer_groups, head_groups=grid.head_groups)
+    return common_pb2.ShardGrid(layer_groups=grid.layer_groups, splits=grid.splits)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def opened(host: GpuHost, rank: str, shape: str, agent: str = "rank0") -> None:
 @pytest.mark.parametrize("agent", ["rank0", "rank1"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_cache_stored_it_loads_bit_for_bit(host: GpuHost, shape: str, agent: str) -> None:
-    """On the first agent by whatever way it chooses, on the second one without scratch, run by run."""
+    """On the first agent by whatever path it chooses, on the second one without scratch, run by run."""
     engine, seed = host.engine, 100 + 20 * ["rank0", "rank1"].index(agent) + list(SHAPES).index(shape)
     opened(host, "one", shape, agent)
     try:

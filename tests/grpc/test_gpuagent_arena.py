@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ctypes
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvpool.client.page_items import AcquireItem
 from kvpool.client.pagestore import SessionPlan
-from kvpool.core.errors import KvPoolError, ServiceUnavailable
+from kvpool.client.segments import MapHook
+from kvpool.core.errors import KvPoolError, LeaseLost, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
-from kvpool.core.page import PageKey, verify
+from kvpool.core.page import HEADER_BYTES
+from kvpool.core.segment import MappedSegment
+from kvpool.core.spans import PageSpan
 from kvpool.testing import eventually
-from kvpool_gpuagent.adapters.arena_pool import ArenaPool
-from kvpool_gpuagent.ports import OpenedKeyspace, PagePool, PageWish, ReadSlot, WriteSlot
+from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
+from kvpool_gpuagent.ports import OpenedKeyspace, PagePool
 from tests.fixtures.agent import Agent, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.agent_fakes import MemoryIndex
-from tests.fixtures.pagestore import PAGE_BYTES, SPEC, TENANT, fill_page, metadata, new_world, page_key
+from tests.fixtures.pagestore import PAYLOAD_BYTES, SPEC, TENANT, chunk_hash, new_world
 from tests.fixtures.pagestore import World as StoreWorld
 from tests.fixtures.pagestore_server import CLIENT, served
 from tests.fixtures.patience import PATIENCE_S
 
 KEYSPACE = keyspace_id(encode_keyspace(TENANT, SPEC))
+HEAD = bytes(16)
 
 
 class OneKeyspace(MemoryIndex):
@@ -40,14 +47,15 @@ class ArenaWorld(World):
     def __init__(self, world: StoreWorld) -> None:
         super().__init__()
         self.index = OneKeyspace()
-        self._world = world
-        self.arena_pools: list[ArenaPool] = []
+        self.link = link_to(world)
 
-    def make_pool(self, keyspace: bytes, spec: KeyspaceSpec, peer_name: str) -> PagePool:
-        socket = self._world.directory / "pagestore.sock"
-        plan = SessionPlan(endpoint=f"unix:{socket}", peer_name=peer_name, keyspaces=((keyspace, spec),))
-        self.arena_pools.append(ArenaPool(plan, CLIENT))
-        return self.arena_pools[-1]
+    def make_pool(self, keyspace: bytes, spec: KeyspaceSpec) -> PagePool:
+        return ArenaPool(self.link, keyspace, spec)
+
+
+def link_to(world: StoreWorld, on_map: MapHook | None = None) -> ArenaLink:
+    plan = SessionPlan(endpoint=f"unix:{world.directory / 'pagestore.sock'}", peer_name="agent")
+    return ArenaLink(plan, CLIENT, on_map=on_map)
 
 
 @asynccontextmanager
@@ -55,25 +63,67 @@ async def agent_on(world: StoreWorld) -> AsyncIterator[tuple[Agent, ArenaWorld]]
     arena_world = ArenaWorld(world)
     async with running_agent(arena_world) as agent:
         yield agent, arena_world
+    await arena_world.link.close()
 
 
 async def test_what_one_engine_stores_another_loads_through_the_arena() -> None:
     with new_world() as world:
-        async with served(world) as store, agent_on(world) as (agent, _):
-            writer, reader = EngineProcess(agent.endpoint), EngineProcess(agent.endpoint)
-            first, second = await writer.open(), await reader.open()
-            chain = prompt(first, 6)
-            writer.compute(chain, range(6))
-            assert (await run_store(first, writer.span(chain, range(6)))).stored_chunks == 6
-            assert (await run_load(second, reader.span(chain, range(6), at=5))).loaded_chunks == 6
-            assert reader.holds(chain, range(6), at=5)
-            await eventually(lambda: store.running.engine.gauges().leases == 0)
-            await first.close()
-            await second.close()
+        async with served(world) as store:
+            async with agent_on(world) as (agent, _):
+                writer, reader = EngineProcess(agent.endpoint), EngineProcess(agent.endpoint)
+                first, second = await writer.open(), await reader.open()
+                chain = prompt(first, 6)
+                writer.compute(chain, range(6))
+                assert (await run_store(first, writer.span(chain, range(6)))).stored_chunks == 6
+                assert (await run_load(second, reader.span(chain, range(6), at=5))).loaded_chunks == 6
+                assert reader.holds(chain, range(6), at=5)
+                await eventually(lambda: store.running.engine.gauges().leases == 0)
+                assert store.running.engine.gauges().sessions == 1  # the agent's, for both engines
+                await first.close()
+                await second.close()
+                writer.close()
+                reader.close()
             assert store.running.engine.gauges().sessions == 0
             assert store.running.engine.gauges().arena_quarantined_bytes == 0
-            writer.close()
-            reader.close()
+
+
+async def test_the_next_engine_finds_the_arena_mapped() -> None:
+    with new_world() as world:
+        mapped: list[int] = []
+
+        def on_map(segment: MappedSegment) -> Callable[[], None]:
+            mapped.append(len(segment.view))
+            return lambda: None
+
+        link = link_to(world, on_map)
+        async with served(world):
+            for number in range(2):
+                pool = ArenaPool(link, KEYSPACE, SPEC)
+                answer = await pool.reserve(span(number), HEAD)
+                assert list(await pool.commit(span(number), answer.slots)) == []
+                await pool.close()
+            assert len(mapped) == 1
+            with pytest.raises(ServiceUnavailable, match="engine session is closing"):
+                await pool.reserve(span(2), HEAD)
+            await link.close()
+            with pytest.raises(ServiceUnavailable, match="agent is closing"):
+                await ArenaPool(link, KEYSPACE, SPEC).reserve(span(2), HEAD)
+
+
+async def test_engines_of_several_keyspaces_share_one_session_also_after_it_broke() -> None:
+    other = replace(SPEC, model_id="other")
+    other_keyspace = keyspace_id(encode_keyspace(TENANT, other))
+    with new_world() as world:
+        link = link_to(world)
+        pools = [ArenaPool(link, KEYSPACE, SPEC), ArenaPool(link, other_keyspace, other)]
+        spans = [span(1), replace(span(1), keyspace=other_keyspace)]
+        for _ in range(2):
+            async with served(world) as store:
+                for pool, pages in zip(pools, spans, strict=True):
+                    await eventually(partial(refused, pool, pages, ""))
+                assert store.running.engine.gauges().sessions == 1
+        assert link.slots_out == 0
+        await link.close()
 
 
 async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +141,7 @@ async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back(caplog: py
             assert isinstance(outcome.error, ServiceUnavailable)
             stored = await run_store(session, engine.span(chain, range(1)))
             assert set(stored.failed) == {0}
-            assert arena_world.arena_pools[0].slots_out == 0
+            assert arena_world.link.slots_out == 0
             assert len([text for text in caplog.messages if "the local pagestore is out of reach" in text]) == 1
 
             async with served(world):
@@ -111,48 +161,16 @@ async def test_a_pagestore_that_goes_away_costs_chunks_and_comes_back(caplog: py
 async def test_a_full_arena_fails_chunks_and_the_rest_is_stored() -> None:
     with new_world(disk=False) as world:
         async with served(world) as store, agent_on(world) as (agent, _):
-            engine = EngineProcess(agent.endpoint, chunk_count=60)
+            engine = EngineProcess(agent.endpoint, chunk_count=80)
             session = await engine.open()
-            chain = prompt(session, 60)
-            stored = await run_store(session, engine.span(chain, range(60)))
+            chain = prompt(session, 80)
+            stored = await run_store(session, engine.span(chain, range(80)))
             assert stored.failed
-            assert stored.stored_chunks + len(stored.failed) == 60
+            assert stored.stored_chunks + len(stored.failed) == 80
             assert {error.reason for error in stored.failed.values()} == {"ARENA_FULL"}
             await eventually(lambda: store.running.engine.gauges().leases == 0)
             await session.close()
             engine.close()
-
-
-async def test_a_page_that_was_damaged_in_the_arena_is_a_miss_and_is_dropped() -> None:
-    with new_world(disk=False) as world:
-        async with served(world) as store, agent_on(world) as (agent, arena_world):
-            engine = EngineProcess(agent.endpoint)
-            session = await engine.open()
-            chain = prompt(session, 2)
-            engine.compute(chain, range(2))
-            await run_store(session, engine.span(chain, range(2)))
-            peer = await store.open(keyspaces=((KEYSPACE, SPEC),))
-            await damage(peer, PageKey(KEYSPACE, chain.hashes[1], 0))
-            outcome = await run_load(session, engine.span(chain, range(2)))
-            assert (outcome.loaded_chunks, outcome.failed) == (1, (1,))
-            assert outcome.error is not None
-            assert outcome.error.reason == "PAGE_CORRUPT"
-            again = await run_load(session, engine.span(chain, range(2)))
-            assert again.error is not None
-            assert again.error.reason == "PAGE_MISSING"
-            assert arena_world.arena_pools[0].slots_out == 0
-            await peer.close()
-            await session.close()
-            engine.close()
-
-
-async def damage(peer: Any, key: PageKey) -> None:
-    """Flip a bit of a page in staging, as a stray write of some process would."""
-    async with peer.acquire([AcquireItem(key)], wait_s=60) as answers:
-        async for answer in answers:
-            with peer.slot_view(*answer.slot.place) as view:
-                view[200] ^= 1
-            await peer.release([answer.slot.lease_id])
 
 
 async def test_a_load_that_is_cancelled_while_pages_come_from_disk_gives_its_window_back() -> None:
@@ -168,7 +186,7 @@ async def test_a_load_that_is_cancelled_while_pages_come_from_disk_gives_its_win
                 handle.cancel()
             outcomes = await asyncio.gather(*(handle.done(60) for handle in handles))
             assert all(outcome.error is None or isinstance(outcome.error, KvPoolError) for outcome in outcomes)
-            await eventually(lambda: arena_world.arena_pools[0].slots_out == 0)
+            await eventually(lambda: arena_world.link.slots_out == 0)
             assert (await run_load(session, engine.span(chain, range(4)))).loaded_chunks == 4
             await eventually(lambda: store.running.engine.gauges().leases == 0)
             await session.close()
@@ -178,37 +196,49 @@ async def test_a_load_that_is_cancelled_while_pages_come_from_disk_gives_its_win
 async def test_a_new_session_waits_until_the_last_slot_of_the_broken_one_is_back() -> None:
     """Only then is `drained` true: until then a copy may still read the old arena."""
     with new_world() as world:
-        plan = SessionPlan(
-            endpoint=f"unix:{world.directory / 'pagestore.sock'}", peer_name="agent", keyspaces=((KEYSPACE, SPEC),)
-        )
-        pool = ArenaPool(plan, CLIENT)
+        link = link_to(world)
+        pool = ArenaPool(link, KEYSPACE, SPEC)
         async with served(world):
-            (written,) = await pool.reserve([wish(1)], [PAGE_BYTES])
-            assert isinstance(written, WriteSlot)
-            fill_page(written.page, written.key)
-            assert await pool.commit([written]) == [None]
-            async with aclosing(pool.acquire([wish(1)], PATIENCE_S)) as answers:
-                slot = (await anext(answers))[1]
-        assert isinstance(slot, ReadSlot)
+            written = (await pool.reserve(span(1), HEAD)).slots
+            ctypes.memset(int(written.addresses[0]) + HEADER_BYTES, 7, PAYLOAD_BYTES)
+            assert list(await pool.commit(span(1), written)) == []
+            async with aclosing(pool.acquire(span(1), PATIENCE_S)) as answers:
+                slots = (await anext(answers)).slots
+            (lost,) = [(await pool.reserve(span(3), HEAD)).slots]
+        assert slots.count == lost.count == 1
         async with served(world) as store:
-            await eventually(lambda: refused(pool, "its last copies still run"))
-            assert verify(slot.page, slot.key, SPEC.codec) is None  # the mapping outlives the session
+            await eventually(lambda: refused(pool, span(2), "its last copies still run"))
+            payload = ctypes.string_at(int(slots.addresses[0]) + HEADER_BYTES, PAYLOAD_BYTES)
+            assert payload == bytes([7]) * PAYLOAD_BYTES  # the mapping outlives the session
             assert store.running.engine.gauges().arena_quarantined_bytes > 0
-            await pool.release([slot])
-            await eventually(lambda: refused(pool, ""))
+            await pool.release(slots)
+            ((index, error),) = await pool.commit(span(3), lost)
+            assert index == 0
+            assert isinstance(error, LeaseLost)
+            await eventually(lambda: refused(pool, span(2), ""))
             await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
-            await pool.close()
+            assert link.slots_out == 0
+            await link.close()
 
 
-def wish(number: int) -> PageWish:
-    return PageWish(key=page_key(number), metadata=metadata(number), chain_head_hash=page_key(0).chunk_hash)
+def span(number: int) -> PageSpan:
+    """One page."""
+    return PageSpan(
+        keyspace=KEYSPACE,
+        chunk_hashes=chunk_hash(number),
+        first_chunk_index=number,
+        parent_hash=chunk_hash(number - 1) if number else bytes(16),
+        group_heads=chunk_hash(number - number % 16),
+        positions=np.zeros(1, dtype=np.int32),
+        shards=np.zeros(1, dtype=np.uint8),
+    )
 
 
-async def refused(pool: ArenaPool, why: str) -> bool:
+async def refused(pool: ArenaPool, pages: PageSpan, why: str) -> bool:
     """Whether a reserve is refused for this reason ("": whether it is granted)."""
     try:
-        slots = await pool.reserve([wish(2)], [PAGE_BYTES])
+        answer = await pool.reserve(pages, HEAD)
     except ServiceUnavailable as error:
         return bool(why) and why in error.message
-    await pool.abort([slot for slot in slots if isinstance(slot, WriteSlot)])
+    await pool.abort(answer.slots)
     return not why

@@ -42,7 +42,7 @@ async def test_a_store_is_gathered_only_after_the_engines_work() -> None:
         engine.slots.give_back(event)
         await one.asked()
         assert one.gpu.log == []
-        assert not one.world.pools[0].wishes  # nothing is reserved behind work that may never end
+        assert not one.world.pools[0].asked  # nothing is reserved behind work that may never end
         assert engine.slots.free_count == 1
 
         engine.compute(chain, range(3))  # what the engine's kernels write last

@@ -51,37 +51,9 @@ def event_without_device(register: Register) -> None:
     register.events[0].device_uuid = ""
 
 
-def lend(**changes: object) -> Callable[[Register], None]:
-    """Scratch of 4096 bytes beside the first handle's memory, changed."""
-
-    def change(register: Register) -> None:
-        register.scratch.CopyFrom(register.handles[0])
-        register.scratch.size_bytes = 4096
-        for name, value in changes.items():
-            setattr(register.scratch.cuda_ipc, name, value)
-
-    return change
-
-
-def lend_nothing(register: Register) -> None:
-    lend()(register)
-    register.scratch.size_bytes = 0
-
-
-def lend_shared_memory(register: Register) -> None:
-    register.scratch.size_bytes = 4096
-    register.scratch.shared_memory.CopyFrom(gpuagent_pb2.SharedMemoryHandle())
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lend(handle=b"h" * 63), r"scratch\.handle must be 64 bytes, got 63"),
-        (lend(allocation_offset=8), r"scratch\.allocation_offset must be divisible by 16"),
-        (lend(allocation_bytes=4095), r"scratch ends at byte 4096"),
-        (lend(device_uuid=DEVICE_UUID.replace("0", "1")), "scratch is on GPU-11234567.*, the cache on GPU-01234567"),
-        (lend_nothing, r"scratch\.size_bytes must be"),
-        (lend_shared_memory, "scratch is GPU memory for a cache on a GPU"),
         (change_ipc(handle=b"h" * 63), r"handles\[1\]\.handle must be 64 bytes, got 63"),
         (change_ipc(device_uuid="0"), r"handles\[1\]\.device_uuid must be a UUID like GPU-"),
         (change_ipc(device_uuid=DEVICE_UUID + "\n"), r"handles\[1\]\.device_uuid must be"),

@@ -11,10 +11,10 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.page import PageFault
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.ports import EngineCache, EngineLaunches, MappedHandle, PageCopy, StopFlag
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.ports import EngineCache, MappedHandle, StopFlag
 from tests.fixtures.agent import CLIENT, EngineProcess, World, prompt, run_load, run_store, running_agent
 from tests.fixtures.raw_engine import raw_engine
 
@@ -24,20 +24,19 @@ class SlowCache:
 
     def __init__(self, cache: EngineCache, gate: asyncio.Event) -> None:
         self._cache, self._gate = cache, gate
-        self.batch_bytes = cache.batch_bytes
         self.scattering = 0
 
     async def event_passed(self, slot: int) -> bool:
         return await self._cache.event_passed(slot)
 
-    async def gather(self, copies: Sequence[PageCopy], stop: StopFlag) -> bool:
-        return await self._cache.gather(copies, stop)
+    async def gather(self, batch: CopyBatch, stop: StopFlag) -> bool:
+        return await self._cache.gather(batch, stop)
 
-    async def scatter(self, copies: Sequence[PageCopy]) -> Sequence[PageFault | None]:
+    async def scatter(self, batch: CopyBatch) -> None:
         self.scattering += 1
         await self._gate.wait()
         self.scattering -= 1
-        return await self._cache.scatter(copies)
+        await self._cache.scatter(batch)
 
     async def close(self) -> None:
         assert not self.scattering
@@ -59,7 +58,6 @@ class SlowDevice(CpuDevice):
         layout: EngineLayout,
         handles: Sequence[MappedHandle],
         events: Sequence[IpcEvent],
-        launches: EngineLaunches | None = None,
     ) -> EngineCache:
         self.caches.append(SlowCache(await super().map_cache(spec, grid, layout, handles, events), self.gate))
         return self.caches[-1]

@@ -106,9 +106,9 @@ async def test_one_request_is_one_trace_across_all_services(log_lines: io.String
         "engine-b/kvpool.load",
         "engine-b/llm_request",
     ]
-    assert collector.lineage(one("gpuagent.verify_and_scatter"))[1] == "gpuagent-b/gpuagent.load"
+    assert collector.lineage(one("gpuagent.scatter"))[1] == "gpuagent-b/gpuagent.load"
     assert one("kvpool.load").attributes["kvpool.tokens.remote"] == CHUNKS * SPEC.chunk_tokens
-    assert one("pagestore.acquire").attributes["kvpool.pages.remote"] == CHUNKS * 2
+    assert one("pagestore.acquire").attributes["kvpool.pages.remote"] == CHUNKS
     assert all(span.status.status_code is not trace.StatusCode.ERROR for _, span in collector.spans(trace_id))
     lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     told = {line["logger"]: line for line in lines if line.get("trace_id") == f"{trace_id:032x}"}
@@ -133,7 +133,7 @@ async def test_a_store_is_one_trace_and_its_write_back_is_linked_to_it() -> None
         "gpuagent-a/gpuagent.store",
         "gpuagent-a/kvpool.pagestore.reserve",
         "pagestore-a/pagestore.reserve",
-        "gpuagent-a/gpuagent.gather_and_seal",
+        "gpuagent-a/gpuagent.gather",
         "gpuagent-a/kvpool.pagestore.commit",
         "pagestore-a/pagestore.commit",
     }
@@ -157,13 +157,13 @@ async def test_a_page_on_disk_is_promoted_as_a_part_of_the_request() -> None:
         _, trace_id = await load_as_one_request(a, pool, engine)
         await pool.close()
     promoted = collector.named("pagestore.promote", trace_id)
-    assert len(promoted) == CHUNKS * 2
+    assert len(promoted) == CHUNKS
     assert collector.lineage(promoted[0])[1:4] == [
         "pagestore-a/pagestore.acquire",
         "gpuagent-a/kvpool.pagestore.acquire",
         "gpuagent-a/gpuagent.load",
     ]
-    assert collector.attributes("pagestore.acquire", trace_id)["kvpool.pages.disk"] == CHUNKS * 2
+    assert collector.attributes("pagestore.acquire", trace_id)["kvpool.pages.disk"] == CHUNKS
 
 
 async def test_no_span_tells_what_a_prompt_says() -> None:

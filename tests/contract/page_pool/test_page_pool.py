@@ -28,7 +28,7 @@ HEAD = bytes(16)
 def payloads(slots: PageSlots) -> list[npt.NDArray[np.uint8]]:
     """Where a device would copy to or from, one view a slot."""
     buffers = [(ctypes.c_uint8 * PAYLOAD_BYTES).from_address(at + HEADER_BYTES) for at in slots.addresses.tolist()]
-    return [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
+    return [np.ctypeslib.as_array(buffer) for buffer in buffers]
 
 
 def content(number: int) -> npt.NDArray[np.uint8]:

@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,16 @@ from kvpool.core.geometry import AttentionKind, KvGroup, OpaqueLayout, PayloadKi
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.page import PageFault, PageKey, page_bytes
+from kvpool.core.page import HEADER_BYTES, page_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.ports import MappedHandle, PageCopy, StopFlag
+from kvpool_gpuagent.core.pages import CopyBatch
+from kvpool_gpuagent.ports import MappedHandle, StopFlag
 
+Bytes = npt.NDArray[np.uint8]
 LAYERS, HEADS, DIM, CHUNK = 4, 4, 8, 32
-KEYSPACE, CHUNK_HASH = b"k" * 16, b"c" * 16
+POISON = 0xA5
 
 
 CODECS = {"int8": Codec.INT8_GROUP8, "fp8": Codec.FP8_E4M3, "int4": Codec.INT4_GROUP8}
@@ -57,6 +60,7 @@ PRESETS = {
     "contiguous-fp32": ("fp32", layout_presets.contiguous_layout),
     "vllm-nhd": ("gqa", layout_presets.vllm_nhd_layout),
     "vllm-hnd": ("gqa", layout_presets.vllm_hnd_layout),
+    "vllm-blhnc": ("gqa", layout_presets.vllm_blhnc_layout),
     "sglang": ("gqa", layout_presets.sglang_layout),
     "lightllm": ("gqa", layout_presets.lightllm_layout),
     "mla": ("mla", layout_presets.mla_layout),
@@ -71,6 +75,25 @@ PRESETS = {
 }
 
 
+@dataclass(eq=False)
+class Page:
+    """A page's slot, poisoned at first."""
+
+    shard: int
+    slot: Bytes
+    payload_bytes: int
+
+    @property
+    def payload(self) -> Bytes:
+        """A view."""
+        return self.slot[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+
+    @property
+    def others(self) -> Bytes:
+        """Header and sums, which no device fills."""
+        return np.delete(self.slot, np.s_[HEADER_BYTES : HEADER_BYTES + self.payload_bytes])
+
+
 @dataclass
 class Cache:
     """A mapped cache and the same memory as the test sees it."""
@@ -78,28 +101,36 @@ class Cache:
     spec: KeyspaceSpec
     grid: ShardGrid
     layout: EngineLayout
-    memory: list[npt.NDArray[np.uint8]]
+    memory: list[Bytes]
     mapped: CpuCache
     device: CpuDevice
 
-    def gather(self, copies: Sequence[PageCopy], stop: StopFlag = lambda: False) -> bool:
-        return asyncio.run(self.mapped.gather(copies, stop))
+    def gather(self, pages: Sequence[Page], block_ids: npt.NDArray[np.int64], stop: StopFlag = lambda: False) -> bool:
+        """All of one chunk."""
+        return asyncio.run(self.mapped.gather(batch_of(pages, block_ids), stop))
 
-    def scatter(self, *copies: PageCopy) -> Sequence[PageFault | None]:
-        return asyncio.run(self.mapped.scatter(copies))
+    def scatter(self, pages: Sequence[Page], block_ids: npt.NDArray[np.int64], skip_tokens: int = 0) -> None:
+        asyncio.run(self.mapped.scatter(batch_of(pages, block_ids, skip_tokens)))
 
     async def close(self) -> None:
         await self.mapped.close()
         await self.device.close()
 
-    def key(self, shard: int) -> PageKey:
-        return PageKey(KEYSPACE, CHUNK_HASH, shard)
-
-    def slot(self, shard: int) -> memoryview:
-        return memoryview(bytearray(b"\xa5" * page_bytes(payload_bytes(self.spec, self.grid, shard))))
+    def page(self, shard: int) -> Page:
+        payload = payload_bytes(self.spec, self.grid, shard)
+        return Page(shard, np.full(page_bytes(payload), POISON, dtype=np.uint8), payload)
 
 
-def offer(sizes_bytes: Sequence[int]) -> tuple[list[MappedHandle], list[npt.NDArray[np.uint8]]]:
+def batch_of(pages: Sequence[Page], block_ids: npt.NDArray[np.int64], skip_tokens: int = 0) -> CopyBatch:
+    return CopyBatch(
+        np.array([page.slot.ctypes.data for page in pages], dtype=np.int64),
+        np.array([page.shard for page in pages], dtype=np.uint8),
+        np.tile(block_ids.astype(np.int64), (len(pages), 1)),
+        np.full(len(pages), skip_tokens, dtype=np.int64),
+    )
+
+
+def offer(sizes_bytes: Sequence[int]) -> tuple[list[MappedHandle], list[Bytes]]:
     handles, memory = [], []
     for size_bytes in sizes_bytes:
         descriptor = os.memfd_create("cache")
@@ -109,19 +140,26 @@ def offer(sizes_bytes: Sequence[int]) -> tuple[list[MappedHandle], list[npt.NDAr
     return handles, memory
 
 
-def make_cache(preset: str, block_tokens: int, block_count: int = 23, cuts: tuple[int, int] = (1, 1)) -> Cache:
-    """cuts: layer groups and head groups (this small a geometry would have one shard)."""
-    return asyncio.run(make_cache_async(preset, block_tokens, block_count, cuts))
+def make_cache(preset: str, block_tokens: int, block_count: int = 23, **changes: Any) -> Cache:
+    return asyncio.run(make_cache_async(preset, block_tokens, block_count, **changes))
 
 
 async def make_cache_async(
-    preset: str, block_tokens: int, block_count: int = 23, cuts: tuple[int, int] = (1, 1)
+    preset: str,
+    block_tokens: int,
+    block_count: int = 23,
+    *,
+    layer_groups: int = 1,
+    splits: Sequence[int] = (1,),
+    heads: range | None = None,
 ) -> Cache:
+    """layer_groups, splits: of the grid (this small a geometry would have one shard). heads: of the rank; else all."""
     kind, make_layout = PRESETS[preset]
     spec = make_spec(kind)
     kv_heads = spec.group.kv_heads
-    grid = ShardGrid(layers=LAYERS, kv_heads=kv_heads, layer_groups=cuts[0], head_groups=min(kv_heads, cuts[1]))
-    layout = make_layout(spec, range(LAYERS), range(kv_heads), block_tokens, block_count)
+    fitting = tuple(split for split in splits if kv_heads % split == 0)
+    grid = ShardGrid(layers=LAYERS, kv_heads=kv_heads, layer_groups=layer_groups, splits=fitting or (1,))
+    layout = make_layout(spec, range(LAYERS), heads or range(kv_heads), block_tokens, block_count)
     layout.validate(spec)
     handles, memory = offer(layout.handle_sizes)
     device = CpuDevice()

@@ -13,13 +13,13 @@ import pytest
 from kvpool.core import layout_presets
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
-from kvpool.core.page import PageKey, page_bytes
+from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
 from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters import cpu_device
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
-from kvpool_gpuagent.ports import MappedHandle, PageCopy
-from tests.unit.gpuagent.cpu_caches import CHUNK_HASH, DIM, HEADS, KEYSPACE, LAYERS, make_spec, offer
+from kvpool_gpuagent.ports import MappedHandle
+from tests.unit.gpuagent.cpu_caches import DIM, HEADS, LAYERS, Page, batch_of, make_spec, offer
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ async def test_a_session_leaves_no_descriptor_and_no_mapping() -> None:
         handles.append(MappedHandle(size_bytes=size_bytes, descriptor=descriptor))
     cache = await device.map_cache(spec, ShardGrid.of(spec), layout, handles, [])
     assert held()[1] == len(handles)
-    page = memoryview(bytearray(page_bytes(payload_bytes(spec, ShardGrid.of(spec), 0))))
-    copy = PageCopy(key=PageKey(KEYSPACE, CHUNK_HASH, 0), page=page, block_ids=np.arange(4, dtype=np.int64))
-    assert await cache.gather([copy], lambda: False)
-    assert await cache.scatter([copy]) == [None]
+    payload = payload_bytes(spec, ShardGrid.of(spec), 0)
+    page = Page(0, np.zeros(page_bytes(payload), dtype=np.uint8), payload)
+    batch = batch_of([page], np.arange(4))
+    assert await cache.gather(batch, lambda: False)
+    await cache.scatter(batch)
     await cache.close()
     await cache.close()
     assert held() == (0, 0)
-    page.release()  # nothing of the copies refers to the page any more
     await device.close()
 
 
