@@ -429,19 +429,23 @@ class EngineReady(_message.Message):
 
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_CHUNKS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda"."""
     max_request_chunks: _builtins.int
     """Chunks of one match, store or load at most; more are refused with INVALID_ARGUMENT."""
+    link_bytes_per_s: _builtins.float
+    """Bytes per second that a plain copy from this host's memory to the device reached when the agent started; 0 if not known."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         max_request_chunks: _builtins.int = ...,
+        link_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "link_bytes_per_s", b"link_bytes_per_s", "max_request_chunks", b"max_request_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
