@@ -1,4 +1,4 @@
-"""Stores and loads of one small rank on the fakes. Chunk n lies in blocks 4n to 4n + 3; 2 layer groups x 2 head halves."""
+"""Stores and loads of one small rank on the fakes: chunk n lies in blocks 4n to 4n + 3."""
 
 from __future__ import annotations
 

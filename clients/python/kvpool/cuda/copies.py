@@ -40,7 +40,8 @@ def copy_runs(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes
             driver.copy(destination, source, size_bytes, stream)
         return
     for start in range(0, count, _CALL_COPIES):
-        _copy_batch(driver, *(array[start : start + _CALL_COPIES] for array in (destinations, sources, sizes_bytes)), stream)
+        part = slice(start, start + _CALL_COPIES)
+        _copy_batch(driver, destinations[part], sources[part], sizes_bytes[part], stream)
 
 
 def _copy_batch(driver: Driver, destinations: Int64s, sources: Int64s, sizes_bytes: Int64s, stream: int) -> None:
