@@ -291,3 +291,32 @@ async def test_a_page_of_wrong_bytes_is_not_loaded() -> None:
         assert agent.metric("verification_failures_total") == 1
         await session.close()
         engine.close()
+
+
+async def test_ranks_of_other_tp_degrees_read_what_one_stored() -> None:
+    """By a match of the same session, and by asking the index at the load."""
+    world = World()
+    world.index.answer = world.pages_here
+    async with running_agent(world) as agent:
+        whole = EngineProcess(agent.endpoint)
+        first = await whole.open()
+        chain = prompt(first, 4)
+        whole.compute(chain, range(4))
+        assert (await run_store(first, whole.span(chain, range(4)))).stored_chunks == 4
+        assert {key.shard for key in world.cluster.pages} == {0}
+        halves = []
+        for head in range(2):
+            halves.append(EngineProcess(agent.endpoint, heads=range(head, head + 1)))
+            session = await halves[head].open()
+            if head:
+                assert (await session.match(chain.hashes)).matched_chunks == 4
+            assert (await run_load(session, halves[head].span(chain, range(4)))).loaded_chunks == 4
+            await session.close()
+        for number, layer in enumerate(whole.memory()):
+            rows = layer[:, whole.blocks[:4]].reshape(2, 4 * 32, 2, -1)  # [k, v][token][head]
+            for head, half in enumerate(halves):
+                own = half.memory()[number][:, half.blocks[:4]].reshape(2, 4 * 32, -1)
+                assert np.array_equal(own, rows[:, :, head])
+        await first.close()
+        for engine in (whole, *halves):
+            engine.close()

@@ -167,7 +167,9 @@ async def test_what_the_engine_holds_of_a_chunk_is_left_alone() -> None:
 
 
 async def test_two_ranks_store_what_one_loads() -> None:
-    async with running_agent(World()) as agent:
+    world = World()
+    world.index.answer = world.pages_here
+    async with running_agent(world) as agent:
         halves = [rank(agent.endpoint, CELLS, tp_rank=number, tp_size=2) for number in range(2)]
         whole = rank(agent.endpoint, CELLS)
         await opened(*halves, whole)
