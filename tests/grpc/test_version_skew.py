@@ -241,7 +241,8 @@ async def test_a_page_of_another_layout_is_counted_and_never_visible() -> None:
             with session.slot_view(*granted.slot.place) as view:
                 view[:] = of_next_layout(page_key(1))
             ((_, error),) = await session.commit([granted.slot.lease_id])
-            assert error is not None and error.reason == "PAGE_CORRUPT" and "wrong version" in error.message
+            assert error.reason == "PAGE_CORRUPT"
+            assert "wrong version" in error.message
             assert store.running.metric("verification_failures_total", place="commit") == 1
             async with session.acquire([AcquireItem(page_key(1))], wait_s=60) as results:
                 assert [one.slot async for one in results] == [None]
