@@ -187,9 +187,9 @@ def run_bytes(plan: Plan, record: Recorder) -> None:
             engine = start_all(["kvpool"], plan.options)["kvpool"]
             engine.call("bench_watch", sums)
             for number in range(plan.rounds):
-                for first in range(0, len(heads), at_once):
+                for first in range(0, len(heads), plan.concurrency[0]):
                     seed = 10 * engine_number + number
-                    group = heads[first : first + at_once]
+                    group = heads[first : first + plan.concurrency[0]]
                     engine.ask([h + tail(plan, seed, first + place, 8) for place, h in enumerate(group)], 3)
             counts = engine.call("bench_watched", sums)
             record.note(f"blocks of engine {engine_number}", counts)
