@@ -239,3 +239,33 @@ async def _dies(process: FaultyProcess) -> None:
     except subprocess.TimeoutExpired:
         pytest.fail(f"still running: {process.log()}")
     assert ended == -signal.SIGKILL, process.log()
+
+
+async def test_a_pagestore_that_comes_back_has_its_memory_again_beside_an_idle_agent(
+    cluster: CrashCluster, agent: FaultyProcess
+) -> None:
+    store, first = cluster.stores["a"], next(_numbers)
+    store.wait_ready()
+    agent.restart()
+    agent.wait_ready()
+    engine = EngineProcess(f"unix:{cluster.socket('agent')}", chunk_count=_CHUNKS)
+    session = await engine.open(CLIENT)
+    chain = prompt(session, _CHUNKS, first // 16_000)
+    engine.compute(chain, range(_CHUNKS))
+    await run_store(session, engine.span(chain, range(_CHUNKS)))
+    store.restart()
+    store.wait_ready()
+    control = PageStoreControl(cluster.endpoint("a"), CLIENT)
+
+    async def agent_is_back() -> bool:
+        status = await control.status()
+        return (status.session_count, status.arena_quarantined_bytes) == (1, 0)
+
+    await eventually(agent_is_back)
+    await control.close()
+    async with _session(cluster, "a") as own:
+        await store_pages(own, range(first, first + _SOME))
+    assert await session.close()
+    engine.close()
+    agent.kill()
+    await cluster.at_rest("a")

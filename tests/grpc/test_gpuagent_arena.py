@@ -221,6 +221,25 @@ async def test_a_new_session_waits_until_the_last_slot_of_the_broken_one_is_back
             await link.close()
 
 
+async def test_an_idle_link_lets_go_of_the_arena_of_a_pagestore_that_crashed() -> None:
+    """Else the whole budget could stay taken until an engine asks for something."""
+    with new_world() as world:
+        unmapped: list[int] = []
+
+        def on_map(segment: MappedSegment) -> Callable[[], None]:
+            return partial(unmapped.append, len(segment.view))
+
+        link = link_to(world, on_map)
+        async with served(world):
+            pool = ArenaPool(link, KEYSPACE, SPEC)
+            await pool.abort((await pool.reserve(span(1), HEAD)).slots)
+        await eventually(lambda: unmapped)
+        async with served(world) as store:
+            await eventually(lambda: store.running.engine.gauges().sessions == 1)
+            await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
+            await link.close()
+
+
 def span(number: int) -> PageSpan:
     """One page."""
     return PageSpan(

@@ -100,8 +100,8 @@ class PageStoreEngine:
         self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
-            self._ledger.space,
-            parts.arena,
+            config.arena_bytes,
+            self._space,
             workers.prepare or workers.verify,
             self._quarantine,
             tasks,

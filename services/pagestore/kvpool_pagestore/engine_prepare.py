@@ -15,11 +15,10 @@ import logging
 
 from kvpool.core.clock import Clock
 from kvpool.core.errors import KvPoolError
-from kvpool_pagestore.core.segments import SegmentTable
-from kvpool_pagestore.core.slots import Segment
 from kvpool_pagestore.engine_quarantine import Quarantine
+from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
-from kvpool_pagestore.ports import Arena, Workers
+from kvpool_pagestore.ports import Workers
 
 _log = logging.getLogger(__name__)
 
@@ -33,16 +32,16 @@ class Preparation:
     def __init__(
         self,
         segment_bytes: int,
-        space: SegmentTable,
-        arena: Arena,
+        capacity_bytes: int,
+        space: ArenaSpace,
         workers: Workers,
         quarantine: Quarantine,
         tasks: EngineTasks,
         clock: Clock,
     ) -> None:
         self._segment_bytes = segment_bytes
+        self._capacity_bytes = capacity_bytes
         self._space = space
-        self._arena = arena
         self._workers = workers
         self._quarantine = quarantine
         self._tasks = tasks
@@ -98,40 +97,31 @@ class Preparation:
 
     async def _make_segments(self, began_s: float) -> None:
         """What one thread does. began_s: counts the time of earlier fills as well."""
-        while not self._is_stopped and (segment := self._space.plan_prepared(self._segment_bytes)) is not None:
-            if not await self._make(segment):
-                return
+        while not self._is_stopped and (made_bytes := await self._make()):
+            self.prepared_bytes += made_bytes
             now_s = self._clock.monotonic_s()
             self.took_s = now_s - began_s
             grown_bytes = self.prepared_bytes - self._told_bytes
-            if now_s - self._told_s >= _TOLD_EVERY_S or grown_bytes * _TOLD_PARTS >= self._space.capacity_bytes:
+            if now_s - self._told_s >= _TOLD_EVERY_S or grown_bytes * _TOLD_PARTS >= self._capacity_bytes:
                 self._told_s, self._told_bytes = now_s, self.prepared_bytes
                 self._log_progress("being prepared")
 
-    async def _make(self, segment: Segment) -> bool:
-        made = False
+    async def _make(self) -> int:
+        """Bytes of a segment that was made; 0 if there is no more to make."""
         try:
-            made = await self._workers.run(
-                self._arena.prepare_segment, segment.segment_id, segment.size_bytes, lambda: not self._is_stopped
-            )
+            return await self._space.prepare(self._segment_bytes, self._workers, lambda: not self._is_stopped)
         except (KvPoolError, OSError) as error:
             if not self._is_stopped:  # the first one speaks for those that others are making
                 _log.error("the arena is prepared in part, the rest is made when it is needed: %s", error)
             self._is_stopped = True
-        finally:
-            if made:
-                self.prepared_bytes += segment.size_bytes
-                self._space.segment_prepared(segment)
-            else:
-                self._space.segment_gone(segment)
-        return made
+            return 0
 
     def _log_progress(self, what: str) -> None:
         _log.info(
             "the arena is %s: %.2f of %.2f GiB in %.1f s (%.1f GB/s)",
             what,
             self.prepared_bytes / (1 << 30),
-            self._space.capacity_bytes / (1 << 30),
+            self._capacity_bytes / (1 << 30),
             self.took_s,
             self.prepared_bytes / 1e9 / self.took_s if self.took_s else 0.0,
         )

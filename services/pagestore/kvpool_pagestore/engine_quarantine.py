@@ -36,6 +36,7 @@ class Quarantine:
         self._departing: set[bytes] = set()  # closed properly, but their peers may not have unmapped yet
         self._task: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
+        self._old_going: asyncio.Future[None] | None = None  # while all that old segments wait for is time
         self.old_gone = asyncio.Event()  # set while there are no segments of an earlier process
         self.old_gone.set()
 
@@ -50,6 +51,7 @@ class Quarantine:
             self._ledger.sessions.add_old(session_id)
         if session_ids or old_bytes:
             self.watch()
+            self._expect_old_room(is_going=bool(old_bytes))  # until a look says that a peer lives
 
     def watch(self) -> None:
         """A session has ended abnormally."""
@@ -84,6 +86,11 @@ class Quarantine:
         for session in sessions.resolvable(self._clock.monotonic_s()):
             await self._resolve(session)
         await self._destroy_old()
+        ended = {one.session_id: one for one in sessions.ended}
+        self._expect_old_room(
+            is_going=not self.old_gone.is_set()
+            and all(ended[session_id].gone_s is not None for session_id in self._old_sessions)
+        )
         if self._ledger.space.reapable():
             await self._space.reap()
 
@@ -103,6 +110,16 @@ class Quarantine:
                         await self._poke.wait()
         finally:
             self._task = None
+            self._expect_old_room(is_going=False)
+
+    def _expect_old_room(self, *, is_going: bool) -> None:
+        """Let those who need room wait for that of old segments exactly while it is sure to come soon."""
+        if is_going and self._old_going is None:
+            self._old_going = asyncio.get_running_loop().create_future()
+            self._space.expect(self._old_going)
+        elif not is_going and self._old_going is not None:
+            self._old_going.set_result(None)
+            self._old_going = None
 
     async def _resolve(self, session: Session) -> None:
         if session.state is SessionState.ENDED:
@@ -123,4 +140,5 @@ class Quarantine:
             await self._workers.run(self._arena.destroy_old_segments)
             self._ledger.space.hold_old_bytes(-old_bytes)
             self.old_gone.set()
+            self._expect_old_room(is_going=False)
             _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)

@@ -32,6 +32,7 @@ class ArenaSpace:
         self._clock = clock
         self._growing: dict[tuple[str, int], asyncio.Task[None] | asyncio.Future[None]] = {}
         self._reaping: asyncio.Future[None] | None = None
+        self._coming: set[asyncio.Future[None]] = set()
         self._paused_until_s = 0.0
 
     def view(self, slot: Slot) -> memoryview:
@@ -39,11 +40,17 @@ class ArenaSpace:
         return self._arena.view(slot.segment.segment_id, slot.offset, slot.page.page_bytes)
 
     async def find(self, tenant: str, page_bytes: int, attempt: Callable[[], T | SpaceNeed]) -> T | ArenaFull:
-        """What `attempt` answers once there is room for it; ArenaFull if there is none and none can be made."""
-        for _ in range(_ATTEMPTS):
+        """What `attempt` answers once there is room for it; ArenaFull if there is none, none can be made and none is
+        expected."""
+        attempts_left = _ATTEMPTS
+        while attempts_left:
+            attempts_left -= 1
             self.look_for_growth()
             answer = attempt()
-            if answer is SpaceNeed.SEGMENT:
+            if answer is SpaceNeed.FULL and self._coming:
+                attempts_left += 1
+                await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
+            elif answer is SpaceNeed.SEGMENT:
                 await self._grow(tenant, slot_bytes_for(page_bytes))
             elif answer is SpaceNeed.RETIREMENT:
                 await self.reap()
@@ -55,6 +62,11 @@ class ArenaSpace:
             else:
                 break
         return ArenaFull("every slot of the arena is leased, not yet durable or in quarantine")
+
+    def expect(self, room: asyncio.Future[None]) -> None:
+        """Have `find` wait until `room` is done instead of reporting a full arena. It must end soon in any case."""
+        self._coming.add(room)
+        room.add_done_callback(self._coming.discard)
 
     async def reap(self) -> None:
         """Destroy segments that are out of service and that no peer maps. One caller works, the others wait."""
@@ -71,6 +83,27 @@ class ArenaSpace:
         """Making a segment takes tens of milliseconds: begin before the last slot is gone."""
         if (tenant, slot_bytes) not in self._growing and self._ledger.space.runs_short(tenant, slot_bytes):
             self._tasks.start(self._grow(tenant, slot_bytes), "grow-ahead")
+
+    async def prepare(self, size_bytes: int, workers: Workers, is_wanted: Callable[[], bool]) -> int:
+        """Make a segment with all its memory in place, for the first tenant that needs one; returns its size.
+
+        0 if the budget has no room for it, or if it is not wanted any more. Raises what the arena raises.
+        """
+        segment = self._ledger.space.plan_prepared(size_bytes)
+        if segment is None:
+            return 0
+        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.expect(settled)
+        made = False
+        try:
+            made = await workers.run(self._arena.prepare_segment, segment.segment_id, segment.size_bytes, is_wanted)
+        finally:
+            if made:
+                self._ledger.space.segment_prepared(segment)
+            else:
+                self._ledger.space.segment_gone(segment)
+            settled.set_result(None)
+        return segment.size_bytes if made else 0
 
     async def _grow(self, tenant: str, slot_bytes: int) -> None:
         at = (tenant, slot_bytes)

@@ -187,3 +187,16 @@ async def test_a_slot_of_another_size_is_not_written() -> None:
             touched: set[tuple[int, int]] = set()
             stored = await pool.put(SPACE, CHAIN, lambda position, shard, _: touched.add((position, shard)))
             assert stored == [False, True, True] and (0, 1) not in touched and (0, 2) in touched
+
+
+async def test_an_idle_pool_lets_go_of_the_arena_of_a_pagestore_that_crashed() -> None:
+    with new_world() as world:
+        async with served(world) as store:
+            pool: Any = DirectPool(config(store), "test")
+            pool._index = Index(*[len(CHAIN)] * 20)
+            await stored(pool)
+        async with served(world) as store:
+            await eventually(lambda: store.running.engine.gauges().sessions == 1)
+            await eventually(lambda: store.running.engine.gauges().arena_quarantined_bytes == 0)
+            await pool._session.close()
+            pool._threads.shutdown(wait=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
@@ -26,7 +29,7 @@ from tests.fixtures.pagestore import (
     page_key,
     running_engine,
 )
-from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.pagestore_calls import acquire_one, open_session, reserve_item, store, wanted
 
 SEGMENT_BYTES = 8 * SLOT_BYTES
 ARENA_BYTES = 64 * SLOT_BYTES
@@ -192,3 +195,55 @@ async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_fir
             item = ReserveItem(key=page_key(1, keyspace=keyspace), page_bytes=PAGE_BYTES, metadata=metadata(1))
             (answer,) = await running.engine.pages.reserve(other, [item])
             assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
+
+
+async def test_a_store_right_after_a_crash_waits_for_the_memory_of_peers_that_are_gone() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                await prepared(running)
+                peer = await open_session(running, wants_arena=True)
+                os.close(running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd)
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            gauges = running.engine.gauges()
+            assert gauges.arena_quarantined_bytes == gauges.arena_segment_bytes == ARENA_BYTES
+            running.engine.preparation.start()
+            peer = await open_session(running)
+            assert await store(running, peer, range(32)) == [None] * 32
+
+
+async def test_a_store_right_after_a_crash_is_refused_while_a_peer_lives() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                await prepared(running)
+                peer = await open_session(running, wants_arena=True)
+                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            running.engine.preparation.start()
+            peer = await open_session(running)
+            assert isinstance((await running.engine.pages.reserve(peer, [reserve_item(1)]))[0], ArenaFull)
+            os.close(session_fd)
+            await eventually(lambda: running.engine.gauges().arena_quarantined_bytes == 0)
+            assert await store(running, peer, range(32)) == [None] * 32
+
+
+async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
+    with new_world() as world:
+        async with running_engine(world, prepared_segment_bytes=ARENA_BYTES // 2) as running:
+            make, go_on = running.arena.prepare_segment, threading.Event()
+
+            def in_time(segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
+                go_on.wait()
+                return make(segment_id, size_bytes, is_wanted)
+
+            running.arena.prepare_segment = in_time  # type: ignore[method-assign]
+            running.engine.preparation.start()
+            await eventually(lambda: running.engine.gauges().arena_segment_bytes == ARENA_BYTES)
+            peer = await open_session(running)
+            storing = asyncio.ensure_future(store(running, peer, range(32)))
+            await asyncio.wait((storing,), timeout=0)
+            go_on.set()
+            assert await storing == [None] * 32

@@ -18,8 +18,9 @@ _log = logging.getLogger(__name__)
 class DirectSession:
     """Belongs to one event loop.
 
-    A new session is opened only when nobody uses the broken one any more: by then no copy touches its arena, which is
-    what `drained` tells the pagestore (invariant 3).
+    A new session is opened only when nothing uses the broken one any more: by then no copy touches its arena, which is
+    what `drained` tells the pagestore (invariant 3). That happens as soon as it can, also while the engine is idle:
+    until then a pagestore that came back after a crash lacks the memory that is mapped here.
     """
 
     def __init__(self, config: DirectPoolConfig, peer_name: str) -> None:
@@ -29,6 +30,7 @@ class DirectSession:
         self._opening = asyncio.Lock()
         self._users = 0
         self._failed_s = float("-inf")
+        self._keeper: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -65,21 +67,34 @@ class DirectSession:
                 self._known.add(keyspace)
             return self._session
 
-    async def _open(self, first: tuple[bytes, KeyspaceSpec]) -> PageStoreSession:
+    async def _keep_open(self, session: PageStoreSession) -> None:
+        """Open the next session as soon as one has ended and nothing uses it."""
+        while True:
+            await session.broken.wait()
+            with contextlib.suppress(KvPoolError):
+                async with self._opening:
+                    if self._session is session:  # no request has done it
+                        self._session = await self._open()
+            session = self._session or session
+            await asyncio.sleep(self._config.retry_interval_s)
+
+    async def _open(self, *first: tuple[bytes, KeyspaceSpec]) -> PageStoreSession:
+        """first: keyspaces of the first session; later ones keep what they have."""
         loop = asyncio.get_running_loop()
         if loop.time() - self._failed_s < self._config.retry_interval_s:
             raise ServiceUnavailable(f"the pagestore at {self._config.pagestore} did not answer a moment ago")
         if self._users:
             raise ServiceUnavailable("the pagestore session broke, and its last copies still run")
         try:
-            if self._session is not None:  # it keeps its keyspaces
+            if self._session is not None:
                 return await self._session.reopen(drained=True)
-            plan = SessionPlan(endpoint=self._config.pagestore, peer_name=self._peer_name, keyspaces=(first,))
+            plan = SessionPlan(endpoint=self._config.pagestore, peer_name=self._peer_name, keyspaces=first)
             session = await PageStoreSession.open(plan, self._config.client)
         except KvPoolError:
             self._failed_s = loop.time()
             raise
-        self._known.add(first[0])
+        self._known.update(keyspace for keyspace, _ in first)
+        self._keeper = asyncio.ensure_future(self._keep_open(session))
         return session
 
     async def close(self) -> None:
@@ -87,5 +102,8 @@ class DirectSession:
         self._closed = True
         async with self._opening:
             session, self._session = self._session, None
+            if self._keeper is not None:
+                self._keeper.cancel()
+                await asyncio.wait((self._keeper,))
             if session is not None and not await session.close():
                 _log.warning("kvpool: the pagestore session did not end in order; its slots come back by themselves")

@@ -38,7 +38,9 @@ class ArenaLink:
     """The session of one agent with its pagestore, and who may have how many of its leases.
 
     Opened when first needed, and again after a break: only when every slot of the broken session was handed back, as by
-    then no copy touches the old arena, which is what `drained` tells the pagestore (invariant 3).
+    then no copy touches the old arena, which is what `drained` tells the pagestore (invariant 3). That happens as soon
+    as it can, whether or not an engine asks for pages: until then a pagestore that came back after a crash lacks the
+    memory that is mapped here.
     """
 
     def __init__(self, plan: SessionPlan, config: ClientConfig, *, on_map: MapHook | None = None) -> None:
@@ -52,6 +54,8 @@ class ArenaLink:
         self._settling: set[asyncio.Future[None]] = set()
         self._failed_s = float("-inf")
         self._out_of_reach = False
+        self._prepares = False  # whether each session is
+        self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self.local_node_id = b""
 
@@ -69,9 +73,13 @@ class ArenaLink:
         return session
 
     async def prepare(self) -> None:
-        """Have this agent's share of the arena mapped and registered; returns when the pagestore has no more to give.
-        Raises what the session raises."""
-        await (await self._live()).prepare(0)
+        """Have this agent's share of the arena mapped and registered, now and by each later session; returns when the
+        pagestore has no more to give. Raises what the session raises."""
+        self._prepares = True
+        try:
+            await (await self._live()).prepare(0)
+        finally:
+            self._keep()
 
     def current(self) -> PageStoreSession:
         """The session whose slots are out. Raises LeaseLost once it has ended."""
@@ -92,7 +100,11 @@ class ArenaLink:
     async def close(self) -> None:
         """End the session; no slot is out. Idempotent."""
         self._closed = True
-        session, self._session = self._session, None
+        async with self._opening:  # a session that is being opened is seen to its end
+            session, self._session = self._session, None
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait((self._keeper,))
         if session is not None and not await session.close():
             _log.warning("the pagestore session did not end normally; its slots come back when this process lets go")
 
@@ -114,6 +126,25 @@ class ArenaLink:
                 undo()
 
         return unmapped
+
+    def _keep(self) -> None:
+        if self._keeper is None and not self._closed:
+            self._keeper = asyncio.ensure_future(self._keep_open())
+
+    async def _keep_open(self) -> None:
+        """Open the next session as soon as one has ended and no slot of it is out, and prepare it."""
+        session = self._session
+        while not self._closed:
+            if session is not None:
+                await session.broken.wait()
+            try:
+                session = await self._live()
+                if self._prepares:
+                    await session.prepare(0)
+                    _log.info("arena memory is ready: %d bytes are mapped", self.mapped_bytes)
+            except (KvPoolError, OSError) as error:
+                _log.debug("no new pagestore session yet: %s", error)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _live(self) -> PageStoreSession:
         async with self._opening:
@@ -143,6 +174,7 @@ class ArenaLink:
             self.local_node_id = session.node_id
             for budget in (self.reads, self.writes):
                 budget.resize(max(2, session.max_leases))
+            self._keep()
             return session
 
 
@@ -187,13 +219,14 @@ class ArenaPool:
         try:
             # What was granted before a cancellation or a failure is given back by the session.
             answer = await session.reserve_span(span)
-            granted = answer.granted.count
+            slots = _slots_of(session, answer.granted, session.abort_soon)
+            granted = slots.count
         finally:
             budget.give(span.page_count - granted)
         failed = tuple(
             (page, error or ServiceUnavailable("the pagestore gave no reason")) for page, error in answer.failed
         )
-        return ReservedPages(_slots_of(session, answer.granted), answer.exists, answer.pending, failed)
+        return ReservedPages(slots, answer.exists, answer.pending, failed)
 
     async def commit(self, span: PageSpan, slots: PageSlots) -> Sequence[tuple[int, KvPoolError]]:
         """See ports.PagePool."""
@@ -224,13 +257,18 @@ class ArenaPool:
         except TimeoutError:
             raise DeadlineExceeded("other loads of this agent hold all leases of its pagestore session") from None
         unsettled = span.page_count
-        acquisition = session.acquire_span(span, wait_s=max(1e-3, ends_at_s - asyncio.get_running_loop().time()))
+        try:
+            acquisition = session.acquire_span(span, wait_s=max(1e-3, ends_at_s - asyncio.get_running_loop().time()))
+        except BaseException:
+            budget.give(unsettled)
+            raise
         try:
             async with acquisition as answers:
                 async for answer in answers:
-                    unsettled -= answer.granted.count + len(answer.failed)
+                    slots = _slots_of(session, answer.granted, session.release_soon)
+                    unsettled -= slots.count + len(answer.failed)
                     budget.give(len(answer.failed))
-                    yield AcquiredPages(_slots_of(session, answer.granted), answer.failed)
+                    yield AcquiredPages(slots, answer.failed)
         finally:
             self._link.give_when_settled(acquisition, unsettled)
 
@@ -257,12 +295,18 @@ class ArenaPool:
         return session
 
 
-def _slots_of(session: PageStoreSession, grants: PageGrants) -> PageSlots:
+def _slots_of(session: PageStoreSession, grants: PageGrants, give_back: Callable[[Int64s], None]) -> PageSlots:
+    """give_back: called with the leases if they cannot be used; that is raised."""
+    try:
+        addresses = session.addresses(grants)
+    except BaseException:
+        give_back(grants.lease_ids)
+        raise
     # Which session a lease is of goes with it: the numbers of two sessions may be equal.
     leases = np.empty(grants.count, dtype=object)
     for index, lease_id in enumerate(grants.lease_ids.tolist()):
         leases[index] = (session, lease_id)
-    return PageSlots(grants.pages, session.addresses(grants), grants.sources, leases)
+    return PageSlots(grants.pages, addresses, grants.sources, leases)
 
 
 def _lease_ids(slots: PageSlots) -> Int64s:
