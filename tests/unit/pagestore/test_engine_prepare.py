@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import ArenaFull, InvalidRequest, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.testing import eventually
@@ -192,3 +194,27 @@ async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_fir
             item = ReserveItem(key=page_key(1, keyspace=keyspace), page_bytes=PAGE_BYTES, metadata=metadata(1))
             (answer,) = await running.engine.pages.reserve(other, [item])
             assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
+
+
+async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_is_prepared_again() -> None:
+    with new_world() as world:
+        crashed = running_engine(world)
+        running = await crashed.__aenter__()
+        await prepared(running)
+        peer = await open_session(running, wants_arena=True)
+        session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+        assert await store(running, peer, [1]) == [None]
+        mapped = next(one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE)
+        running.engine.sessions.descriptor(peer.token, mapped.segment_id)
+        # As a kill would leave it: nothing is closed but what the kernel closes.
+        running.arena.close(remove=False)
+        async with running_engine(world) as again:
+            await prepared(again)
+            gauges = again.engine.gauges()
+            assert gauges.arena_quarantined_bytes == mapped.size_bytes
+            assert gauges.arena_prepared_bytes == ARENA_BYTES - mapped.size_bytes
+            assert gauges.arena_segment_bytes == ARENA_BYTES
+            os.close(session_fd)
+            await eventually(lambda: again.engine.gauges().arena_prepared_bytes == ARENA_BYTES)
+            assert again.engine.gauges().arena_quarantined_bytes == 0
+        await crashed.__aexit__(None, None, None)
