@@ -247,3 +247,27 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             await asyncio.wait((storing,), timeout=0)
             go_on.set()
             assert await storing == [None] * 32
+
+
+async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_is_prepared_again() -> None:
+    with new_world() as world:
+        crashed = running_engine(world)
+        running = await crashed.__aenter__()
+        await prepared(running)
+        peer = await open_session(running, wants_arena=True)
+        session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+        assert await store(running, peer, [1]) == [None]
+        mapped = next(one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE)
+        running.engine.sessions.descriptor(peer.token, mapped.segment_id)
+        # As a kill would leave it: nothing is closed but what the kernel closes.
+        running.arena.close(remove=False)
+        async with running_engine(world) as again:
+            await prepared(again)
+            gauges = again.engine.gauges()
+            assert gauges.arena_quarantined_bytes == mapped.size_bytes
+            assert gauges.arena_prepared_bytes == ARENA_BYTES - mapped.size_bytes
+            assert gauges.arena_segment_bytes == ARENA_BYTES
+            os.close(session_fd)
+            await eventually(lambda: again.engine.gauges().arena_prepared_bytes == ARENA_BYTES)
+            assert again.engine.gauges().arena_quarantined_bytes == 0
+        await crashed.__aexit__(None, None, None)
