@@ -25,7 +25,7 @@ NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="host:
 
 
 class Index:
-    """Answers look-ups by a script of errors, counts of chunks that a node has as asked, and bitmaps of what it has of each."""
+    """Answers by a script: errors, counts of chunks that a node has as asked, or bitmaps of what it has of each."""
 
     def __init__(self, *script: KvPoolError | int | list[int]) -> None:
         self.script, self.opened, self.asked, self.queries = list(script), 0, 0, list[ChainQuery]()
