@@ -23,7 +23,8 @@ from kvpool_gpuagent.waiting import until_stopped
 
 _log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 64 << 20  # enough to copy that a window's round trips cost little
+# Each window is a round trip to the pagestore and one to the engine. So many at a time hide them behind copying.
+WINDOW_BYTES, WINDOWS = 128 << 20, 4
 
 AskKept = Callable[[int], Coroutine[Any, Any, bool]]
 """Tells the engine that the first N chunks are copied out and returns its answer; False when it does not come."""
@@ -65,7 +66,7 @@ class StoreRun:
         self._block_ids: Int64s = np.stack([chunk.block_ids for chunk in span.chunks])
         self._outcome = StoreOutcome()
         self._written = np.zeros(len(span.chunks), dtype=np.int64)
-        self._committing: asyncio.Future[None] | None = None
+        self._ended: KvPoolError | None = None  # why nothing more is stored
 
     async def run(self, ask_kept: AskKept, stop: asyncio.Event, passed: EnginePassed) -> StoreOutcome:
         """Store what can be stored. A failure of some pages fails their chunks, never the request.
@@ -73,22 +74,44 @@ class StoreRun:
         passed: awaited before anything is reserved, so that no slot waits behind an engine's work, and before the first
         window, so that all windows come after it however they overlap.
         """
-        next_chunk = 0
+        stored = 0  # leading chunks whose windows were begun
+        windows: list[asyncio.Task[None]] = []
+        places = asyncio.Semaphore(self._places())
+        before: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        before.set_result(True)
         try:
             await passed(None)
             for chunks in self._windows():
-                await self._store_window(chunks, ask_kept, stop)
-                next_chunk = chunks.stop
-        except KvPoolError as error:
-            self._fail(range(next_chunk, len(self._span.chunks)), error)
-        except Exception:
-            _log.exception("a store failed")
-            internal = KvPoolError("internal error in the agent; its log has the details")
-            self._fail(range(next_chunk, len(self._span.chunks)), internal)
+                await places.acquire()
+                if self._ended is not None:
+                    break
+                # One after the other: a window that waits for slots waits for none of a later window.
+                window = await self._reserve(chunks, stop)
+                stored = chunks.stop
+                asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                windows.append(asyncio.ensure_future(self._store_window(window, before, asked, ask_kept, stop)))
+                windows[-1].add_done_callback(lambda _: places.release())
+                before = asked
+        except Exception as error:
+            self._end(error)
         finally:
-            await self._commit_ended()
+            await asyncio.gather(*windows)
+        if self._ended is not None:
+            self._fail(range(stored, len(self._span.chunks)), self._ended)
         self._count()
         return self._outcome
+
+    def _end(self, error: Exception) -> KvPoolError:
+        """Store nothing more. The first reason counts."""
+        if not isinstance(error, KvPoolError):
+            _log.error("a store failed", exc_info=error)
+            error = KvPoolError("internal error in the agent; its log has the details")
+        self._ended = self._ended or error
+        return self._ended
+
+    def _places(self) -> int:
+        """Windows at a time: together they never ask for more than the pool's window (invariant 8)."""
+        return max(1, min(WINDOWS, self._pool.window_pages // self._shards.size))
 
     def _windows(self) -> list[range]:
         # A chunk's pages are reserved together: its blocks are kept or not kept as one.
@@ -97,24 +120,33 @@ class StoreRun:
                 f"a chunk of this rank has {self._shards.size} pages, but the agent may hold {self._pool.window_pages} "
                 f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
             )
-        # The window being copied out and the one being committed overlap.
-        pages = window_of(self._rank, self._pool.window_pages // 2, WINDOW_BYTES)
+        pages = window_of(self._rank, self._pool.window_pages // self._places(), WINDOW_BYTES)
         step, count = max(1, pages // int(self._shards.size)), len(self._span.chunks)
         return [range(start, min(count, start + step)) for start in range(0, count, step)]
 
-    async def _store_window(self, chunks: range, ask_kept: AskKept, stop: asyncio.Event) -> None:
-        """Copy one window out and start its commit. Raises KvPoolError when nothing more is to be stored."""
-        window = await self._reserve(chunks, stop)
+    async def _store_window(
+        self,
+        window: _Window,
+        before: asyncio.Future[bool],
+        asked: asyncio.Future[bool],
+        ask_kept: AskKept,
+        stop: asyncio.Event,
+    ) -> None:
+        """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all earlier
+        windows, and of this one too."""
         try:
             await self._abort_failed(window)
             await self._gather(window, stop)
-            if not await until_stopped(ask_kept(chunks.stop), stop):
+            # In order: the engine is asked about leading chunks.
+            if not await before or not await until_stopped(ask_kept(window.chunks.stop), stop):
                 raise Stopped("the engine did not keep the blocks until they were copied out")
-            await self._commit_ended()
-        except BaseException:
+            asked.set_result(True)
+        except Exception as error:
+            self._fail(window.chunks, self._end(error))
+            asked.set_result(False)
             await self._pool.abort(window.take())
-            raise
-        self._committing = asyncio.ensure_future(self._commit(window))
+        else:
+            await self._commit(window)
 
     async def _reserve(self, chunks: range, stop: asyncio.Event) -> _Window:
         positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)
@@ -167,11 +199,6 @@ class StoreRun:
             _log.exception("a commit failed")
             failure = KvPoolError(f"the pages could not be committed ({error})")
             return [(index, failure) for index in range(slots.count)]
-
-    async def _commit_ended(self) -> None:
-        committing, self._committing = self._committing, None
-        if committing is not None:
-            await committing
 
     def _fail(self, chunks: Iterable[int], error: KvPoolError) -> None:
         for position in chunks:

@@ -204,10 +204,22 @@ def test_an_operator_may_decide_instead(load: str, tokens: int) -> None:
     assert world.match(a_request(120)) == tokens
 
 
-def test_bytes_in_flight_are_bounded() -> None:
+def test_a_load_waits_while_as_many_bytes_as_may_be_are_in_flight() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
-    world.load(a_request(120, "a"))
-    assert world.match(a_request(120, "b", first_token=500)) == 0
+    orders = world.load(a_request(120, "a"))
+    second = a_request(120, "b", first_token=500)
+    assert world.match(second) is None
+    assert world.side.tally.declined_chunks == 0
+    world.ended(orders, 3)
+    assert world.side.matched_tokens(second, 0) == 96
+
+
+def test_a_load_larger_than_all_that_may_be_in_flight_is_loaded_alone() -> None:
+    world = World(FakePool(3), load_bytes_in_flight_max=CHUNK_BYTES)
+    orders = world.load(a_request(120, "a"))
+    assert world.match(a_request(120, "b", first_token=500)) is None
+    world.ended(orders, 3)
+    assert world.match(a_request(120, "c", first_token=900)) == 96
 
 
 def test_the_first_steps_teach_how_fast_the_engine_computes() -> None:

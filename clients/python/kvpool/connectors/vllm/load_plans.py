@@ -37,6 +37,7 @@ class LoadPlan:
     load_ms: float | None
     queued_bytes: int
     trace: TraceParent | None = None
+    must_wait: bool = False  # as many bytes as may be are in flight: it is to be planned again in a later step
 
 
 @dataclass(slots=True)
@@ -93,9 +94,10 @@ class LoadPlans:
             if offered_chunks and not chunks and not paused and not lookup.counted:
                 lookup.tried = self.cost.tries_declined(self._now_s())
                 chunks = offered_chunks if lookup.tried else 0
-        if self._queued_bytes + chunks * self._chunk_bytes > self._settings.load_bytes_in_flight_max:
-            chunks = 0
-        if not lookup.counted:  # a request that gets no blocks asks again and again
+        size_bytes = chunks * self._chunk_bytes
+        # One that is larger than all that may be in flight is loaded alone.
+        full = self._queued_bytes and self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
+        if not lookup.counted and not (chunks and full):  # a request that gets no blocks asks again and again
             lookup.counted = True
             self._tally.decided(offered_chunks, chunks)
             if offered_chunks and not chunks and self._log_rate.due("declined"):
@@ -109,7 +111,9 @@ class LoadPlans:
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
         load_ms = self.cost.load_ms(leading(runs, chunks), self._queued_bytes)
-        return LoadPlan(chain, held_tokens, end_chunk, token_count, load_ms, self._queued_bytes, lookup.trace)
+        return LoadPlan(
+            chain, held_tokens, end_chunk, token_count, load_ms, self._queued_bytes, lookup.trace, must_wait=bool(full)
+        )
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
         """The engine has blocks for a plan: of the whole request, from token 0 on."""

@@ -138,8 +138,11 @@ class SchedulerSide:
             self._known.add(chain.hashes[held_chunks : found.matched_chunks])
             if found.error is None:  # what was evicted is to be stored again
                 self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
-        state.plan = self._loads.plan(chain, lookup, found, held_tokens, pool.session.link_bytes_per_s)
-        return state.plan.token_count if state.plan is not None else 0
+        plan = self._loads.plan(chain, lookup, found, held_tokens, pool.session.link_bytes_per_s)
+        if plan is not None and plan.must_wait:
+            return None
+        state.plan = plan
+        return plan.token_count if plan is not None else 0
 
     def allocated(self, request: Request, block_ids: Sequence[int], loaded_tokens: int) -> None:
         """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now, whatever
