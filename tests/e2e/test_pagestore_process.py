@@ -59,7 +59,9 @@ async def test_pages_survive_an_orderly_end_and_nothing_is_left_in_memory(start:
     await session.close()
 
 
-async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_old_memory(start: Start) -> None:
+async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_old_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = start()
     session, control = await store.open(), PageStoreControl(store.endpoint, CLIENT)
     await write(session, range(20))
@@ -67,7 +69,8 @@ async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_ol
     await control.close()
     store.kill()
     await asyncio.wait_for(session.broken.wait(), 60)
-    again = start("store", "--no-arena-prepare")  # so that all memory it has is the old one's
+    monkeypatch.setenv("KVPOOL_PAGESTORE_ARENA_PREPARE", "false")  # so that all memory it has is the earlier process's
+    again = start()
     control = PageStoreControl(again.endpoint, CLIENT)
     status = await control.status()
     assert status.arena_quarantined_bytes == status.arena_segment_bytes > 0

@@ -6,8 +6,8 @@ They are tests of the tests. Each is a context manager that breaks one promise o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -62,10 +62,12 @@ def _visible_before_verified() -> AbstractContextManager[object]:
     return mock.patch.object(Commits, "finish", finish)
 
 
-def _reuse_leased_slots() -> AbstractContextManager[object]:
+@contextmanager
+def _reuse_leased_slots() -> Iterator[None]:
     """Read leases do not keep a slot from being evicted."""
     unused = property(lambda slot: not slot.ghosts and not slot.pins)
-    return mock.patch.object(Slot, "unused", unused)
+    with mock.patch.object(Slot, "unused", unused), mock.patch.object(SegmentTable, "hold", SegmentTable.settle):
+        yield
 
 
 def _recycle_on_timeout() -> AbstractContextManager[object]:
