@@ -28,7 +28,7 @@ def make_spec(*, layers: int = 2, heads: int = 2, dim: int = 16, latent: int = 0
 
 
 INT8 = make_spec(codec=Codec.INT8_GROUP8)
-# Four head groups: 16 KiB a head and chunk over 4 layers.
+# Up to four parts of the heads: 16 KiB a head and chunk over 4 layers.
 TP4 = make_spec(layers=4, heads=4, dim=64, dtype=Dtype.FP32)
 OPAQUE = make_spec(
     payload=PayloadKind.OPAQUE, opaque=OpaqueLayout(engine="e", layout_id="l", isa="", block_tokens=8, cell_bytes=96)

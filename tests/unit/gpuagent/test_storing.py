@@ -26,11 +26,11 @@ async def test_a_store_makes_every_page_of_every_chunk_visible() -> None:
 
 
 async def test_chunks_are_gathered_and_answered_window_by_window() -> None:
-    bench = Bench(window_pages=16)  # half of it is 2 chunks of 4 pages
+    bench = Bench(window_pages=32)  # a quarter of it is 2 chunks of 4 pages
     outcome = await bench.store(range(5))
     assert bench.gathered == [2, 4, 5]
     assert outcome.stored_chunks == 5
-    assert bench.pool.most_writes <= 16
+    assert bench.pool.most_writes <= 32
 
 
 async def test_a_window_smaller_than_two_chunks_takes_one_at_a_time() -> None:
@@ -62,7 +62,7 @@ async def test_a_window_is_committed_only_after_the_engine_kept_its_blocks() -> 
 
 
 async def test_a_gather_names_the_slots_of_its_pages_and_their_blocks() -> None:
-    bench = Bench()
+    bench = Bench(window_pages=64)
     bench.offer([1], shards=[0, 1, 3])
     bench.faults.gates["gather"] = asyncio.Event()
     storing = asyncio.ensure_future(bench.store(range(3)))
@@ -95,8 +95,8 @@ async def test_pages_that_are_not_committed_fail_their_chunks_and_no_other() -> 
     bench.nothing_is_out()
 
 
-async def test_blocks_that_were_not_kept_are_aborted_and_the_rest_is_not_gathered() -> None:
-    bench = Bench(window_pages=16)
+async def test_blocks_that_were_not_kept_are_aborted_and_all_after_them() -> None:
+    bench = Bench(window_pages=32)
     bench.kept = lambda chunk_count: chunk_count <= 2
     outcome = await bench.store(range(6))
     assert outcome.stored_chunks == 2

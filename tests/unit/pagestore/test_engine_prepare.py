@@ -197,10 +197,10 @@ async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_fir
             assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
 
 
-def share_all(running: Running, peer: PeerSession) -> None:
-    """Give a peer every segment's descriptor: from now on it may map them."""
+def share_all(running: Running) -> None:
+    """Give every segment's descriptor away: from now on a peer may map them."""
     for segment in running.engine._ledger.space.segments:
-        running.engine.sessions.descriptor(peer.token, segment.segment_id)
+        running.arena.descriptor(segment.segment_id)
 
 
 async def test_a_store_right_after_a_crash_waits_for_the_memory_of_peers_that_are_gone() -> None:
@@ -209,7 +209,7 @@ async def test_a_store_right_after_a_crash_waits_for_the_memory_of_peers_that_ar
             async with running_engine(world) as running:
                 await prepared(running)
                 peer = await open_session(running, wants_arena=True)
-                share_all(running, peer)
+                share_all(running)
                 os.close(running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
@@ -226,7 +226,7 @@ async def test_a_store_right_after_a_crash_is_refused_while_a_peer_lives() -> No
             async with running_engine(world) as running:
                 await prepared(running)
                 peer = await open_session(running, wants_arena=True)
-                share_all(running, peer)
+                share_all(running)
                 session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
                 raise RuntimeError("crash")
         async with running_engine(world) as running:

@@ -15,8 +15,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `kvpool bench`."""
     parser.description = (
         "Measure on a cluster of its own, started in a temporary directory; with --state-dir before `bench`, on the "
-        "cluster that runs there. `gpu` measures the device alone. Every figure comes with a baseline that takes turns "
-        "with it."
+        "cluster that runs there. Every figure comes with a baseline that takes turns with it."
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     pages = benches.add_parser("pages", help="put and get through the local arena, a remote stream, from disk")

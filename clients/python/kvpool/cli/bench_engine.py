@@ -106,7 +106,7 @@ class BenchEngine:
         return self.size_bytes / duration_s / 1e9
 
     def get_rate(self, chain: Chain) -> tuple[float, TierTokens]:
-        """GB/s of a load until its bytes are verified and in the cache. Raises CommandFailed unless all came."""
+        """GB/s of a load until its bytes are in the cache. Raises CommandFailed unless all came."""
         started_s = time.perf_counter()
         report = self._pool.load(chain, self._blocks, first_chunk=0, end_chunk=self.chunk_count, timeout_s=_TIMEOUT_S)
         duration_s = time.perf_counter() - started_s
