@@ -247,3 +247,35 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             await asyncio.wait((storing,), timeout=0)
             go_on.set()
             assert await storing == [None] * 32
+
+
+async def test_old_memory_that_is_being_freed_is_waited_for_and_comes_even_if_the_peer_leaves() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                await prepared(running)
+                peer = await open_session(running, wants_arena=True)
+                session_id = peer.session.session_id
+                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            destroy, begun, go_on = running.arena.destroy_old_segments, threading.Event(), threading.Event()
+
+            def slowly() -> None:
+                begun.set()
+                go_on.wait()
+                destroy()
+
+            running.arena.destroy_old_segments = slowly  # type: ignore[method-assign]
+            drained = {"previous_session_id": session_id, "previous_drained": True}
+            opening = asyncio.ensure_future(open_session(running, **drained))
+            await eventually(begun.is_set)
+            opening.cancel()
+            await asyncio.wait((opening,))
+            peer = await open_session(running, **drained)
+            storing = asyncio.ensure_future(store(running, peer, range(32)))
+            await asyncio.wait((storing,), timeout=0)
+            go_on.set()
+            assert await storing == [None] * 32
+            assert running.engine.gauges().arena_quarantined_bytes == 0
+            os.close(session_fd)
