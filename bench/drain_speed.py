@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.cli.bench_cluster import bench_cluster
-from kvpool.cli.bench_engine import KEYSPACE_NAME, SPEC
+from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
 from kvpool.cli.bench_session import PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.client.config import ClientConfig
@@ -43,7 +43,7 @@ def pages_of(keyspace: bytes, count: int) -> list[tuple[PageKey, PageMetadata]]:
     hashes = [np.random.default_rng(number).bytes(16) for number in range(count)]
     return [
         (
-            PageKey(keyspace, hashes[number], 0),
+            PageKey(keyspace, hashes[number], FIRST_SHARD),
             PageMetadata(
                 parent_hash=hashes[number - 1] if number % CHAIN_GROUP_CHUNKS else bytes(16),
                 chunk_index=number % CHAIN_GROUP_CHUNKS,

@@ -32,7 +32,7 @@ import grpc
 import numpy as np
 
 from kvpool.cli.bench_cluster import bench_cluster, endpoint_of
-from kvpool.cli.bench_engine import KEYSPACE_NAME, SPEC
+from kvpool.cli.bench_engine import FIRST_SHARD, KEYSPACE_NAME, SPEC
 from kvpool.cli.bench_session import METADATA, PAGE_BYTES, PAYLOAD_BYTES
 from kvpool.cli.cluster import ClusterOptions
 from kvpool.cli.output import table
@@ -71,7 +71,7 @@ def stream_pages(bulk_endpoint: str, keyspace: bytes, stop: Event, written: mult
     while not stop.is_set():
         items = []
         for page in pages:
-            key = PageKey(keyspace, draw(16), 0)
+            key = PageKey(keyspace, draw(16), FIRST_SHARD)
             seal(page, key, SPEC.codec, PAYLOAD_BYTES)
             items.append(PageToWrite(key=key, page=page, metadata=METADATA))
         client.write_pages([(keyspace, SPEC)], items, on_page, timeout_s=60)
@@ -158,7 +158,7 @@ class Probe:
     def __init__(self, session: PageStoreSession, index: IndexClient, echo: EchoCall, keyspace: bytes) -> None:
         self._session, self._index, self._echo, self._keyspace = session, index, echo, keyspace
         self._draw = np.random.default_rng(1).bytes
-        self._kept = PageKey(keyspace, self._draw(16), 0)
+        self._kept = PageKey(keyspace, self._draw(16), FIRST_SHARD)
         self._query = ChainQuery(keyspace=keyspace, chunk_hashes=self._draw(16 * MATCH_CHUNKS))
         self.rejected = 0
 
@@ -170,7 +170,7 @@ class Probe:
         assert await self._session.commit([result.slot.lease_id]) == []
 
     async def reserve(self) -> None:
-        item = ReserveItem(PageKey(self._keyspace, self._draw(16), 0), PAGE_BYTES, METADATA)
+        item = ReserveItem(PageKey(self._keyspace, self._draw(16), FIRST_SHARD), PAGE_BYTES, METADATA)
         (result,) = await self._session.reserve([item])
         if result.slot is None:
             self.rejected += 1  # an answer all the same: the writers have their whole share of the arena

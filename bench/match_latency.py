@@ -19,10 +19,11 @@ from contextlib import AsyncExitStack
 
 from bench.index_fill import MadeChains
 from bench.match_echo import echo_stream, running_echo
-from bench.match_rig import Server, filled, percentile, query_of, rig
+from bench.match_rig import SPEC, Server, filled, percentile, query_of, rig
 from kvpool.client.index import IndexClient
 from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import ChainQuery
+from kvpool.core.grid import ShardGrid
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.core.groups import group_reads
 from kvpool_server.loops import poll_grpc_directly
@@ -77,7 +78,7 @@ async def _with_replica(client: IndexClient, chains: MadeChains, matches: int) -
             current.set()
 
     replica = LocationReplica(client, ReplicaConfig(), on_match=answered.append, on_event=on_event)
-    replica.open_keyspace(chains.keyspace, 0xFFFF)
+    replica.open_keyspace(chains.keyspace, ShardGrid.of(SPEC))
     await current.wait()
     known = min(200, max(1, chains.chunk_count // chains.chain_chunks))
     for chain in range(known):

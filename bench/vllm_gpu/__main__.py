@@ -42,7 +42,7 @@ LISTS = {
     "quick": [
         Step("ttft", "ttft --kinds plain,kvpool --count 4 --runs 1", 80),
         Step("load", "load --kinds kvpool --count 4", 40),
-        Step("press", "press --kinds control,offload,kvpool", 90),
+        Step("press", "press --kinds control,offload,kvpool --concurrency 4,24", 110),
         Step("press-simple", "press --kinds simple", 45),
     ],
     "ttft": [
@@ -109,7 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefixes", type=int, default=24)
     parser.add_argument("--prefix-tokens", type=int, default=8192)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--concurrency", default="4", help="requests at a time, with commas between: `press` with each")
     parser.add_argument("--decode", default="32,1024,256", help="requests, tokens in, tokens out")
     parser.add_argument("--salt", type=int, default=0, help="other prompts")
     return parser.parse_args()
@@ -126,7 +126,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         rounds=arguments.rounds,
         prefixes=arguments.prefixes,
         prefix_tokens=arguments.prefix_tokens,
-        concurrency=arguments.concurrency,
+        concurrency=tuple(int(part) for part in arguments.concurrency.split(",")),
         decode_requests=requests,
         decode_tokens=(tokens, new_tokens),
         salt=arguments.salt,

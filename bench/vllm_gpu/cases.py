@@ -72,6 +72,14 @@ def _press(samples: Samples, found: dict[str, Case]) -> None:
                 found, f"press {kind} {number}", samples.median("press", kind, key=number), plain or control, "tokens/s"
             )
 
+    for name in sorted(samples.names("press of ")):
+        for number in samples.keys(name):
+            control = samples.median(name, "control", key=number)
+            better = max((samples.median(name, kind, key=number) or 0.0 for kind in _OFFLOADS), default=0.0)
+            kvpool = samples.median(name, "kvpool", key=number)
+            _case(found, f"{name} round {number}", kvpool, better or None, "tokens/s")
+            _case(found, f"{name} control round {number}", kvpool, control, "tokens/s")
+
 
 def _decode(samples: Samples, found: dict[str, Case]) -> None:
     _case(

@@ -31,7 +31,7 @@ class Plan:
     rounds: int = 3
     prefixes: int = 24
     prefix_tokens: int = 8192
-    concurrency: int = 4
+    concurrency: tuple[int, ...] = (4,)
     decode_requests: int = 32
     decode_tokens: tuple[int, int] = (1024, 256)
     salt: int = 0
@@ -124,33 +124,34 @@ def run_press(plan: Plan, record: Recorder) -> None:
     engines = start_all(plan.kinds, plan.options)
     if "kvpool" in engines:
         engines["kvpool"].call("bench_trace")
-    for run in range(plan.runs):
-        heads = [
-            prompt(plan.prefix_tokens, 700_000_000 + 1_000_000 * plan.salt + 1000 * run + number)
-            for number in range(plan.prefixes)
-        ]
+    for run, at_once in [(run, at_once) for run in range(plan.runs) for at_once in plan.concurrency]:
+        first_seed = 700_000_000 + 1_000_000 * plan.salt + 10_000 * at_once + 1000 * run
+        heads = [prompt(plan.prefix_tokens, first_seed + number) for number in range(plan.prefixes)]
         for kind in _turn(plan.kinds, run):
             for number in range(plan.rounds):
-                _press_round(plan, engines[kind], heads, run, number, record)
+                _press_round(plan, engines[kind], heads, at_once, run, number, record)
                 time.sleep(_SETTLE_S)
     if "kvpool" in engines:
-        _note_store_delays(engines["kvpool"], record)
+        _note_delays(engines["kvpool"], record)
     _note_counters(engines, record)
 
 
-def _press_round(plan: Plan, engine: Engine, heads: list[list[int]], run: int, number: int, record: Recorder) -> None:
+def _press_round(
+    plan: Plan, engine: Engine, heads: list[list[int]], at_once: int, run: int, number: int, record: Recorder
+) -> None:
     cached = 0
     tokens = len(heads) * (plan.prefix_tokens + TAIL_TOKENS)
     started_s = time.perf_counter()
-    for first in range(0, len(heads), plan.concurrency):
+    for first in range(0, len(heads), at_once):
         asked = [
             prefix + tail(plan, plan.prefix_tokens, 100 * run + first + place, 5 + number)
-            for place, prefix in enumerate(heads[first : first + plan.concurrency])
+            for place, prefix in enumerate(heads[first : first + at_once])
         ]
         cached += sum(engine.ask(asked, NEW_TOKENS).cached)
     seconds = time.perf_counter() - started_s
     share = round(cached / tokens, 3)
-    record.add("press", engine.kind, tokens / seconds, key=number + 1, run=run, cached=share)
+    name = "press" if at_once == plan.concurrency[0] else f"press of {at_once}"
+    record.add(name, engine.kind, tokens / seconds, key=number + 1, run=run, cached=share)
 
 
 def run_decode(plan: Plan, record: Recorder) -> None:
@@ -186,9 +187,9 @@ def run_bytes(plan: Plan, record: Recorder) -> None:
             engine = start_all(["kvpool"], plan.options)["kvpool"]
             engine.call("bench_watch", sums)
             for number in range(plan.rounds):
-                for first in range(0, len(heads), plan.concurrency):
+                for first in range(0, len(heads), plan.concurrency[0]):
                     seed = 10 * engine_number + number
-                    group = heads[first : first + plan.concurrency]
+                    group = heads[first : first + plan.concurrency[0]]
                     engine.ask([h + tail(plan, seed, first + place, 8) for place, h in enumerate(group)], 3)
             counts = engine.call("bench_watched", sums)
             record.note(f"blocks of engine {engine_number}", counts)
@@ -278,21 +279,27 @@ def _note_memcpy(engines: dict[str, Engine], record: Recorder) -> None:
         record.add(f"memcpy {direction}", engine.kind, rate)
 
 
-def _note_store_delays(engine: Engine, record: Recorder) -> None:
-    """From the end of a step on the GPU until its chunks are stored, by the worker's clock of each store.
+def _note_delays(engine: Engine, record: Recorder) -> None:
+    """Loads, and stores from the end of a step on the GPU until its chunks are stored, by the worker's clock of each.
 
     When the worker says so in a later step tells nothing: an engine without requests makes none.
     """
     engine.ask([prompt(40, 95)], 2)
     ordered_s: dict[str, float] = {}
     computed_s: dict[str, float] = {}
-    delays = []
+    delays, loads, asked_s = [], [], {}
     calls = engine.call("bench_traced")
     for at_s, what, number, _ in calls:
         if what == "store ordered":
             ordered_s[number] = at_s
         elif what == "step ended":
             computed_s[number] = at_s
+        elif what == "load asked":
+            asked_s[number] = at_s
+        elif what == "received" and number in asked_s:
+            loads.append((at_s - asked_s.pop(number)) * 1e3)
+    if loads:
+        record.add("load in press", "kvpool", statistics.median(loads), most=round(max(loads), 1), count=len(loads))
     for _, what, number, took_ms in calls:
         if what == "store ended" and number in ordered_s and number in computed_s:
             delays.append(took_ms - (computed_s[number] - ordered_s[number]) * 1e3)

@@ -78,6 +78,10 @@ class Samples:
         values = self.values(name, kind, key=key)
         return statistics.median(values) if values else None
 
+    def names(self, start: str) -> set[str]:
+        """All names that begin so."""
+        return {sample.name for sample in self._samples if sample.name.startswith(start)}
+
     def keys(self, name: str) -> list[int]:
         """All keys of samples of that name, ascending."""
         return sorted({sample.key for sample in self._samples if sample.name == name})

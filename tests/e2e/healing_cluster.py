@@ -17,15 +17,18 @@ from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainQuery, PageMetadata
 from kvpool.core.errors import KvPoolError
-from kvpool.core.page import PageKey
+from kvpool.core.page import PageKey, page_bytes
+from kvpool.core.payload import payload_bytes
 from tests.e2e.service_processes import Process
-from tests.fixtures.pagestore import KEYSPACE, KEYSPACES, PAGE_BYTES, SPEC, TENANT, fill_page
+from tests.fixtures.pagestore import GRID, KEYSPACE, KEYSPACES, SPEC, TENANT, fill_page
 from tests.fixtures.patience import SERVICES_MS, patient
 from tests.fixtures.redis_server import RedisServer, running_redis
 
 INTERVAL_S = 0.5
-SHARDS = 0b11  # of a chunk in tests.fixtures.pagestore
+HALVES = (1, 2)  # the shards of tests.fixtures.pagestore that have one KV head each: together a whole chunk
+SHARDS = sum(1 << shard for shard in HALVES)
 CLIENT = patient()
+_HALF_BYTES = page_bytes(payload_bytes(SPEC, GRID, HALVES[0]))
 
 
 class MadeChain:
@@ -37,9 +40,9 @@ class MadeChain:
     def items(self, indexes: Sequence[int]) -> list[ReserveItem]:
         """Both pages of each chunk."""
         return [
-            ReserveItem(PageKey(KEYSPACE, self.hashes[index], shard), PAGE_BYTES, self._metadata(index))
+            ReserveItem(PageKey(KEYSPACE, self.hashes[index], shard), _HALF_BYTES, self._metadata(index))
             for index in indexes
-            for shard in (0, 1)
+            for shard in HALVES
         ]
 
     def query(self, count: int = 0) -> ChainQuery:

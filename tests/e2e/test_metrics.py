@@ -32,7 +32,9 @@ MOVED = {
         ("kvpool_index_announce_changes_total", ""),
     ],
     "pagestore-0": [
-        ("kvpool_pagestore_grpc_requests_total", f"{RPC}PageStoreService/Session"),
+        # The agent's: it opens one for all its engines when it needs it first, and keeps it.
+        ("kvpool_pagestore_grpc_requests_in_flight", f"{RPC}PageStoreService/Session"),
+        ("kvpool_pagestore_grpc_requests_total", f"{RPC}PageStoreService/Flush"),
         ("kvpool_pagestore_grpc_request_duration_seconds_count", f"{RPC}PageStoreService/Flush"),
         ("kvpool_pagestore_request_duration_seconds_count", "reserve"),
         ("kvpool_pagestore_request_duration_seconds_count", "commit"),

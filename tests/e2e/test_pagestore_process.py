@@ -67,7 +67,7 @@ async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_ol
     await control.close()
     store.kill()
     await asyncio.wait_for(session.broken.wait(), 60)
-    again = start()
+    again = start("store", "--no-arena-prepare")  # so that all memory it has is the old one's
     control = PageStoreControl(again.endpoint, CLIENT)
     status = await control.status()
     assert status.arena_quarantined_bytes == status.arena_segment_bytes > 0

@@ -14,6 +14,7 @@ from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
 from kvpool.wire.convert import page_metadata_to_proto
 from kvpool.wire.convert_keyspace import session_keyspaces_to_proto
 from tests.fixtures.pagestore import (
+    GRID,
     KEYSPACES,
     PAYLOAD_BYTES,
     SLOT_BYTES,
@@ -46,6 +47,12 @@ def of_codec(number: int, codec: int) -> bytes:
     return bytes(page)
 
 
+def of_shard(number: int, shard: int) -> bytes:
+    page = bytearray(sealed_page(page_key(number)))
+    seal(page, page_key(number, shard), SPEC.codec, PAYLOAD_BYTES)
+    return bytes(page)
+
+
 def damaged(number: int, at: int) -> bytes:
     page = bytearray(sealed_page(page_key(number)))
     page[at] ^= 1
@@ -56,13 +63,14 @@ def cases() -> list[tuple[pb.PageFrame, str]]:
     """Frames of pages 0, 1, ... and why each is refused; the last one is good."""
     theirs = keyspace_id(encode_keyspace("somebody else", SPEC))
     whole = sealed_page(page_key(0))
+    outside = GRID.shard_count
     return [
         (frame(0, whole[:-8]), "INVALID_REQUEST"),
         (frame(1, whole + bytes(8)), "INVALID_REQUEST"),
         (frame(2, of_codec(2, 99)), "INVALID_REQUEST"),
         (frame(3, of_codec(3, Codec.INT8_GROUP8)), "INVALID_REQUEST"),
         (frame(4, sealed_page(page_key(4)), key=page_key(4).pack()[:-1]), "INVALID_REQUEST"),
-        (frame(5, sealed_page(page_key(5, shard=2)), key=page_key(5, shard=2).pack()), "INVALID_REQUEST"),
+        (frame(5, of_shard(5, outside), key=page_key(5, outside).pack()), "INVALID_REQUEST"),
         (frame(6, sealed_page(page_key(6)), key=page_key(6, keyspace=theirs).pack()), "KEYSPACE_UNKNOWN"),
         (frame(7, damaged(7, 70)), "PAGE_CORRUPT"),
         (frame(8, damaged(8, 5)), "PAGE_CORRUPT"),  # its codec, which is no other codec for that

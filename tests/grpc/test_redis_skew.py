@@ -14,6 +14,7 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, RegistrationAttempt, ResyncEvent
 from kvpool.core.errors import StartupFailed, StoreUnavailable
 from kvpool.testing import eventually
+from kvpool_index.adapters.redis_layout import LAYOUT
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Entry, Operation, decode_value
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.e2e
 UPGRADES = Path(__file__).resolve().parents[2] / "docs/upgrades.md"
 NEWER = cast(NodeKind, 9)  # of a release that has agents' successors, say
 CHAIN = bytes(range(16))
+OURS, ANOTHER = str(LAYOUT), str(LAYOUT + 1)
 
 
 async def test_a_node_of_a_kind_that_only_newer_replicas_know_harms_nobody(redis_server: RedisServer) -> None:
@@ -95,20 +97,26 @@ def mark(server: RedisServer, layout: str, prefix: str = "kvpool") -> None:
     assert server.command("SET", f"{prefix}:{{n}}:layout", layout).startswith(b"+OK")
 
 
+def marked(server: RedisServer) -> str:
+    return server.command("GET", "kvpool:{n}:layout").decode().split("\r\n")[1]
+
+
 async def test_keys_of_another_layout_are_refused_on_every_connection() -> None:
     with running_redis() as server:
-        mark(server, "2")
+        mark(server, ANOTHER)
         store = recorded_redis.open_store(server.url)
-        with pytest.raises(StartupFailed, match=r"kvpool:\* in Redis have layout '2', and this release has layout '1'"):
+        with pytest.raises(
+            StartupFailed, match=rf"kvpool:\* in Redis have layout '{ANOTHER}', and this release has layout '{OURS}'"
+        ):
             await store.check_layout()
-        with pytest.raises(StoreUnavailable, match="have layout '2'"):
+        with pytest.raises(StoreUnavailable, match=f"have layout '{ANOTHER}'"):
             await store.nodes.snapshot()
         server.flush()
         await store.check_layout()
         assert await store.nodes.snapshot() == []
-        mark(server, "2")  # as if it had failed over to a Redis of others: those who connect anew find out
+        mark(server, ANOTHER)  # as if it had failed over to a Redis of others: those who connect anew find out
         server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-        with pytest.raises(StoreUnavailable, match="have layout '2'"):
+        with pytest.raises(StoreUnavailable, match=f"have layout '{ANOTHER}'"):
             await eventually_raises(store)
         with pytest.raises(StartupFailed):
             await store.check_layout()
@@ -132,11 +140,11 @@ async def test_a_mark_that_is_flushed_comes_back_while_the_index_runs() -> None:
         await store.check_layout()
         looking = asyncio.ensure_future(store.run())
         server.flush()
-        await eventually(lambda: b"1" in server.command("GET", "kvpool:{n}:layout"), 60)
-        mark(server, "2")  # somebody was faster after a flush: who runs ends and says so, and does not take it back
-        with pytest.raises(StartupFailed, match="have layout '2'"):
+        await eventually(lambda: marked(server) == OURS, 60)
+        mark(server, ANOTHER)  # somebody was faster after a flush: who runs ends and says so, and does not take it back
+        with pytest.raises(StartupFailed, match=f"have layout '{ANOTHER}'"):
             await looking
-        assert b"2" in server.command("GET", "kvpool:{n}:layout")
+        assert marked(server) == ANOTHER
         await store.close()
 
 
@@ -145,7 +153,7 @@ async def test_of_two_that_start_at_once_one_is_first(topology: str, request: py
     url, prefix = request.getfixturevalue(topology).url, "at-once"
     stores = [RedisIndexStore(url, timeout_s=20.0, key_prefix=prefix) for _ in range(4)]
     for store in stores[2:]:
-        store._layout._layout = b"2"
+        store._layout._layout = ANOTHER.encode()
     ends = await asyncio.gather(*(store.check_layout() for store in stores), return_exceptions=True)
     ours, theirs = ends[:2], ends[2:]
     refused = theirs if ours == [None, None] else ours

@@ -23,6 +23,7 @@ class Segment:
     segment_id: int
     memory: bytearray
     mappers: dict[object, Process] = field(default_factory=dict)
+    unshared: bool = False  # prepared, and no client got its descriptor yet
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +117,8 @@ class SimArena:
 
     def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         self.create_segment(segment_id, size_bytes)
+        if segment_id in self._views:
+            self._host.segments[segment_id].unshared = True
         return True
 
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
@@ -124,6 +127,7 @@ class SimArena:
     def descriptor(self, segment_id: int) -> int:
         if segment_id not in self._views:
             raise KeyError(segment_id)
+        self._host.segments[segment_id].unshared = False
         return 3
 
     def destroy_segment(self, segment_id: int) -> None:
@@ -153,12 +157,20 @@ class SimArena:
         for session_id in session_ids:
             self._host.session_files.pop(session_id, None)
 
+    def destroy_unshared_segments(self) -> int:
+        before_bytes = self.old_bytes
+        self._destroy_old({one for one in self._old if self._host.segments[one].unshared})
+        return before_bytes - self.old_bytes
+
     def destroy_old_segments(self) -> None:
-        for segment_id in self._old:
+        self._destroy_old(set(self._old))
+
+    def _destroy_old(self, segment_ids: set[int]) -> None:
+        for segment_id in segment_ids:
             segment = self._host.segments.pop(segment_id)
             if segment.mappers:
                 self._host.fail(f"old segment {segment_id} was destroyed while {list(segment.mappers.values())} map it")
-        self._old.clear()
+        self._old -= segment_ids
 
     def close(self, *, remove: bool) -> None:
         if remove:

@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_THREAD_DELAY_S = 0.004  # at most, until a thread begins, and again until its result is there
 
 
 class SimKilled(BaseException):
@@ -243,6 +246,31 @@ class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are th
             self._timer_count += 1
             heapq.heappush(self._timers, (when, self._timer_count, process, handle))
         return handle
+
+    def run_in_executor(self, executor: None, function: Callable[[], T], *args: Any) -> asyncio.Future[T]:
+        """What asyncio.to_thread calls: the function runs as a whole, somewhat later, and its result comes later still.
+
+        As with true threads, a caller that is cancelled meanwhile does not stop it.
+        """
+        told: asyncio.Future[T] = asyncio.Future(loop=self)
+
+        def tell(work: Callable[[], None]) -> None:
+            if not told.done():
+                work()
+
+        def run() -> None:
+            try:
+                result = function(*args)
+            except Exception as error:
+                self.call_later(self._thread_delay_s(), tell, partial(told.set_exception, error))
+            else:
+                self.call_later(self._thread_delay_s(), tell, partial(told.set_result, result))
+
+        self.call_later(self._thread_delay_s(), run)
+        return told
+
+    def _thread_delay_s(self) -> float:
+        return self.rng.random() * _THREAD_DELAY_S
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+import mmap
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.e2e.cli_cluster import Cluster
+from tests.fixtures.staging import leave_staging
 from tests.vllm.engine import Engine
 
 _PAGE_STEP_BYTES = 1 << 16
@@ -43,17 +44,12 @@ def _agents_metric(cluster: Cluster, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def damage_staging(cluster: Cluster) -> None:
-    """Change a byte in every 64 KiB of the pagestore's staging memory, through its own mapping's files."""
-    pid = pid_of(cluster, "pagestore")
-    mapped = {
-        line.split(maxsplit=5)[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "rw-s" in line
-    }
-    for path in (Path(name) for name in mapped):
-        if path.is_file():
-            with path.open("r+b") as memory:
-                for offset in range(_PAGE_STEP_BYTES // 2, os.fstat(memory.fileno()).st_size, _PAGE_STEP_BYTES):
-                    memory.seek(offset)
-                    byte = memory.read(1)
-                    memory.seek(offset)
-                    memory.write(bytes([byte[0] ^ 0xFF]))
+def damage_disk(cluster: Cluster) -> None:
+    """Leave the pages to the disk alone, and change a byte in every 64 KiB of the files that hold them there."""
+    [pagestore] = cluster.state.of_role("pagestore")
+    asyncio.run(leave_staging(pagestore.endpoints["endpoint"]))
+    for path in cluster.state_dir.rglob("*.pages"):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            for offset in range(_PAGE_STEP_BYTES // 2, len(memory), _PAGE_STEP_BYTES):
+                memory[offset] ^= 0xFF
+            memory.flush()

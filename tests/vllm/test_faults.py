@@ -13,7 +13,7 @@ import pytest
 from kvpool.testing import eventually_sync
 from tests.e2e.cli_cluster import Cluster
 from tests.vllm.engine import CHUNK, Engine, prompt
-from tests.vllm.faults import damage_staging, load_is_running, pid_of, stopped_chunks, stored
+from tests.vllm.faults import damage_disk, load_is_running, pid_of, stopped_chunks, stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 RECOVERY_S = 100.0
@@ -94,6 +94,6 @@ def test_a_damaged_page_costs_its_chunk_and_those_behind(cluster: Cluster, engin
     eventually_sync(lambda: stored(engine, tokens, "damaged"), deadline_s=RECOVERY_S)
     engine.forget()
     failed = engine.counters()["failed_load_chunks"]
-    damage_staging(cluster)
+    damage_disk(cluster)
     assert engine.generate(tokens, salt="damaged").tokens == expected
     assert engine.counters()["failed_load_chunks"] > failed

@@ -47,6 +47,8 @@ class Quarantine:
         self._old_going: asyncio.Future[None] | None = None  # while all that old segments wait for is time
         self.old_gone = asyncio.Event()  # set while there are no segments of an earlier process
         self.old_gone.set()
+        self.unshared_gone = asyncio.Event()  # set while there are none that no peer can map
+        self.unshared_gone.set()
 
     def adopt_old(self, session_ids: Sequence[bytes], old_bytes: int) -> None:
         """Hold what an earlier process left: its segments go when none of its peers can touch them."""
@@ -54,6 +56,7 @@ class Quarantine:
         self._old_bytes = old_bytes
         if old_bytes:
             self.old_gone.clear()
+            self.unshared_gone.clear()
         self._ledger.space.hold_old_bytes(old_bytes)
         for session_id in session_ids:
             self._ledger.sessions.add_old(session_id)
@@ -105,6 +108,7 @@ class Quarantine:
 
     async def _watch(self) -> None:
         try:
+            await self._destroy_unshared()
             while True:
                 self._poke.clear()
                 await self.settle()
@@ -141,8 +145,21 @@ class Quarantine:
         if session_ids:
             await self._workers.run(self._arena.forget_sessions, sorted(session_ids))
 
+    async def _destroy_unshared(self) -> None:
+        """Give back at once what an earlier process prepared and no peer got: nobody has to let go of it."""
+        if not self.unshared_gone.is_set():
+            unshared_bytes = await self._workers.run(self._arena.destroy_unshared_segments)
+            self._old_bytes -= unshared_bytes
+            self._ledger.space.hold_old_bytes(-unshared_bytes)
+            self.unshared_gone.set()
+            self._expect_old_room(is_going=False)  # some has come
+            if self._old_bytes:
+                self._expect_old_room(is_going=True)  # until a look says that a peer lives
+            else:
+                self.old_gone.set()
+
     async def _destroy_old(self) -> None:
-        if self._old_bytes and not self._old_sessions:
+        if self._old_bytes and not self._old_sessions and self.unshared_gone.is_set():
             old_bytes, self._old_bytes = self._old_bytes, 0
             self._expect_old_room(is_going=True)  # whoever else finds nothing to destroy any more has to wait for it
             # To its end even if a peer whose words caused it leaves: its bytes would count for ever.

@@ -66,7 +66,10 @@ class Arena(Protocol):
         ...
 
     def descriptor(self, segment_id: int) -> int:
-        """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block. Raises KeyError."""
+        """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block. Raises KeyError.
+
+        From the first call on, a peer may map the segment.
+        """
         ...
 
     def destroy_segment(self, segment_id: int) -> None:
@@ -83,6 +86,10 @@ class Arena(Protocol):
 
     def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
         """Remove session files."""
+        ...
+
+    def destroy_unshared_segments(self) -> int:
+        """Destroy the prepared ones of an earlier process whose descriptors no peer ever got; returns their bytes."""
         ...
 
     def destroy_old_segments(self) -> None:

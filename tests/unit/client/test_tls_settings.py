@@ -46,7 +46,7 @@ def test_connectors_follow_the_variables(tmp_path: Path, monkeypatch: pytest.Mon
     for name, path in files.named():
         monkeypatch.setenv(TLS_VARIABLES[name], str(path))
     configs = (
-        VllmSettings(agent="agent:7300").client_config(0, on_gpu=False),
+        VllmSettings(agent="agent:7300").client_config(on_gpu=False),
         DirectPoolConfig(index_endpoints=("index:7100",), pagestore="unix:/run/pagestore.sock").client,
     )
     for config in configs:

@@ -25,7 +25,7 @@ NODE = NodeInfo(node_id=b"n" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="host:
 
 
 class Index:
-    """Answers look-ups by a script of errors, counts of matched chunks, and bitmaps of what one node has of each."""
+    """Answers by a script: errors, counts of chunks that a node has as asked, or bitmaps of what it has of each."""
 
     def __init__(self, *script: KvPoolError | int | list[int]) -> None:
         self.script, self.opened, self.asked, self.queries = list(script), 0, 0, list[ChainQuery]()
@@ -44,7 +44,7 @@ class Index:
         answer = self.script.pop(0)
         if isinstance(answer, KvPoolError):
             return answer
-        held = [SPACE.shards] * answer if isinstance(answer, int) else answer
+        held = [query.shards] * answer if isinstance(answer, int) else answer
         runs = tuple(
             MatchRun(
                 chunk_count=1,
@@ -74,7 +74,7 @@ async def test_a_keyspace_that_the_index_has_lost_is_opened_again(made: Make) ->
     pool, space = made(index)
     assert await pool.find(space, CHAIN) == [True] * 3 + [False] * 2
     assert index.opened == 1 and [query.chunk_count for query in index.queries] == [5, 5]
-    assert pool._sources[CHAIN[0].chunk_hash][0].bulk_endpoint == "host:1"
+    assert pool._found[CHAIN[0].chunk_hash].remote[0].bulk_endpoint == "host:1"
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no Redis"), ServiceUnavailable("no index")])
@@ -93,16 +93,17 @@ async def test_without_a_pagestore_everything_is_a_miss_and_places_are_forgotten
 
     assert await pool.get(space, CHAIN, never) == [False] * 5
     assert await pool.put(space, CHAIN, never) == [False] * 5
-    assert not pool._sources and not pool.connected
+    assert not pool._found and not pool.connected
     assert (pool.counts.missed_chunks, pool.counts.refused_chunks) == (5, 5)
     assert await pool.get(space, [], never) == []
 
 
-async def test_pages_of_another_split_are_none_that_it_reads(made: Make) -> None:
+async def test_pages_of_another_split_are_read_where_they_have_all_heads(made: Make) -> None:
     """The space is one shard of two heads; the other ranks' shards 1 and 2 have a head each."""
-    pool, space = made(Index([0b001, 0b110, 0b111]))
-    assert await pool.find(space, CHAIN[:3]) == [True, False, True]
-    assert list(pool._sources) == [CHAIN[0].chunk_hash, CHAIN[2].chunk_hash]
+    pool, space = made(Index([0b001, 0b110, 0b010, 0b111]))
+    assert await pool.find(space, CHAIN[:4]) == [True, True, False, True]
+    read = {chunk_hash: found.shards for chunk_hash, found in pool._found.items()}
+    assert read == {CHAIN[0].chunk_hash: 0b001, CHAIN[1].chunk_hash: 0b110, CHAIN[3].chunk_hash: 0b001}
 
 
 async def test_chunks_that_stand_alone_are_questions_of_their_own_asked_at_once(made: Make) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpool.connectors.direct_config import DirectPoolConfig
-from kvpool.connectors.direct_values import ChunkPlace, SharedSpace, consecutive, wanted_pages
+from kvpool.connectors.direct_values import ChunkPlace, consecutive, wanted_pages
 from kvpool.connectors.lmcache_objects import ObjectNames, layout_of_description, layout_of_object, object_hash
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.foreign_keys import foreign_chunk_hash, object_keyspace, object_range
@@ -64,9 +64,7 @@ def test_objects_are_cut_into_pages_without_a_gap() -> None:
         assert ranges[0].offset_bytes == 0 and ranges[-1].end_bytes == size_bytes
         assert all(left.end_bytes == right.offset_bytes for left, right in pairwise(ranges))
         assert all(0 < part.size_bytes <= shape.payload_bytes for part, shape in zip(ranges, shapes, strict=True))
-        assert len(wanted_pages(SharedSpace.of("e", spec, grid.all_shards), [ChunkPlace.alone(bytes(16))])) == len(
-            ranges
-        )
+        assert len(wanted_pages([ChunkPlace.alone(bytes(16))], [grid.all_shards])) == len(ranges)
     with pytest.raises(InvalidRequest, match="at least one byte"):
         object_keyspace(engine="e", kind="k", model_id="m", model_revision="r", size_bytes=0, salt=b"")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 
@@ -28,6 +29,17 @@ def a_plan() -> EnginePlan:
         regions=(),
         match_only=True,
     )
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.0005), (0.0001, 0.0001)])
+def test_the_pools_thread_need_not_wait_long_for_the_engines(before_s: float, after_s: float) -> None:
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+    try:
+        PoolLink(a_plan, NOWHERE).close()
+        assert sys.getswitchinterval() == pytest.approx(after_s, rel=0.05)
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_an_agent_that_is_not_there_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,10 @@ from tests.unit.connectors.vllm_worlds import BLOCKS, World, hashes_of
 _HASHING = "kvpool.connectors.vllm.scheduler.request_chain"
 
 
-def test_however_many_requests_wait_a_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("computing", "most_s"), [(["r0"], 0.003), (["gone"], 0.015), ([], 0.015)])
+def test_however_many_requests_wait_a_step_waits_once_and_longer_if_nothing_is_computed(
+    computing: list[str], most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(FakePool(3), lookup_wait_ms=3.0)
     world.link.held = True
     waited: list[float] = []
@@ -34,11 +37,14 @@ def test_however_many_requests_wait_a_step_waits_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("concurrent.futures.wait", wait)
     requests = [a_request(120, f"r{number}", first_token=200 * number) for number in range(30)]
-    assert [world.match(request) for request in requests] == [None] * 30
-    assert sum(waited) == pytest.approx(0.003)
-    world.build()
+    for request in requests:
+        world.side.on_new_request(request)
+    world.build(dict.fromkeys(computing, 1))
+    assert [world.side.matched_tokens(request, 0) for request in requests] == [None] * 30
+    assert sum(waited) == pytest.approx(most_s)
+    world.build(dict.fromkeys(computing, 1))
     world.side.matched_tokens(requests[0], 0)
-    assert sum(waited) == pytest.approx(0.006)
+    assert sum(waited) == pytest.approx(2 * most_s)
 
 
 def test_so_many_lookups_are_asked_at_once() -> None:
@@ -252,7 +258,7 @@ def test_a_real_lookup_waits_no_longer_than_it_takes() -> None:
         world.side._lookups._link = world.link = Loop(FakePool(3))  # type: ignore[assignment]
         assert world.match(a_request(120)) == 96
         world.link.pool = Slow(3)
-        world.side._lookups._wait_left_s = 0.001
+        world.side._lookups._waited_s = 5 * 5.0 - 0.001  # of an engine that computes nothing
         request = a_request(120, "b", first_token=300)
         assert world.match(request) is None
         world.side.finished(request, [], "FINISHED_ABORTED")

@@ -57,7 +57,7 @@ class FakePool:
 
     def __init__(self, chunk_count: int = 0, *, estimated_ms: float = 0.0, error: KvPoolError | None = None) -> None:
         self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
-        self.session = SimpleNamespace(hash_key=HASH_KEY)
+        self.session = SimpleNamespace(hash_key=HASH_KEY, link_bytes_per_s=0.0)
         self.asked: list[tuple[Chain, int]] = []
 
     async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:

@@ -37,7 +37,7 @@ def test_vectors(vector: dict[str, Any]) -> None:
     packed_key = bytes.fromhex(keyspace) + bytes.fromhex(chunk_hash) + shard.to_bytes(2, "little")
     blocks = [payload[at : at + 262144] for at in range(0, payload_len, 262144)]
     sums = b"".join(xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks)
-    fields = b"KVPG\x01" + bytes([codec]) + packed_key + payload_len.to_bytes(8, "little")
+    fields = b"KVPG\x02" + bytes([codec]) + packed_key + payload_len.to_bytes(8, "little")
     header = fields + xxh3_128_digest(fields + sums)
     assert (packed_key.hex(), sums.hex(), header.hex()) == (vector["page_key"], vector["sum_table"], vector["header"])
 

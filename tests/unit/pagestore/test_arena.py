@@ -114,6 +114,37 @@ def test_segments_of_an_earlier_process_are_found_counted_and_destroyed(director
     arena.close(remove=True)
 
 
+def test_prepared_segments_of_an_earlier_process_that_no_peer_could_map_are_destroyed_apart(directory: Path) -> None:
+    before = opened(directory)
+    before.create_segment(1, MIB)
+    for segment_id in (2, 3, 4):
+        assert before.prepare_segment(segment_id, 2 * MIB, lambda: True)
+    before.view(3, 0, 6)[:] = b"shared"
+    peer_fd = os.dup(before.descriptor(3))
+    before.close(remove=False)
+    arena = opened(directory)
+    assert arena.old_bytes == 7 * MIB
+    assert arena.destroy_unshared_segments() == 4 * MIB
+    assert arena.old_bytes == 3 * MIB and len(list(directory.glob("segment-*"))) == 2
+    assert arena.destroy_unshared_segments() == 0
+    assert os.pread(peer_fd, 6, 0) == b"shared"
+    os.close(peer_fd)
+    arena.destroy_old_segments()
+    assert arena.old_bytes == 0 and not list(directory.glob("segment-*"))
+    arena.close(remove=True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_prepared_segment_leaves_nothing_when_it_is_destroyed(shared: bool, directory: Path) -> None:
+    arena = opened(directory)
+    assert arena.prepare_segment(1, MIB, lambda: True)
+    if shared:
+        assert arena.descriptor(1) == arena.descriptor(1)
+    arena.destroy_segment(1)
+    assert not list(directory.glob("segment-*"))
+    arena.close(remove=True)
+
+
 def test_a_segment_that_somebody_still_looks_at_is_unlinked_all_the_same(directory: Path) -> None:
     arena = opened(directory)
     arena.create_segment(1, MIB)

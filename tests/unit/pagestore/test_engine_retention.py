@@ -11,7 +11,8 @@ import pytest
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, QuotaExceeded, StoreFault
 from kvpool.core.outcome import Admission, Tier
-from kvpool.core.page import PageKey
+from kvpool.core.page import PageKey, page_bytes
+from kvpool.core.payload import payload_bytes
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.retention import PINNED_FOREVER_US, Retention
 from kvpool.testing import ManualClock, eventually
@@ -19,8 +20,10 @@ from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine_pages import ReserveAnswer, ReserveItem
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import (
+    GRID,
     KEYSPACE,
     PAGE_BYTES,
+    SPEC,
     TENANT,
     Running,
     World,
@@ -37,7 +40,8 @@ HASHES = [page_key(number).chunk_hash for number in range(16)]
 
 async def reserve(running: Running, peer: PeerSession, number: int, shard: int = 0, **retention: int) -> ReserveAnswer:
     kept = replace(metadata(number), **retention)  # type: ignore[arg-type]
-    item = ReserveItem(key=page_key(number, shard), page_bytes=PAGE_BYTES, metadata=kept)
+    size_bytes = page_bytes(payload_bytes(SPEC, GRID, shard))
+    item = ReserveItem(key=page_key(number, shard), page_bytes=size_bytes, metadata=kept)
     (answer,) = await running.engine.pages.reserve(peer, [item])
     return answer
 
@@ -144,14 +148,15 @@ async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others
     with new_world(clock=ManualClock()) as world:
         async with engine_at(world) as (running, peer, clock):
             until_us = clock.wall_us() + 1_000_000
+            both_bytes = sum(page_bytes(payload_bytes(SPEC, GRID, shard)) for shard in (0, 1))
             await put(running, peer, 1)
             await put(running, peer, 1, shard=1)
             await running.engine.flush(TENANT, b"")
             assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[1:3], until_us) == 2
             assert {page.metadata.pinned_until_us for page in world.memory.scan()} == {until_us}
-            assert running.engine.gauges().pinned_bytes == 2 * PAGE_BYTES
+            assert running.engine.gauges().pinned_bytes == both_bytes
         async with engine_at(world, linger_ms=60_000) as (running, peer, clock):
-            assert running.engine.gauges().pinned_bytes == 2 * PAGE_BYTES
+            assert running.engine.gauges().pinned_bytes == both_bytes
             await put(running, peer, 4)
             assert await running.engine.retained.pin(TENANT, KEYSPACE, [HASHES[4]], until_us) == 1
             await running.engine.flush(TENANT, b"")

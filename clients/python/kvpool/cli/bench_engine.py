@@ -17,32 +17,34 @@ from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import StoreReport
 from kvpool.client.shared_memory import SharedMemoryRegion
 from kvpool.client.sync import SyncKvPool
-from kvpool.core.grid import ShardGrid
+from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.payload import chunk_bytes
 
-# An 8B Llama shape in bf16, on a rank of TP 8: one KV head, all layers. Two pages of 2 MiB a chunk.
+# An 8B Llama shape in bf16, on a rank of TP 4: two KV heads, all layers. Four pages of 2 MiB a chunk.
 SPEC = KeyspaceSpec(
     model_id="kvpool-bench", model_revision="1", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256
 )
 KEYSPACE_NAME = "kvpool-bench"
 GRID = ShardGrid.of(SPEC)
 LAYERS = range(SPEC.group.layers)
+HEADS = range(2)
+SHARDS = GRID.bitmap_for(LAYERS, HEADS)  # the rank's: all of one size
+FIRST_SHARD = next(shards_in(SHARDS))
 _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """heads: of the rank; block_tokens 256 with blocks in order is a contiguous tensor."""
+    """block_tokens 256 with blocks in order is a contiguous tensor."""
 
-    heads: range
     block_tokens: int
     scattered: bool  # block ids in random order
 
 
-CONTIGUOUS = EngineShape(heads=range(1), block_tokens=256, scattered=False)
-BLOCKS_OF_16 = EngineShape(heads=range(1), block_tokens=16, scattered=True)
+CONTIGUOUS = EngineShape(block_tokens=256, scattered=False)
+BLOCKS_OF_16 = EngineShape(block_tokens=16, scattered=True)
 
 
 class BenchEngine:
@@ -51,9 +53,9 @@ class BenchEngine:
     def __init__(self, endpoint: str, shape: EngineShape, chunk_count: int) -> None:
         """Register with the agent. Raises KvPoolError."""
         block_count = chunk_count * SPEC.chunk_tokens // shape.block_tokens
-        layout = contiguous_layout(SPEC, LAYERS, shape.heads, shape.block_tokens, block_count)
+        layout = contiguous_layout(SPEC, LAYERS, HEADS, shape.block_tokens, block_count)
         self.chunk_count = chunk_count
-        self.size_bytes = chunk_count * chunk_bytes(SPEC, GRID, GRID.bitmap_for(LAYERS, shape.heads))
+        self.size_bytes = chunk_count * chunk_bytes(SPEC, GRID, SHARDS)
         self._region = SharedMemoryRegion(layout.handle_sizes[0])
         self._blocks: npt.NDArray[np.int64] = np.arange(block_count, dtype=np.int64)
         if shape.scattered:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpool.cli.bench_bare import BareStream
 from kvpool.cli.bench_cluster import bench_cluster, endpoint_of, running_cluster
-from kvpool.cli.bench_engine import BLOCKS_OF_16, CONTIGUOUS, GRID, SPEC, BenchEngine
+from kvpool.cli.bench_engine import BLOCKS_OF_16, CONTIGUOUS, SHARDS, SPEC, BenchEngine
 from kvpool.cli.bench_machine import CopyBaseline, FileBaseline, drop_from_page_cache, tune_process
 from kvpool.cli.bench_results import Results, progress
 from kvpool.cli.bench_session import PAGE_BYTES, PAYLOAD_BYTES, BenchSession
@@ -31,7 +31,7 @@ _SEED = 1000  # of the first prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesPlan:
-    """How much is moved: chunks of 4 MiB a case and round."""
+    """How much is moved: chunks of 8 MiB a case and round."""
 
     chunks: int
     rounds: int
@@ -41,11 +41,11 @@ class PagesPlan:
     @property
     def page_count(self) -> int:
         """Pages of 2 MiB a case and round."""
-        return self.chunks * GRID.layer_groups
+        return self.chunks * SHARDS.bit_count()
 
 
-FULL = PagesPlan(chunks=32, rounds=7, disk_chunks=32, disk_rounds=4)
-QUICK = PagesPlan(chunks=16, rounds=3, disk_chunks=16, disk_rounds=2)
+FULL = PagesPlan(chunks=16, rounds=7, disk_chunks=16, disk_rounds=4)
+QUICK = PagesPlan(chunks=8, rounds=3, disk_chunks=8, disk_rounds=2)
 
 
 def measure_pages(state_dir: Path | None, plan: PagesPlan) -> Results:
@@ -136,7 +136,7 @@ class _Local:
 
 def _measure_disk(plan: PagesPlan, results: Results) -> None:
     """Prompts that together are larger than the arena, in turns: each one has left it when its turn comes again."""
-    set_bytes = plan.disk_chunks * GRID.layer_groups * PAGE_BYTES
+    set_bytes = plan.disk_chunks * SHARDS.bit_count() * PAGE_BYTES
     # A set must fit into what may be dirty, half of the arena.
     options = ClusterOptions(state_dir=Path(), arena_bytes=_round_up(set_bytes * 5 // 2), memory_index=True)
     with bench_cluster(options) as (state, directory), ExitStack() as stack:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvpool.cli.bench_engine import GRID, KEYSPACE_NAME, SPEC
+from kvpool.cli.bench_engine import FIRST_SHARD, GRID, KEYSPACE_NAME, SPEC
 from kvpool.cli.bench_machine import rate, shared_bytes
 from kvpool.cli.output import CommandFailed
 from kvpool.client.config import ClientConfig
@@ -22,7 +22,7 @@ from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
 from kvpool.core.segment import MappedSegment
 
-PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
+PAYLOAD_BYTES = payload_bytes(SPEC, GRID, FIRST_SHARD)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
 METADATA = PageMetadata(parent_hash=bytes(16), chunk_index=0, group_head_hash=bytes(16))
 _WAIT_S = 30.0
@@ -47,7 +47,7 @@ class BenchSession:
     def keys(self, seed: int) -> list[PageKey]:
         """Keys of page_count pages."""
         draw = np.random.default_rng(seed).bytes
-        return [PageKey(self.keyspace, draw(16), 0) for _ in range(self._page_count)]
+        return [PageKey(self.keyspace, draw(16), FIRST_SHARD) for _ in range(self._page_count)]
 
     def put_rate(self, keys: list[PageKey]) -> float:
         """GB/s of reserving, copying, sealing and committing all pages."""

@@ -10,8 +10,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from operator import or_
 
 from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import PageStoreControl
@@ -22,6 +20,7 @@ from kvpool.connectors.direct_turns import Turns
 from kvpool.connectors.direct_values import (
     ChunkPlace,
     DirectCounts,
+    FoundChunk,
     OpenSpace,
     SharedSpace,
     WantedPage,
@@ -29,9 +28,10 @@ from kvpool.connectors.direct_values import (
     wanted_pages,
 )
 from kvpool.connectors.direct_writing import write_with_patience
-from kvpool.core.cluster import ChainMatch, NodeKind, RemoteSource
+from kvpool.core.cluster import ChainMatch, NodeKind
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, ServiceUnavailable
-from kvpool.core.outcome import Tier
+from kvpool.core.grid import ShardGrid
+from kvpool.core.match_sources import remote_sources, shards_to_read
 
 _log = logging.getLogger(__name__)
 PayloadCopy = Callable[[int, int, memoryview], None]
@@ -52,7 +52,7 @@ class DirectPool:
         self._spaces: dict[SharedSpace, OpenSpace] = {}
         self._opening = asyncio.Lock()
         self._index_failed_s = float("-inf")
-        self._sources: OrderedDict[bytes, tuple[RemoteSource, ...]] = OrderedDict()
+        self._found: OrderedDict[bytes, FoundChunk] = OrderedDict()
         self.counts = DirectCounts()
 
     async def open(self, space: SharedSpace) -> OpenSpace:
@@ -82,10 +82,7 @@ class DirectPool:
             return found
 
     async def find(self, space: OpenSpace, chunks: Sequence[ChunkPlace]) -> list[bool]:
-        """Which chunks are in the cluster with all shards of the space, as far as the index knows.
-
-        Pages of other splits do not count, though the index matches them: `get` reads just the space's own.
-        """
+        """Which chunks are in the cluster with the KV of all shards of the space, as far as the index knows."""
         found = [False] * len(chunks)
         self.counts.looked_up_chunks += len(chunks)
         try:
@@ -96,19 +93,22 @@ class DirectPool:
         return found
 
     async def get(self, space: OpenSpace, chunks: Sequence[ChunkPlace], take: PayloadCopy) -> list[bool]:
-        """Read chunks; True for those of which `take` has got every shard, verified.
+        """Read chunks; True for those of which `take` has got the KV of every shard, verified.
 
-        When it returns nothing is copied any more. Of a chunk that is False some shards may have been taken.
+        The pages that it gets may be of other splits, with more heads than the space's shards have, or fewer. When it
+        returns nothing is copied any more. Of a chunk that is False some pages may have been taken.
         """
         ends_at_s = asyncio.get_running_loop().time() + self._config.load_timeout_s
         good: set[WantedPage] = set()
-        pages = wanted_pages(space.space, chunks)
-        if any(chunk.chunk_hash not in self._sources for chunk in chunks):
+        if any(chunk.chunk_hash not in self._found for chunk in chunks):
             await self.find(space, chunks)  # what only another host has is found nowhere else
+        unknown = FoundChunk(space.space.shards, ())  # this host may have it all the same
+        found = [self._found.get(chunk.chunk_hash, unknown) for chunk in chunks]
+        pages = wanted_pages(chunks, [one.shards for one in found])
         try:
             async with self._reads.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
                 for window, wait_s in self._windows(pages, session.max_leases, ends_at_s):
-                    sources = [self._sources.get(page.chunk.chunk_hash, ()) for page in window]
+                    sources = [found[page.position].remote for page in window]
                     read = await read_window(session, space, window, sources, wait_s, self._threads, take)
                     good |= read.good
                     self.counts.corrupt_pages += read.corrupt_count
@@ -120,7 +120,7 @@ class DirectPool:
         answer = _whole(pages, good, len(chunks))
         for chunk, loaded in zip(chunks, answer, strict=True):
             if not loaded:
-                self._sources.pop(chunk.chunk_hash, None)  # it may have misled us: ask again next time
+                self._found.pop(chunk.chunk_hash, None)  # it may have misled us: ask again next time
         self.counts.loaded_chunks += sum(answer)
         self.counts.missed_chunks += len(answer) - sum(answer)
         return answer
@@ -133,7 +133,7 @@ class DirectPool:
         """
         ends_at_s = asyncio.get_running_loop().time() + self._config.store_timeout_s
         good: set[WantedPage] = set()
-        pages = wanted_pages(space.space, chunks)
+        pages = wanted_pages(chunks, [space.space.shards] * len(chunks))
         try:
             async with self._writes.turn(ends_at_s), self._session.use(space.keyspace, space.space.spec) as session:
                 for window, _ in self._windows(pages, session.max_leases, ends_at_s):
@@ -165,7 +165,7 @@ class DirectPool:
             self.note_failure("clear", error)
             return False
         finally:
-            self._sources.clear()
+            self._found.clear()
         return True
 
     @property
@@ -201,11 +201,10 @@ class DirectPool:
             self._spaces.pop(space.space, None)
             matches = await self._match(await self.open(space.space), chunks, runs)
         for run, match in zip(runs, matches, strict=True):
-            sources = self._remote(match, space.space.shards)
-            for position, remote in zip(run, sources, strict=False):
-                if remote is not None:
+            for position, place in zip(run, self._places(space, match), strict=False):
+                if place is not None:
                     found[position] = True
-                    self._remember(chunks[position].chunk_hash, remote)
+                    self._remember(chunks[position].chunk_hash, place)
 
     async def _match(
         self, space: OpenSpace, chunks: Sequence[ChunkPlace], runs: Sequence[range]
@@ -217,37 +216,20 @@ class DirectPool:
                 raise answer
         return [answer for answer in answers if isinstance(answer, ChainMatch)]
 
-    def _remote(self, match: ChainMatch, shards: int) -> list[tuple[RemoteSource, ...] | None]:
-        """For each matched chunk the other nodes to ask, best first; None where some of these shards are nowhere."""
-        chunks: list[tuple[RemoteSource, ...] | None] = []
+    def _places(self, space: OpenSpace, match: ChainMatch) -> Iterator[FoundChunk | None]:
+        """For each matched chunk what to read of which nodes; None where some of the space's KV is nowhere."""
+        grid = ShardGrid.of(space.space.spec)
         for run in match.runs:
-            if shards & ~reduce(or_, (location.shards for location in run.locations), 0):
-                chunks += [None] * run.chunk_count
-                continue
-            sources: dict[bytes, RemoteSource] = {}
-            for location in run.locations:
-                node = match.nodes.get(location.node_id)
-                if location.node_id == self._session.node_id or location.tier is Tier.GPU:
-                    continue
-                if not location.shards & shards:
-                    continue
-                if node is not None and node.bulk_endpoint:
-                    sources.setdefault(
-                        location.node_id,
-                        RemoteSource(
-                            node_id=location.node_id,
-                            incarnation=location.incarnation,
-                            bulk_endpoint=node.bulk_endpoint,
-                        ),
-                    )
-            chunks += [tuple(sources.values())] * run.chunk_count
-        return chunks
+            shards, _ = shards_to_read(run, grid, space.space.shards, self._session.node_id)
+            remote = remote_sources(run, match, shards, self._session.node_id)
+            place = FoundChunk(shards, remote) if shards else None
+            yield from (place for _ in range(run.chunk_count))
 
-    def _remember(self, chunk_hash: bytes, sources: tuple[RemoteSource, ...]) -> None:
-        self._sources[chunk_hash] = sources
-        self._sources.move_to_end(chunk_hash)
-        while len(self._sources) > self._config.remembered_chunks:
-            self._sources.popitem(last=False)
+    def _remember(self, chunk_hash: bytes, place: FoundChunk) -> None:
+        self._found[chunk_hash] = place
+        self._found.move_to_end(chunk_hash)
+        while len(self._found) > self._config.remembered_chunks:
+            self._found.popitem(last=False)
 
     def note_failure(self, what: str, error: KvPoolError) -> None:
         """Count it, and log it unless it is the same as the last one."""

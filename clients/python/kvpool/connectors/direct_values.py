@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
-from kvpool.core.cluster import ChainQuery, PageMetadata
+from kvpool.core.cluster import ChainQuery, PageMetadata, RemoteSource
 from kvpool.core.grid import ShardGrid, shards_in
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey
@@ -50,7 +50,10 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpace:
-    """A keyspace by its name, and the shards of each chunk that this engine rank reads and writes."""
+    """A keyspace by its name, and the shards of each chunk that this engine rank writes.
+
+    It reads the same layers and heads from pages of any split.
+    """
 
     name: str
     spec: KeyspaceSpec
@@ -100,10 +103,25 @@ class WantedPage:
     shard: int
 
 
-def wanted_pages(space: SharedSpace, chunks: Sequence[ChunkPlace]) -> list[WantedPage]:
-    """Pages of chunks, in chunk order."""
-    shards = tuple(shards_in(space.shards))
-    return [WantedPage(at, chunk, shard) for at, chunk in enumerate(chunks) for shard in shards]
+@dataclass(frozen=True, slots=True)
+class FoundChunk:
+    """What a look-up said of a chunk that it found.
+
+    shards: bitmap of the pages to read; they may be of other splits than the space's. remote: other nodes that have
+    some of them, best first.
+    """
+
+    shards: int
+    remote: tuple[RemoteSource, ...]
+
+
+def wanted_pages(chunks: Sequence[ChunkPlace], shards: Sequence[int]) -> list[WantedPage]:
+    """Pages of chunks, in chunk order. shards: a bitmap for each chunk."""
+    return [
+        WantedPage(at, chunk, shard)
+        for at, (chunk, bitmap) in enumerate(zip(chunks, shards, strict=True))
+        for shard in shards_in(bitmap)
+    ]
 
 
 def consecutive(chunks: Sequence[ChunkPlace], most: int) -> Iterator[range]:

@@ -1,6 +1,7 @@
 """Arena segments as files on a shared-memory file system, and the locks that tell whether a peer still maps them.
 
 The files have names, not only descriptors, because an owner that restarts must find the memory its peers still map.
+Names also tell which prepared segments no peer can map: those of a process that was killed are freed at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvpool.core.errors import ArenaFull, StartupFailed
@@ -25,6 +26,7 @@ from kvpool_pagestore.ports import SessionLocks
 _log = logging.getLogger(__name__)
 
 _PREFIX = "segment-"
+_UNSHARED = ".unshared"  # ends the name of a prepared segment until a peer gets its descriptor
 _LOCK_NAME = "lock"
 _SWEEP_PATIENCE_S = 1.0
 _NODE_DIRECTORY = re.compile(r"kvpool-[0-9a-f]{32}")
@@ -126,7 +128,7 @@ class TmpfsArena:
         self._open[segment_id] = _Mapping(path, fd, memory, memoryview(memory))
 
     def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
-        path = self._directory / f"{_PREFIX}{segment_id:016x}"
+        path = self._directory / f"{_PREFIX}{segment_id:016x}{_UNSHARED}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, size_bytes)
@@ -153,7 +155,12 @@ class TmpfsArena:
         return self._open[segment_id].view[offset : offset + size_bytes]
 
     def descriptor(self, segment_id: int) -> int:
-        return self._open[segment_id].fd
+        mapping = self._open[segment_id]
+        if mapping.path.suffix == _UNSHARED:
+            shared = mapping.path.with_suffix("")
+            mapping.path.rename(shared)
+            mapping = self._open[segment_id] = replace(mapping, path=shared)
+        return mapping.fd
 
     def destroy_segment(self, segment_id: int) -> None:
         _discard(self._open.pop(segment_id))
@@ -168,12 +175,13 @@ class TmpfsArena:
         for session_id in session_ids:
             self._locks.remove_session_file(self._directory, session_id.hex())
 
+    def destroy_unshared_segments(self) -> int:
+        before_bytes = self.old_bytes
+        self._destroy_old([path for path in self._old if path.suffix == _UNSHARED])
+        return before_bytes - self.old_bytes
+
     def destroy_old_segments(self) -> None:
-        for path in self._old:
-            path.unlink()
-        with ThreadPoolExecutor(_FREED_AT_ONCE) as pool:
-            list(pool.map(os.close, self._old.values()))  # the last reference: frees the memory
-        self._old.clear()
+        self._destroy_old(list(self._old))
 
     def close(self, *, remove: bool) -> None:
         """Unmap everything and let go of the directory. Idempotent.
@@ -205,6 +213,14 @@ class TmpfsArena:
                 self._directory.rmdir()
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+    def _destroy_old(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            path.unlink()
+        with ThreadPoolExecutor(_FREED_AT_ONCE) as pool:
+            list(pool.map(os.close, map(self._old.__getitem__, paths)))  # the last reference: frees the memory
+        for path in paths:
+            del self._old[path]
 
     def _no_room(self, size_bytes: int) -> ArenaFull:
         return ArenaFull(

@@ -40,8 +40,6 @@ class CacheMemory:
                 region.close()
 
 
-
-
 def cache_memory(
     tensors: Sequence[torch.Tensor], spec: KeyspaceSpec, part: RankPart, block_tokens: int, block_count: int
 ) -> CacheMemory:

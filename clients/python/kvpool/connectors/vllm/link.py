@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -24,6 +25,9 @@ ResultT = TypeVar("ResultT")
 # The cluster is not there now, but it may come: everything else needs another configuration.
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, DeadlineExceeded, StoreUnavailable, WireVersionRefused)
 _CLOSE_TIMEOUT_S = 10.0
+# CPython lets the engine's thread run for 5 ms while the pool's waits to run Python, for each message again: a load has
+# several. The engine has one such thread, so that others pay nothing.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 class PoolLink:
@@ -33,6 +37,7 @@ class PoolLink:
         """make_plan: runs on a thread of its own; it may take its time. It is called again after ServiceUnavailable (no
         agent is there yet); anything else that it raises ends the use of kvpool."""
         self._make_plan, self._config, self._offer = make_plan, config, offer
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._loop = BackgroundLoop("kvpool-vllm")
         self._pool: KvPool | None = None
         self._closed = False

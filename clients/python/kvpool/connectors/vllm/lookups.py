@@ -25,7 +25,8 @@ _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under it
 _GOOD_FOR_S = 10.0  # a request that waits for its blocks need not be matched in every step
 _AT_ONCE = 32
 _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is taken for lost
-_LOOP_TOKENS = 1 << 13  # more are not hashed on the loop, which has loads to end: 1 ms
+_IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
+_LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
 _NO_CHAIN = Chain(1, 0, ())
 
@@ -66,8 +67,9 @@ class Lookup:
 
 
 class Lookups:
-    """Of a scheduler, whose step they delay for a moment at most, however many requests wait. After a failure nothing
-    is asked for a while: the engine computes."""
+    """Of a scheduler, whose step they delay for a moment at most, however many requests wait: longer if it computes
+    nothing, since a request without an answer costs it an empty step. After a failure nothing is asked for a while: the
+    engine computes."""
 
     def __init__(self, settings: VllmSettings, link: PoolLink, tally: Tally, now_s: Callable[[], float]) -> None:
         self._settings, self._link, self._tally, self._now_s = settings, link, tally, now_s
@@ -75,11 +77,11 @@ class Lookups:
         self._silent_until_s = 0.0
         self._seldom = Seldom(now_s)
         self._turns = Turns(count=_AT_ONCE, size_bytes=1)
-        self.new_step()
+        self._waited_s = 0.0
 
     def new_step(self) -> None:
         """The time that one step may wait can be had again."""
-        self._wait_left_s = self._settings.lookup_wait_ms / 1e3
+        self._waited_s = 0.0
 
     @property
     def pool(self) -> KvPool | None:
@@ -115,10 +117,17 @@ class Lookups:
             lookup.running.set_exception(error)
 
     def answer(
-        self, lookup: Lookup, pool: KvPool, hash_tokens: Callable[[], Chain], token_count: int, held_chunks: int
+        self,
+        lookup: Lookup,
+        pool: KvPool,
+        hash_tokens: Callable[[], Chain],
+        token_count: int,
+        held_chunks: int,
+        *,
+        idle: bool = False,
     ) -> Chain | None:
         """The chain of a request whose answer is in `lookup.found` now; None while that is not known. Waits for a
-        moment at most. hash_tokens gives a chain that is known already at once."""
+        moment at most. hash_tokens gives a chain that is known already at once. idle: the engine computes nothing."""
         now_s = self._now_s()
         fresh = now_s - lookup.found_at_s < _GOOD_FOR_S and lookup.held_chunks <= held_chunks
         if lookup.running is None and fresh and lookup.found is not None and lookup.found.error is None:
@@ -127,7 +136,7 @@ class Lookups:
             self.begin(lookup, pool, hash_tokens, token_count, held_chunks=held_chunks)
         if lookup.awaited_since_s is None:
             lookup.awaited_since_s = now_s
-        found = self._result(lookup)
+        found = self._result(lookup, _IDLE_WAITS if idle else 1)
         if found is None:
             return None
         lookup.running = None
@@ -142,14 +151,15 @@ class Lookups:
             self._backoff.reset()
         return found.chain if lookup.held_chunks <= held_chunks else None  # None: the engine lost some meanwhile
 
-    def _result(self, lookup: Lookup) -> Found | None:
+    def _result(self, lookup: Lookup, waits: int) -> Found | None:
         running = lookup.running
         assert running is not None
         assert lookup.awaited_since_s is not None
-        if not running.done() and self._wait_left_s > 0:
+        left_s = waits * self._settings.lookup_wait_ms / 1e3 - self._waited_s
+        if not running.done() and left_s > 0:
             waits_at_s = self._now_s()
-            concurrent.futures.wait([running], self._wait_left_s)
-            self._wait_left_s -= self._now_s() - waits_at_s
+            concurrent.futures.wait([running], left_s)
+            self._waited_s += self._now_s() - waits_at_s
         if running.done():
             if running.cancelled():
                 return _failure(ServiceUnavailable("the lookup was cancelled"))

@@ -71,6 +71,7 @@ class SchedulerSide:
         self._shares_blocks, self._tells_changes, self._now_s = shares_blocks, tells_changes, now_s
         self._volatile_tokens = volatile_tokens
         self._states: dict[str, _State] = {}
+        self._computing: set[str] = set()  # in the last step
         self._adapters = Adapters(link.start)
         self._weights = weights or WeightsEpoch(lambda: None)
         self._epoch = self._weights.epoch()
@@ -121,7 +122,9 @@ class SchedulerSide:
         if pool is None or request.num_tokens // self._settings.chunk_tokens <= held_chunks:
             return 0
         lookup, hashing = state.lookup, self._hashing(state, pool)
-        chain = self._lookups.answer(lookup, pool, hashing, request.num_tokens, held_chunks)
+        chain = self._lookups.answer(
+            lookup, pool, hashing, request.num_tokens, held_chunks, idle=self._computing.isdisjoint(self._states)
+        )
         found = lookup.found
         if chain is None or found is None:
             return None
@@ -163,6 +166,7 @@ class SchedulerSide:
     def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
         """The orders of a step that computes so many tokens of each request."""
         self._lookups.new_step()
+        self._computing = set(scheduled)
         self._follow_weights()
         waits_for_layers = self._settings.layerwise and bool(self._orders)
         prefill_tokens = 0 if waits_for_layers else self._prefill_tokens(scheduled)

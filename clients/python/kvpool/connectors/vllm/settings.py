@@ -40,7 +40,8 @@ class VllmSettings:
     layerwise: bool = False  # a GPU's forward pass waits layer by layer for its loads, instead of the request for all
     min_load_tokens: int = DEFAULT_CHUNK_TOKENS  # fewer are always computed
     start_wait_s: float = 10.0  # an engine that starts waits so long for its agent, and then goes on without it
-    lookup_wait_ms: float = 3.0  # the scheduler waits so long for a match; then the request waits without the batch
+    # A step waits so long for matches, five times as long while nothing is computed; then a request waits without it.
+    lookup_wait_ms: float = 3.0
     match_timeout_s: float = 0.3  # a match that takes longer is none
     load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes
     load_timeout_min_s: float = 1.0  # later ones may take several times what is expected, but so long at least
