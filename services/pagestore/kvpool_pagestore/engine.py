@@ -97,7 +97,7 @@ class PageStoreEngine:
             self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
         )
         poll_s = config.quarantine_poll_ms / 1e3
-        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
+        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, tasks, clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
             config.arena_bytes,

@@ -11,7 +11,7 @@ from kvpool.core.clock import Clock
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import background, cancelled
+from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
 from kvpool_pagestore.ports import Arena, Workers
 
 _log = logging.getLogger(__name__)
@@ -23,12 +23,20 @@ class Quarantine:
     """Watches ended sessions, and segments of an earlier process. Runs only while there is something to watch."""
 
     def __init__(
-        self, ledger: Ledger, space: ArenaSpace, arena: Arena, workers: Workers, clock: Clock, poll_s: float
+        self,
+        ledger: Ledger,
+        space: ArenaSpace,
+        arena: Arena,
+        workers: Workers,
+        tasks: EngineTasks,
+        clock: Clock,
+        poll_s: float,
     ) -> None:
         self._ledger = ledger
         self._space = space
         self._arena = arena
         self._workers = workers
+        self._tasks = tasks
         self._clock = clock
         self._poll_s = poll_s
         self._old_sessions: set[bytes] = set()  # of an earlier process, not yet resolved
@@ -89,11 +97,9 @@ class Quarantine:
         for session in sessions.resolvable(self._clock.monotonic_s()):
             await self._resolve(session)
         await self._destroy_old()
-        ended = {one.session_id: one for one in sessions.ended}
-        self._expect_old_room(
-            is_going=not self.old_gone.is_set()
-            and all(ended[session_id].gone_s is not None for session_id in self._old_sessions)
-        )
+        if self._old_bytes:
+            alive = {one.session_id for one in sessions.ended if one.gone_s is None}
+            self._expect_old_room(is_going=not alive & self._old_sessions)
         if self._ledger.space.reapable():
             await self._space.reap()
 
@@ -114,7 +120,8 @@ class Quarantine:
                         await self._poke.wait()
         finally:
             self._task = None
-            self._expect_old_room(is_going=False)
+            if self._old_bytes:
+                self._expect_old_room(is_going=False)
 
     def _expect_old_room(self, *, is_going: bool) -> None:
         """Let those who need room wait for that of old segments exactly while it is sure to come soon."""
@@ -145,14 +152,24 @@ class Quarantine:
             self._old_bytes -= unshared_bytes
             self._ledger.space.hold_old_bytes(-unshared_bytes)
             self.unshared_gone.set()
-            if not self._old_bytes:
+            self._expect_old_room(is_going=False)  # some has come
+            if self._old_bytes:
+                self._expect_old_room(is_going=True)  # until a look says that a peer lives
+            else:
                 self.old_gone.set()
 
     async def _destroy_old(self) -> None:
         if self._old_bytes and not self._old_sessions and self.unshared_gone.is_set():
             old_bytes, self._old_bytes = self._old_bytes, 0
+            self._expect_old_room(is_going=True)  # whoever else finds nothing to destroy any more has to wait for it
+            # To its end even if a peer whose words caused it leaves: its bytes would count for ever.
+            await self._tasks.finish(self._free_old(old_bytes), "destroy-old-segments")
+
+    async def _free_old(self, old_bytes: int) -> None:
+        try:
             await self._workers.run(self._arena.destroy_old_segments)
             self._ledger.space.hold_old_bytes(-old_bytes)
             self.old_gone.set()
-            self._expect_old_room(is_going=False)
             _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)
+        finally:
+            self._expect_old_room(is_going=False)

@@ -40,6 +40,14 @@ async def prepared(running: Running) -> None:
     await eventually(lambda: not running.engine.preparation.goes_on)
 
 
+def map_everything(running: Running, peer: PeerSession) -> int:
+    """What a peer that has the whole arena got; its session file."""
+    session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+    for segment_id in running.engine.prepare(peer, 0)[0]:
+        running.engine.sessions.descriptor(peer.token, segment_id)
+    return session_fd
+
+
 async def other_tenant(running: Running) -> PeerSession:
     keyspaces: Sequence[tuple[bytes, KeyspaceSpec]] = ((keyspace_id(encode_keyspace("other", SPEC)), SPEC),)
     return await open_session(running, tenant="other", keyspaces=keyspaces, wants_arena=True)
@@ -76,8 +84,12 @@ async def test_a_segment_that_cannot_be_made_is_said_once_and_the_rest_is_made_o
             running.arena.prepare_segment = fail  # type: ignore[method-assign]
             await prepared(running)
             assert caplog.text.count("no room") == 1
-            gauges = running.engine.gauges()
-            assert 0 < gauges.arena_prepared_bytes == gauges.arena_segment_bytes < ARENA_BYTES
+
+            def all_that_was_begun_is_made() -> bool:
+                gauges = running.engine.gauges()
+                return 0 < gauges.arena_prepared_bytes == gauges.arena_segment_bytes < ARENA_BYTES
+
+            await eventually(all_that_was_begun_is_made)
             peer = await open_session(running)
             assert await store(running, peer, range(32)) == [None] * 32
 
@@ -197,10 +209,18 @@ async def test_a_second_tenant_stores_while_nothing_prepared_is_left_and_the_fir
             assert isinstance(answer, Grant) and answer.slot.segment.tenant == "other"
 
 
-def share_all(running: Running) -> None:
-    """Give every segment's descriptor away: from now on a peer may map them."""
-    for segment in running.engine._ledger.space.segments:
-        running.arena.descriptor(segment.segment_id)
+async def test_a_store_right_after_a_crash_gets_at_once_what_no_peer_could_map() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                await prepared(running)
+                peer = await open_session(running, wants_arena=True)
+                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            assert await store(running, peer, range(32)) == [None] * 32
+            os.close(session_fd)
 
 
 async def test_a_store_right_after_a_crash_waits_for_the_memory_of_peers_that_are_gone() -> None:
@@ -209,8 +229,7 @@ async def test_a_store_right_after_a_crash_waits_for_the_memory_of_peers_that_ar
             async with running_engine(world) as running:
                 await prepared(running)
                 peer = await open_session(running, wants_arena=True)
-                share_all(running)
-                os.close(running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd)
+                os.close(map_everything(running, peer))
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
             gauges = running.engine.gauges()
@@ -226,8 +245,7 @@ async def test_a_store_right_after_a_crash_is_refused_while_a_peer_lives() -> No
             async with running_engine(world) as running:
                 await prepared(running)
                 peer = await open_session(running, wants_arena=True)
-                share_all(running)
-                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                session_fd = map_everything(running, peer)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
             running.engine.preparation.start()
@@ -257,6 +275,38 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             assert await storing == [None] * 32
 
 
+async def test_old_memory_that_is_being_freed_is_waited_for_and_comes_even_if_the_peer_leaves() -> None:
+    with new_world() as world:
+        with pytest.raises(RuntimeError, match="crash"):
+            async with running_engine(world) as running:
+                await prepared(running)
+                peer = await open_session(running, wants_arena=True)
+                session_id = peer.session.session_id
+                session_fd = map_everything(running, peer)
+                raise RuntimeError("crash")
+        async with running_engine(world) as running:
+            destroy, begun, go_on = running.arena.destroy_old_segments, threading.Event(), threading.Event()
+
+            def slowly() -> None:
+                begun.set()
+                go_on.wait()
+                destroy()
+
+            running.arena.destroy_old_segments = slowly  # type: ignore[method-assign]
+            drained = {"previous_session_id": session_id, "previous_drained": True}
+            opening = asyncio.ensure_future(open_session(running, **drained))
+            await eventually(begun.is_set)
+            opening.cancel()
+            await asyncio.wait((opening,))
+            peer = await open_session(running, **drained)
+            storing = asyncio.ensure_future(store(running, peer, range(32)))
+            await asyncio.wait((storing,), timeout=0)
+            go_on.set()
+            assert await storing == [None] * 32
+            assert running.engine.gauges().arena_quarantined_bytes == 0
+            os.close(session_fd)
+
+
 async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_is_prepared_again() -> None:
     with new_world() as world:
         crashed = running_engine(world)
@@ -265,6 +315,7 @@ async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_i
         peer = await open_session(running, wants_arena=True)
         session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
         assert await store(running, peer, [1]) == [None]
+        await running.engine.flush(TENANT, b"")
         mapped = next(one for one in running.engine._ledger.space.segments if one.state is SegmentState.LIVE)
         running.engine.sessions.descriptor(peer.token, mapped.segment_id)
         # As a kill would leave it: nothing is closed but what the kernel closes.
