@@ -132,8 +132,8 @@ class StoreRun:
         ask_kept: AskKept,
         stop: asyncio.Event,
     ) -> None:
-        """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all earlier
-        windows, and of this one too."""
+        """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all
+        earlier windows, and of this one too."""
         try:
             await self._abort_failed(window)
             await self._gather(window, stop)
