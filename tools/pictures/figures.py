@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from tools.pictures.charts import BarChart, LineChart, Series
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 DAY = "2026-11-21"
+GPU_DAY = "2026-11-22"  # of vLLM on a GPU
 KVPOOL = Series("kvpool", lambda theme: theme.strong)
 
 
@@ -25,14 +27,14 @@ class Figure:
     caption: str
 
 
-def result(name: str) -> Any:
-    """The document of a results file of the day."""
-    return json.loads((RESULTS / f"{DAY}-{name}.json").read_text())
+def result(name: str, day: str = DAY) -> Any:
+    """The document of a results file of a day."""
+    return json.loads((RESULTS / f"{day}-{name}.json").read_text())
 
 
 def figures() -> tuple[Figure, ...]:
     """In the README's order."""
-    return (first_token(), served(), link(), cluster_paths(), index(), eviction())
+    return (first_token(), press(), served(), cluster_paths(), index(), eviction())
 
 
 def claims() -> str:
@@ -58,25 +60,57 @@ def claims() -> str:
 
 
 def first_token() -> Figure:
-    vllm = result("vllm-ttft")["cases"]["ttft loaded"]
-    rows = [("vLLM, CPU, 1,500 tokens", (vllm["baseline"] / vllm["value"],))]
-    for tokens, case in result("h200-ttft")["results"].items():
-        rows.append((f"H200, 8B, {int(tokens):,} tokens", (case["recomputed_ms"] / case["loaded_ms"],)))
-    slower = result("h200-ttft-slower-host")["now"]["results"]["16384"]
-    rows.append(("... a slower host, 16,384", (slower["recomputed_ms"] / slower["loaded_ms"],)))
+    cases = result("vllm-gpu", GPU_DAY)["cases"]
+    ways = ("own cache", "loaded")
     chart = BarChart(
-        title="First token: computed / loaded",
-        note="times sooner when the prefix is loaded from staging",
-        series=(KVPOOL,),
-        rows=tuple(rows),
+        title="vLLM on a GPU: first token",
+        note="times sooner than computing it in plain vLLM",
+        series=(
+            Series("its own GPU cache", lambda theme: theme.other),
+            Series("kvpool, fresh engine", lambda theme: theme.strong),
+        ),
+        rows=tuple(
+            (f"{tokens:,} tokens", tuple(1 / cases[f"ttft {tokens} {way}"]["ratio"] for way in ways))
+            for tokens in (2048, 8192, 16384, 32768)
+        ),
         unit=" x",
         digits=1,
     )
+    loaded = cases["ttft 8192 loaded"]
     caption = (
-        "vLLM 0.32 (CPU build) on 2 virtual cores; an 8B shape in bf16 under transformers on one NVIDIA H200, on two "
-        "hosts: the slower one's cores take twice as long for a launch."
+        "vLLM 0.32, an 8B shape in bf16, CUDA graphs, one NVIDIA H200; the engine that loads has computed none of it. "
+        f"8,192 tokens: {loaded['baseline']:.0f} ms computed, {loaded['value']:.0f} ms loaded."
     )
     return Figure(name="first-token", chart=chart, caption=caption)
+
+
+def press() -> Figure:
+    cases = result("vllm-gpu", GPU_DAY)["cases"]
+    processes = ("", ", second process", ", third process")
+
+    def thousands(number: int) -> tuple[float, ...]:
+        rounds = [cases[f"press round {number}{process}"] for process in processes]
+        control = cases[f"press control round {number}"]["baseline"]
+        medians = (statistics.median(case[key] for case in rounds) for key in ("baseline", "value"))
+        return tuple(value / 1000 for value in (*medians, control))
+
+    chart = BarChart(
+        title="A working set larger than the GPU's cache",
+        note="thousand prompt tokens a second, 24 x 8,192, 4 at a time",
+        series=(
+            Series("vLLM offload", lambda theme: theme.other),
+            Series("kvpool", lambda theme: theme.strong),
+            Series("GPU cache holds all", lambda theme: theme.fourth),
+        ),
+        rows=tuple((f"round {number}", thousands(number)) for number in (2, 3)),
+        digits=0,
+    )
+    first = cases["press round 1"]
+    caption = (
+        "The same engine and GPU; medians of three processes, the full GPU cache of one. Round 1 computes and stores: "
+        f"{first['value'] / 1000:.1f} thousand, plain vLLM {first['baseline'] / 1000:.1f}."
+    )
+    return Figure(name="press", chart=chart, caption=caption)
 
 
 def served() -> Figure:
@@ -108,26 +142,6 @@ def served() -> Figure:
     return Figure(name="vllm-serve", chart=chart, caption=caption)
 
 
-def link() -> Figure:
-    cases = result("h200-gpu")["cases"]
-    sizes = ("1 MiB x 1", "1 MiB x 32", "64 MiB x 1", "64 MiB x 4", "512 MiB x 2")
-    pull = result("h200x2-peer")["cases"]["8B NHD, peer pull, by CUDA IPC, 64 MiB x 4"]["ratio"]
-    chart = BarChart(
-        title="Paged GPU cache to verified pages and back",
-        note="bytes a second beside memcpy of as many, as many in flight (= 1)",
-        series=(Series("store", lambda theme: theme.third), Series("load", lambda theme: theme.strong)),
-        rows=tuple(
-            (size, tuple(cases[f"8B NHD, {size}, {way}"]["ratio"] for way in ("store", "load"))) for size in sizes
-        ),
-        line=1.0,
-    )
-    caption = (
-        "One NVIDIA H200 (55 GB/s each way), 16-token blocks in random order, another process's arena. Small single "
-        f"transfers pay for Python. A pull from another GPU's cache reaches {pull:.2f} of memcpy between the GPUs."
-    )
-    return Figure(name="gpu-link", chart=chart, caption=caption)
-
-
 def cluster_paths() -> Figure:
     cases = result("pages")["results"]
     rows = (
@@ -147,8 +161,8 @@ def cluster_paths() -> Figure:
         line=1.0,
     )
     caption = (
-        "2 virtual cores for engine, agent, pagestore and baseline together. Every page is sealed when it is put, and "
-        "verified when it is read."
+        "2 virtual cores for engine, agent, pagestore and baseline together. Measured when every page was still sealed "
+        "when it was put, and verified when it was read."
     )
     return Figure(name="pages", chart=chart, caption=caption)
 
