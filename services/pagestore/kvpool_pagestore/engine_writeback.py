@@ -178,21 +178,47 @@ class WriteBack:
             with self._tracer.linked("pagestore.write_back", [page.cause for page in batch]) as span:
                 if span.recording:
                     span.set({PAGES: len(admitted), BYTES: sum(len(write.page) for write in admitted)})
-                results |= await self._disk.write(admitted) if admitted else {}
+                try:
+                    results |= await self._disk.write(admitted) if admitted else {}
+                finally:
+                    for write in admitted:
+                        self.on_settled(write.key, self._disk.charged_bytes(write.key))
+                await self._keep_changes(batch, written, results)
                 if (error := next(filter(None, results.values()), None)) is not None:
                     span.fail(error)
         finally:  # whatever went wrong, slots come back and waiters go on
-            for write in admitted:
-                self.on_settled(write.key, self._disk.charged_bytes(write.key))
-            unforeseen = StoreFault("the write ended in an unforeseen way; the log says more")
             for page in batch:
-                self._settle(page, written[page.record.key], results.get(page.record.key, unforeseen))
+                self._settle(page, results.get(page.record.key, _unforeseen()))
             self._queue.batch_ended()
             self._pump()
 
-    def _settle(self, page: DirtyPage, written: PageMetadata, error: KvPoolError | None) -> None:
+    async def _keep_changes(
+        self,
+        batch: Sequence[DirtyPage],
+        written: dict[PageKey, PageMetadata],
+        results: dict[PageKey, KvPoolError | None],
+    ) -> None:
+        """Have the disk say what changed in the retention of pages while they were written.
+
+        Whoever changed it was told that the page takes it along: before it does, the page is not durable.
+        """
+        changed = {
+            page.record.key: page.metadata
+            for page in batch
+            if results[page.record.key] is None and page.wanted and page.metadata != written[page.record.key]
+        }
+        if not changed:
+            return
+        results |= dict.fromkeys(changed, _unforeseen())
+        try:
+            await self._disk.set_metadata(list(changed.items()))
+            results |= dict.fromkeys(changed)
+        except KvPoolError as error:
+            results |= dict.fromkeys(changed, error)
+
+    def _settle(self, page: DirtyPage, error: KvPoolError | None) -> None:
         now_s, key = self._clock.monotonic_s(), page.record.key
-        dropped, metadata = page.slot.doomed, page.metadata
+        dropped = page.slot.doomed
         # Also a page that could not be written may be evicted: the cache can be lost, serving must go on.
         self._ledger.make_clean(page.slot)
         if error is None and not dropped and not self._policies.plan(key.keyspace).stays_in_staging:
@@ -207,8 +233,6 @@ class WriteBack:
         self._metrics.write_back_lag.observe(now_s - page.committed_s)
         if dropped:  # cleared or found corrupt while it was written
             self._disk.discard([key])
-        elif metadata != written:  # its retention changed while it was written
-            self._tasks.start(self._disk.set_metadata([(key, metadata)]), "set-metadata")
 
     def _tell_failure(self, key: PageKey, error: KvPoolError, now_s: float) -> None:
         self._untold_failures += 1
@@ -230,6 +254,10 @@ class WriteBack:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.set_result(None)
+
+
+def _unforeseen() -> StoreFault:
+    return StoreFault("the write ended in an unforeseen way; the log says more")
 
 
 def _verdict(page: DirtyPage) -> KvPoolError | None:

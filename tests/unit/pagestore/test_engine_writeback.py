@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Sequence
 
 import pytest
 
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import StoreFault
+from kvpool.core.page import PageKey
+from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_pages import WantedPage
-from tests.fixtures.pagestore import TENANT, new_world, page_key, running_engine
+from tests.fixtures.pagestore import KEYSPACE, TENANT, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
 from tests.fixtures.patience import PATIENCE_S
 
@@ -28,6 +34,11 @@ class Gate(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self.reached.set()
         return super().wait(timeout)
+
+
+def pinned_until_us(world: World) -> dict[PageKey, int]:
+    """As the records on disk have it."""
+    return {found.key: found.metadata.pinned_until_us for found in world.memory.scan()}
 
 
 async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor_flush() -> None:
@@ -108,3 +119,49 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
             async with asyncio.timeout(PATIENCE_S):
                 assert await flushing == (1, 0)
             assert looked_count == 0
+
+
+async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_world() as world:
+        true = world.memory.set_metadata
+
+        def slow(changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+            time.sleep(0.1)
+            true(changes)
+
+        monkeypatch.setattr(world.memory, "set_metadata", slow)
+        async with running_engine(world, linger_ms=PATIENT_MS) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = gate = Gate()
+            await store(running, peer, [1, 2])
+            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
+            await eventually(gate.reached.is_set)
+            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await flushing == (2, 0)
+            assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
+
+
+@pytest.mark.parametrize("error", [StoreFault("the disk fails"), OSError("nobody thought of this")], ids=repr)
+async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_world() as world:
+
+        def failing(changes: object) -> None:
+            raise error
+
+        monkeypatch.setattr(world.memory, "set_metadata", failing)
+        async with running_engine(world, linger_ms=PATIENT_MS) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = gate = Gate()
+            await store(running, peer, [1, 2])
+            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
+            await eventually(gate.reached.is_set)
+            assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await flushing == (1, 1)
+                await engine.flush(TENANT, b"")  # writes the page once more, with its pin, unless that was done
+            assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
