@@ -38,13 +38,13 @@ class _Window:
     span: PageSpan
     slots: PageSlots
 
-    def take(self, but: Int32s | None = None) -> PageSlots:
-        """Slots whose owner is the caller from now on; those of chunk positions in `but` stay."""
-        if but is None:
+    def take(self, only: Int32s | None = None) -> PageSlots:
+        """Slots whose owner is the caller from now on: all, or those of chunk positions in `only`."""
+        if only is None:
             taken, self.slots = self.slots, no_slots()
             return taken
-        stays = ~np.isin(self.positions, but)
-        taken, self.slots = self.slots.where(~stays), self.slots.where(stays)
+        wanted = np.isin(self.positions, only)
+        taken, self.slots = self.slots.where(wanted), self.slots.where(~wanted)
         return taken
 
     @property
@@ -143,10 +143,13 @@ class StoreRun:
             asked.set_result(True)
         except Exception as error:
             self._fail(window.chunks, self._end(error))
-            asked.set_result(False)
-            await self._pool.abort(window.take())
         else:
             await self._commit(window)
+        finally:
+            if not asked.done():
+                asked.set_result(False)
+            if window.slots.count:
+                await self._pool.abort(window.take())
 
     async def _reserve(self, chunks: range, stop: asyncio.Event) -> _Window:
         positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)

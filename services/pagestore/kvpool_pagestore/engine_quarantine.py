@@ -171,5 +171,7 @@ class Quarantine:
             self._ledger.space.hold_old_bytes(-old_bytes)
             self.old_gone.set()
             _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)
+            old_bytes = 0
         finally:
+            self._old_bytes += old_bytes  # those of a failure are tried again
             self._expect_old_room(is_going=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.client.segments import SegmentMap
+from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.segment import MappedSegment
 from tests.unit.client.store_peer import Memory
 
@@ -50,3 +52,26 @@ async def test_callers_that_need_overlapping_segments_map_each_once(tmp_path: Pa
     assert sorted(memory.fetched[1:]) == list(range(3, 9))
     assert segments.close()
     assert len(undone) == 6
+
+
+async def test_nothing_is_taken_for_unmapped_while_a_hook_still_has_it(tmp_path: Path) -> None:
+    begun, go_on, undone = threading.Event(), threading.Event(), list[int]()
+
+    def on_map(segment: MappedSegment) -> Callable[[], None]:
+        begun.set()
+        assert go_on.wait(10)
+        return lambda: undone.append(1)
+
+    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=Memory(tmp_path).fetch, on_map=on_map)
+    await segments.open()
+    mapping = asyncio.ensure_future(segments.map([3]))
+    await asyncio.to_thread(begun.wait, 10)
+    stopping = asyncio.ensure_future(segments.stop())
+    await asyncio.wait((stopping,), timeout=0.01)
+    assert not stopping.done()
+    go_on.set()
+    await stopping
+    assert undone == [1]
+    with pytest.raises(ServiceUnavailable):
+        await mapping
+    assert segments.close()

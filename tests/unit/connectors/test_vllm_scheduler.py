@@ -214,6 +214,27 @@ def test_a_load_waits_while_as_many_bytes_as_may_be_are_in_flight() -> None:
     assert world.side.matched_tokens(second, 0) == 96
 
 
+def test_a_large_load_that_waits_is_not_overtaken() -> None:
+    world = World(FakePool(3), load_bytes_in_flight_max=5 * CHUNK_BYTES)
+    orders = world.load(a_request(120, "a"))
+    large, small = a_request(120, "b", first_token=500), a_request(40, "c", first_token=900)
+    assert world.match(large) is None
+    assert world.match(small) is None  # it would fit
+    world.build()
+    world.ended(orders, 3)
+    assert world.side.matched_tokens(large, 0) == 96
+
+
+def test_bytes_of_an_aborted_requests_load_are_in_flight_until_another_of_its_name() -> None:
+    world = World(FakePool(3))
+    first = a_request(120, "a")
+    world.load(first)
+    world.side.finished(first, BLOCKS, "FINISHED_ABORTED")
+    orders = world.load(a_request(120, "a", first_token=500))
+    world.ended(orders, 3)
+    assert world.side._loads._queued_bytes == 0
+
+
 def test_a_load_larger_than_all_that_may_be_in_flight_is_loaded_alone() -> None:
     world = World(FakePool(3), load_bytes_in_flight_max=CHUNK_BYTES)
     orders = world.load(a_request(120, "a"))

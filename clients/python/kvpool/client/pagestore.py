@@ -322,7 +322,7 @@ class PageStoreSession:
         if self._closed:
             return True
         self._closed = True
-        if await asyncio.to_thread(self._unmap):  # a device takes a second to let go of 64 GiB
+        if await self._unmap():
             return await self._stream.finish(_Request(close=pagestore_pb2.SessionClose()))
         await self._stream.abort("the session was closed while views of its slots live")
         return False
@@ -339,7 +339,7 @@ class PageStoreSession:
             self._plan,
             keyspaces=tuple(self._keyspaces.items()),
             previous_session_id=self.session_id,
-            previous_drained=await asyncio.to_thread(self._unmap) and drained,
+            previous_drained=await self._unmap() and drained,
         )
         if drained and not plan.previous_drained:
             _log.warning("views of arena slots outlive their session %s: its slots stay blocked", self.session_id.hex())
@@ -353,8 +353,11 @@ class PageStoreSession:
             f"kvpool.pagestore.{operation}", kind=SpanKind.CLIENT, attributes={**_RPC, PAGES: page_count}
         )
 
-    def _unmap(self) -> bool:
-        return self._segments is None or self._segments.close()
+    async def _unmap(self) -> bool:
+        if self._segments is None:
+            return True
+        await self._segments.stop()
+        return await asyncio.to_thread(self._segments.close)  # a device takes a second to let go of 64 GiB
 
     def _arena(self) -> SegmentMap:
         if self._segments is None:

@@ -160,6 +160,12 @@ class SegmentMap:
             raise InvalidRequest("an offset is outside of its segment")
         return np.array([self._addresses[one] for one in distinct.tolist()], np.int64)[which] + offsets
 
+    async def stop(self) -> None:
+        """Map nothing more; returns once what is being mapped has ended. Before `close`, which may run in a thread."""
+        self._closed = True
+        if self._mapping:
+            await asyncio.wait(self._mapping.values())
+
     def close(self) -> bool:
         """Unmap everything; True if nothing is mapped any more. May be called again.
 

@@ -216,7 +216,7 @@ class TmpfsArena:
 
     def _destroy_old(self, paths: Sequence[Path]) -> None:
         for path in paths:
-            path.unlink()
+            path.unlink(missing_ok=True)
         with ThreadPoolExecutor(_FREED_AT_ONCE) as pool:
             list(pool.map(os.close, map(self._old.__getitem__, paths)))  # the last reference: frees the memory
         for path in paths:

@@ -74,7 +74,12 @@ class LoadPlans:
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
+        self._one_waits = False  # in this step: nobody overtakes it, or a large one would wait for ever
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
+
+    def new_step(self) -> None:
+        """The engine asks about its waiting requests again, in their order."""
+        self._one_waits = False
 
     def is_awaited(self, chunk_hash: bytes) -> bool:
         """Whether a load that is under way begins with this chunk, and is not late."""
@@ -96,7 +101,10 @@ class LoadPlans:
                 chunks = offered_chunks if lookup.tried else 0
         size_bytes = chunks * self._chunk_bytes
         # One that is larger than all that may be in flight is loaded alone.
-        full = self._queued_bytes and self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
+        full = self._queued_bytes and (
+            self._one_waits or self._queued_bytes + size_bytes > self._settings.load_bytes_in_flight_max
+        )
+        self._one_waits |= bool(chunks and full)
         if not lookup.counted and not (chunks and full):  # a request that gets no blocks asks again and again
             lookup.counted = True
             self._tally.decided(offered_chunks, chunks)
@@ -135,6 +143,9 @@ class LoadPlans:
             trace=plan.trace,
         )
         size_bytes = (end_chunk - order.first_chunk) * self._chunk_bytes
+        earlier = self._running.get(request_id)  # of an aborted request of the same name
+        if earlier is not None:
+            self._queued_bytes -= earlier.size_bytes
         self._running[request_id] = _Running(order, plan, size_bytes, self._now_s())
         self._queued_bytes += size_bytes
         self.cost.load_begun()

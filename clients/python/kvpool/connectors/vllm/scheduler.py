@@ -169,6 +169,7 @@ class SchedulerSide:
     def build(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids_of: BlockIdsOf) -> StepOrders:
         """The orders of a step that computes so many tokens of each request."""
         self._lookups.new_step()
+        self._loads.new_step()
         self._computing = set(scheduled)
         self._follow_weights()
         waits_for_layers = self._settings.layerwise and bool(self._orders)
