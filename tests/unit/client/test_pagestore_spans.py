@@ -71,7 +71,7 @@ async def test_reserved_slots_are_mapped_once_and_have_addresses(tmp_path: Path)
         session.abort_soon(got.granted.lease_ids)
         assert list((await stream.next("abort")).abort.lease_ids) == [1, 2]
         await session._stream.abort("over")
-        session._unmap()
+        await session._unmap()
         with pytest.raises(LeaseLost):
             session.addresses(got.granted)
 
