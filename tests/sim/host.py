@@ -220,6 +220,9 @@ class SimSegmentMap:
             raise LeaseLost(f"segment {segment_id} is not mapped")
         return memoryview(segment.memory)[offset : offset + size_bytes]
 
+    async def stop(self) -> None:
+        """Nothing is ever being mapped: that takes no time here."""
+
     def close(self) -> bool:
         self._closed = True
         for segment in self._mapped.values():
