@@ -282,7 +282,7 @@ def _note_memcpy(engines: dict[str, Engine], record: Recorder) -> None:
 def _note_delays(engine: Engine, record: Recorder) -> None:
     """Loads, and stores from the end of a step on the GPU until its chunks are stored, by the worker's clock of each.
 
-    When the worker says so in a later step tells nothing: an engine without requests makes none.
+    The step in which the worker reports an end does not matter: an engine without requests makes no steps.
     """
     engine.ask([prompt(40, 95)], 2)
     ordered_s: dict[str, float] = {}

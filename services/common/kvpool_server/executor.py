@@ -19,7 +19,7 @@ class BoundedExecutor:
     """Runs blocking functions on `threads` threads; at most `queue_limit` more may wait.
 
     A started or queued call always runs to its end: when the caller is cancelled only the wait ends. The error of a
-    call that nobody waits for any more is logged. Use from one event loop only. niceness: of the threads, 0 to 19; a
+    call whose caller has gone is logged. Use from one event loop only. niceness: of the threads, 0 to 19; a
     higher one leaves the CPU to others.
     """
 

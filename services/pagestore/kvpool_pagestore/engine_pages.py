@@ -187,7 +187,7 @@ class PageCalls:
         self.fetch(peer, items, wait_s=wait_s, on_acquired=on_acquired)
 
     def drop_expired(self, keys: Iterable[PageKey]) -> None:
-        """Forget those of the pages that are past their time: whoever asks for them now must not get them."""
+        """Forget those of the pages that are past their time: a request for them must fail from now on."""
         if self._retained.may_expire:
             for key in keys:
                 self._retained.drop_expired(key)

@@ -146,7 +146,7 @@ class Quarantine:
             await self._workers.run(self._arena.forget_sessions, sorted(session_ids))
 
     async def _destroy_unshared(self) -> None:
-        """Give back at once what an earlier process prepared and no peer got: nobody has to let go of it."""
+        """Give back at once what an earlier process prepared and no peer got: no peer has to release it."""
         if not self.unshared_gone.is_set():
             unshared_bytes = await self._workers.run(self._arena.destroy_unshared_segments)
             self._old_bytes -= unshared_bytes
@@ -161,8 +161,8 @@ class Quarantine:
     async def _destroy_old(self) -> None:
         if self._old_bytes and not self._old_sessions and self.unshared_gone.is_set():
             old_bytes, self._old_bytes = self._old_bytes, 0
-            self._expect_old_room(is_going=True)  # whoever else finds nothing to destroy any more has to wait for it
-            # To its end even if a peer whose words caused it leaves: its bytes would count for ever.
+            self._expect_old_room(is_going=True)  # other callers find nothing to destroy and wait for it
+            # To its end even if a peer whose words caused it leaves: its bytes would stay counted.
             await self._tasks.finish(self._free_old(old_bytes), "destroy-old-segments")
 
     async def _free_old(self, old_bytes: int) -> None:

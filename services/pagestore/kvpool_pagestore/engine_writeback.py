@@ -200,7 +200,7 @@ class WriteBack:
     ) -> None:
         """Have the disk say what changed in the retention of pages while they were written.
 
-        Whoever changed it was told that the page takes it along: before it does, the page is not durable.
+        The caller that changed it was answered that it will be on disk: before it does, the page is not durable.
         """
         changed = {
             page.record.key: page.metadata

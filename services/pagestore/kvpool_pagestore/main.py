@@ -47,7 +47,7 @@ from kvpool_server.tracing import open_service_tracer
 
 _log = logging.getLogger(__name__)
 
-_NICENESS = 10  # of threads whose work nobody waits for: an engine beside us comes first
+_NICENESS = 10  # of threads whose work no request waits for: an engine beside us comes first
 
 
 def main() -> int:

@@ -87,9 +87,9 @@ class StreamPool:
 
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         """See ports.PagePool. What the index knows already is not written again."""
-        nobody = np.zeros(0, dtype=np.int32)
+        no_pages = np.zeros(0, dtype=np.int32)
         if not span.page_count:
-            return ReservedPages(no_slots(), nobody, nobody)
+            return ReservedPages(no_slots(), no_pages, no_pages)
         nodes = await self._index.place(self._keyspace, chain_head_hash, host_id=self._host_id)
         if not nodes:
             raise ServiceUnavailable("no pagestore is alive to take pages")
@@ -100,7 +100,7 @@ class StreamPool:
         target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation)
         leases = [_Lease(buffer, target) for buffer in buffers]
         slots = _slots(missing, leases, np.zeros(missing.size, dtype=np.uint8))
-        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), nobody)
+        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), no_pages)
 
     async def _take(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
         try:

@@ -17,7 +17,7 @@ Leases = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageSlots:
-    """Leased slots for M pages of a span. They belong to whoever has this object, until commit, abort or release.
+    """Leased slots for M pages of a span. They belong to the owner of this object, until commit, abort or release.
 
     pages:     [M] int32, which page of the span.
     addresses: [M] int64, of the page's first byte (its header) in this process.

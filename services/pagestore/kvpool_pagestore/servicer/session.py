@@ -32,7 +32,7 @@ _OUTBOX_MESSAGES = 4096  # a peer that lets so many answers pile up does not rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What a session is told when it opens."""
+    """What a session gets when it opens."""
 
     node_id: bytes
     descriptor_socket: Path
@@ -76,8 +76,8 @@ class SessionStream:
             for task in self._commits:
                 task.cancel()
             await asyncio.wait([reader, *self._commits])
-            for told in self._acquires:
-                told.failed(Stopped("the session ended first"))
+            for traced in self._acquires:
+                traced.failed(Stopped("the session ended first"))
 
     # Inside
 
@@ -195,14 +195,14 @@ class SessionStream:
         wanted = messages.wanted_pages_from_proto(request.acquire, self._limits.max_leases)
         wait_s = messages.wait_s_from_proto(request.acquire)
         self._take_turn()
-        told = AcquireSpan(request_span(self._tracer, request, len(wanted)))
+        traced = AcquireSpan(request_span(self._tracer, request, len(wanted)))
 
         def on_acquired(acquired: Sequence[Acquired], final: bool) -> None:
-            told.settled(acquired, final)
+            traced.settled(acquired, final)
             part = messages.acquired_to_proto(acquired, final)
-            self._answer_part(told, pb.SessionResponse(request_id=number, acquire=part), final)
+            self._answer_part(traced, pb.SessionResponse(request_id=number, acquire=part), final)
 
-        with self._acquiring(told):
+        with self._acquiring(traced):
             self._engine.pages.acquire(self._peer, wanted, wait_s=wait_s, on_acquired=on_acquired)
 
     def _start_acquire_span(self, request: pb.SessionRequest) -> None:
@@ -211,39 +211,39 @@ class SessionStream:
         wait_s = messages.wait_s_from_proto(request.acquire_span)
         keyspace = self._peer.keyspace(pages.keyspace)
         self._take_turn()
-        told = AcquireSpan(request_span(self._tracer, request, pages.page_count))
+        traced = AcquireSpan(request_span(self._tracer, request, pages.page_count))
 
         def page_bytes(page: int) -> int:
             return keyspace.page_bytes(int(pages.shards[page])) if keyspace is not None else 0
 
         def on_answer(answer: SpanAnswer, final: bool) -> None:
-            told.answered(answer, final, page_bytes)
+            traced.answered(answer, final, page_bytes)
             part = span_answer_to_proto(answer, final=final)
-            self._answer_part(told, pb.SessionResponse(request_id=number, span_answer=part), final)
+            self._answer_part(traced, pb.SessionResponse(request_id=number, span_answer=part), final)
 
-        with self._acquiring(told):
+        with self._acquiring(traced):
             self._engine.spans.acquire(self._peer, pages, wait_s=wait_s, on_answer=on_answer)
 
-    def _answer_part(self, told: AcquireSpan, part: pb.SessionResponse, final: bool) -> None:
+    def _answer_part(self, traced: AcquireSpan, part: pb.SessionResponse, final: bool) -> None:
         self._in_flight -= final
         if final:
-            self._acquires.discard(told)
+            self._acquires.discard(traced)
         try:
             self._outbox.put_nowait(part)
         except asyncio.QueueFull:
             self._engine.sessions.end(self._peer, "its peer does not read")
 
     @contextmanager
-    def _acquiring(self, told: AcquireSpan) -> Iterator[None]:
+    def _acquiring(self, traced: AcquireSpan) -> Iterator[None]:
         """Begin an acquire whose turn was taken; if it is refused, nothing was begun."""
-        self._acquires.add(told)
+        self._acquires.add(traced)
         try:
-            with told.span.current():
+            with traced.span.current():
                 yield
         except KvPoolError as error:
             self._in_flight -= 1
-            self._acquires.discard(told)
-            told.failed(error)
+            self._acquires.discard(traced)
+            traced.failed(error)
             raise
 
     def _take_turn(self) -> None:

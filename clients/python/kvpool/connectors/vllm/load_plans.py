@@ -74,7 +74,7 @@ class LoadPlans:
         self._paused_until_s = 0.0
         self._running: dict[str, _Running] = {}  # by request
         self._queued_bytes = 0
-        self._one_waits = False  # in this step: nobody overtakes it, or a large one would wait for ever
+        self._one_waits = False  # in this step: none overtakes it, or a large load would never begin
         self._first_chunks: dict[bytes, tuple[str, float]] = {}  # of running loads: which request's, and until when
 
     def new_step(self) -> None:
