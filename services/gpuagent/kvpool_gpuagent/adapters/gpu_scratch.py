@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+ALIGNMENT_BYTES = 512  # of every range, as of CUDA's own allocations; kernels move 16 bytes at once
 SMALLEST_BYTES = 4 << 20  # below it bursts of kernels gain nothing; runs are copied one by one then
 
 
@@ -36,12 +37,13 @@ class Scratch:
             return self._allocated().size_bytes
 
     def take(self, largest_bytes: int, smallest_bytes: int) -> tuple[int, int] | None:
-        """(address, bytes) of a free range of at most largest_bytes, or None if there is none of smallest_bytes now.
+        """(address, bytes) of a free range of at most largest_bytes, both multiples of ALIGNMENT_BYTES, or None if
+        there is none of smallest_bytes now.
 
         The caller holds `changed`.
         """
         extents = self._allocated()
-        size_bytes = min(largest_bytes, extents.largest_bytes)
+        size_bytes = min(largest_bytes, extents.largest_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if size_bytes < smallest_bytes:
             return None
         start = extents.take(size_bytes)
