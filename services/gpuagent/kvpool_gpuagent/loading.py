@@ -26,9 +26,9 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 """Gets (layers of the rank that are in, failed positions so far)."""
 
 _INTERNAL = "internal error in the agent; its log has the details"
-# The first window is small, so that copying begins early. Later ones are larger and larger, so that asking for pages
-# costs little beside copying them.
-FIRST_WINDOW_BYTES, WINDOW_BYTES = 32 << 20, 256 << 20
+# The first window is small, so that copying begins early: it takes about as long as the next one's answer. Later ones
+# are large, as each costs a loop time that the thread which keeps the link busy waits for.
+FIRST_WINDOW_BYTES, WINDOW_BYTES = 64 << 20, 256 << 20
 
 
 class LoadRun:
@@ -92,8 +92,7 @@ class LoadRun:
         start, count = 0, int(self._positions.size)
         while start < count:
             await places.acquire()
-            end = min(count, start + pages)
-            pages = min(largest, 2 * pages)
+            end, pages = min(count, start + pages), largest
             task = asyncio.ensure_future(self._load_window(slice(start, end), stop, ends_at_s))
             task.add_done_callback(lambda _: places.release())
             tasks.append(task)

@@ -18,6 +18,12 @@ def test_what_the_pool_has_is_loaded_into_the_requests_blocks() -> None:
     assert len(order.hashes) == 3 * 16
 
 
+def test_workers_hear_whether_their_step_computes() -> None:
+    world = World(FakePool(3))
+    assert not world.load(a_request(120)).computes
+    assert world.build({"r": 24}).computes
+
+
 def test_a_prompts_last_token_is_always_computed() -> None:
     world = World(FakePool(9))
     (order,) = world.load(a_request(4 * CHUNK)).loads

@@ -113,6 +113,23 @@ def test_what_was_computed_from_layers_that_did_not_come_is_not_stored(told_firs
     assert (4, 0) in stores_of(worker)
 
 
+def test_a_step_that_cannot_begin_its_layerwise_load_computes_its_blocks_again() -> None:
+    class Busy:
+        slots = EventSlots(())
+
+        def try_record(self) -> EngineEvent | None:
+            return None  # all are in use
+
+    pool = LayerPool()
+    worker = a_worker(pool, events=Busy(), layerwise=True)
+    orders = StepOrders(step=1, loads=[a_load("r", BLOCKS)], stores=[a_store(1, "r", BLOCKS)])
+    worker.start_loads(orders)
+    worker.start_stores(orders)
+    assert worker.take_failed_blocks() == set(BLOCKS)
+    assert stores_of(worker) == [(1, 2)]
+    assert pool.asked == []
+
+
 def test_a_load_that_was_late_says_so() -> None:
     worker = a_worker(LayerPool(), layerwise=True)
     worker.start_loads(StepOrders(step=1, loads=[a_load("r", BLOCKS)]))

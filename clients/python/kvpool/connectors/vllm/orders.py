@@ -91,6 +91,7 @@ class StepOrders:
     cancel:    requests whose loads nobody needs any more.
     release:   finished requests whose blocks the engine holds until their stores have let go of them.
     preempted: requests whose blocks the engine uses again from this step on.
+    computes:  whether the step computes anything.
     """
 
     step: int
@@ -99,6 +100,7 @@ class StepOrders:
     stores: list[StoreOrder] = field(default_factory=list)
     release: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    computes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

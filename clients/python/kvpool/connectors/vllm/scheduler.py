@@ -181,6 +181,7 @@ class SchedulerSide:
             stores=self._stores,
             release=self._release,
             preempted=list(preempted),
+            computes=bool(scheduled),
         )
         self._orders, self._cancel, self._stores, self._release = [], [], [], []
         for request_id in orders.preempted:

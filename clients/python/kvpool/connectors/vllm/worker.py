@@ -6,6 +6,7 @@ Orders come and ends are fetched on the engine's thread; what runs in between ru
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,9 @@ from kvpool.connectors.vllm.worker_stores import WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
+# An engine that computes nothing asks every few milliseconds whether a load has ended, and pauses in between. It waits
+# here instead: it hears of the end at once, and leaves the interpreter to the thread that receives it.
+_IDLE_WAIT_S = 0.002
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class WorkerSide:
         self._loads: dict[str, _Load] = {}  # that have not ended, by request
         self._waiting: deque[_Load] = deque()  # for an event
         self._turns = Turns(count=_LOADS_MAX, size_bytes=1 << 62)
+        self._step_computes = True
+        self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
@@ -92,6 +98,7 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Begin them, and end early what is not needed any more; each ends in `take_received`, whatever happens."""
         self._spoiled_blocks = set()
+        self._step_computes = orders.computes
         self._work.new_step()
         for order in orders.loads:
             load = self._loads[order.request_id] = _Load(order, self._now_s())
@@ -106,10 +113,12 @@ class WorkerSide:
                     self._waiting.appendleft(load)
                     return
             except Exception as error:
-                self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
+                failed_blocks = self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
+                if self._settings.layerwise:  # this step computes from them
+                    self._spoiled_blocks |= failed_blocks
 
     def _begin(self, load: _Load) -> bool:
-        """False: no event is free. raises: whatever keeps it from being begun."""
+        """False: no event is free, and the load can wait for one. raises: whatever keeps it from being begun."""
         order, waited_s = load.order, self._now_s() - load.started_s
         if not order.hashes:
             raise InvalidRequest("nothing is known of this load")
@@ -121,6 +130,8 @@ class WorkerSide:
         if waited_s > order.timeout_s:
             raise DeadlineExceeded("no event became free for this load: the agent waits for work that has not ended")
         point = self._work.point() if self._loads_wait else WorkPoint()
+        if point is None and self._settings.layerwise:
+            raise ServiceUnavailable("no event is free: the agent waits for work that has not ended")
         if point is None:
             return False
         try:
@@ -151,7 +162,11 @@ class WorkerSide:
         self._stores.hold(orders.release)
 
     def take_received(self) -> set[str]:
-        """Requests whose loads have ended: nothing touches their blocks any more."""
+        """Requests whose loads have ended: nothing touches their blocks any more. In a step that computes nothing it
+        waits a moment for one."""
+        if self._loads and not self._done and not self._step_computes:
+            self._ended.wait(_IDLE_WAIT_S)
+        self._ended.clear()
         self._run_done()
         received, self._received = self._received, set()
         return received
@@ -221,6 +236,7 @@ class WorkerSide:
 
     def _loaded_soon(self, load: _Load, future: Future[LoadReport]) -> None:
         self._done.append(partial(self._loaded, load, self._now_s() - load.started_s, future))
+        self._ended.set()
 
     def _loaded(self, load: _Load, duration_s: float, future: Future[LoadReport]) -> None:
         try:
