@@ -194,6 +194,7 @@ class PageStoreNode:
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             max_leases=config.max_leases,
             max_requests_in_flight=config.max_requests_in_flight,
+            arena_bytes=config.arena_bytes,
         )
         servicer = PageStoreServicer(engine, lambda: TENANT, limits)
         self.world.network.listen(

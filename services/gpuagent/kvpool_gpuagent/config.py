@@ -16,6 +16,8 @@ _POSITIVE = (
     "max_sessions",
     "max_running_requests",
     "max_request_chunks",
+    "max_running_leases",
+    "lease_ms_max",
     "max_remembered_chunks",
     "heartbeat_interval_ms",
     "index_timeout_ms",
@@ -54,7 +56,12 @@ class GpuAgentConfig(TlsSettings):
     bounce_bytes: Annotated[int, "memory for pages in flight when there is no local pagestore"] = 256 << 20
     max_sessions: Annotated[int, "engine sessions at once"] = 64
     max_running_requests: Annotated[int, "loads and stores of one session at once"] = 64
-    max_request_chunks: Annotated[int, "chunks of one match, load or store"] = 8192
+    max_request_chunks: Annotated[int, "chunks of one match, load, store or lease"] = 8192
+    max_running_leases: Annotated[int, "leases of one session, on pages of requests that wait, at once"] = 16
+    lease_ms_max: Annotated[int, "a lease ends after this at the latest"] = 30_000
+    lease_share: Annotated[
+        float, "part of the pages that may be read at once, and of the arena, that leases hold at most; 0: none"
+    ] = 0.25
     max_remembered_chunks: Annotated[int, "chunks whose locations a session remembers from matches"] = 16384
     replica_bytes: Annotated[
         int, "memory for a replica of the index's locations, which answers matches without a call; 0: none"
@@ -77,6 +84,8 @@ class GpuAgentConfig(TlsSettings):
             raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
         if self.prepare_s < 0:
             raise ValueError(f"prepare_s must be >= 0, got {self.prepare_s}")
+        if not 0.0 <= self.lease_share <= 0.5:
+            raise ValueError(f"lease_share must lie in [0, 0.5]: loads need the rest; got {self.lease_share}")
         if self.replica_bytes < 0:
             raise ValueError(f"replica_bytes must be >= 0, got {self.replica_bytes}")
         for name in _POSITIVE:

@@ -16,6 +16,7 @@ from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths
 from kvpool_gpuagent.core.checks import check_bases
+from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import Rank
 from kvpool_gpuagent.events import OnEventWaited, SessionEvents
 from kvpool_gpuagent.locations import SeenChunks
@@ -64,6 +65,7 @@ class GpuAgentEngine:
         self.bandwidths = Bandwidths()
         self.link_bytes_per_s = 0.0  # of a plain copy to the device, measured at the start; 0: not known
         self._sessions: dict[EngineSession, EndStream] = {}
+        self._lease_budget = LeaseBudget(config.lease_share)
         self._seen: WeakValueDictionary[tuple[bytes, int], SeenChunks] = WeakValueDictionary()
         self._draining = False
         self.pulls = PeerPulls(self.session_of, device, agents, metrics, config.max_running_requests)
@@ -117,6 +119,7 @@ class GpuAgentEngine:
             pool=self._pools(opened.keyspace, wanted.spec),
             metrics=self.metrics,
             bandwidths=self.bandwidths,
+            lease_budget=self._lease_budget,
             events=SessionEvents(len(wanted.events), on_event_waited),
             seen=seen,
             tracer=self.tracer,

@@ -26,6 +26,7 @@ MAX_NAME_LENGTH = 128
 MAX_HANDLES = 4096  # a K and a V tensor of 500 layers, with scales, is half of it
 MAX_EVENTS = 1024
 _MAX_COMPUTE_US_PER_TOKEN = 1e7
+_NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 def handles_from_proto(messages: Sequence[gpuagent_pb2.MemoryHandle]) -> tuple[MappedHandle, ...]:
@@ -102,6 +103,19 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         retention=retention,
         retention_ranges=ranges,
         prompt_tokens=prompt_tokens,
+    )
+
+
+def leased_from_proto(request: gpuagent_pb2.EngineLeaseRequest) -> ChunkSpan:
+    """Without blocks. Raises InvalidRequest naming the field."""
+    return ChunkSpan(
+        chunks=tuple(
+            ChunkBlocks(chunk_hash=chunk_hash, block_ids=_NO_BLOCKS)
+            for chunk_hash in hashes_from_bytes(request.chunk_hashes)
+        ),
+        first_index=request.first_chunk_index,
+        parent_hash=request.parent_hash,
+        group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
     )
 
 

@@ -33,6 +33,7 @@ class AgentMetrics:
         self._matches()
         self._replica()
         self._loads()
+        self._leases()
         self._stores()
         self._peer_pulls()
 
@@ -95,6 +96,12 @@ class AgentMetrics:
         )
         self.lost_seconds = self._counter(
             "lost_seconds_total", "By how much loads took longer than computing would have, as engines say."
+        )
+
+    def _leases(self) -> None:
+        self.leased_pages = self._gauge("leased_pages", "Pages that leases of waiting requests may hold in staging.")
+        self.leased_chunks = self._counter(
+            "leased_chunks_total", "Chunks of leases: held in staging, staged only, or left where they are.", "outcome"
         )
 
     def _stores(self) -> None:

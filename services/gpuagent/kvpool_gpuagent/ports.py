@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -188,6 +189,16 @@ class PagePool(Protocol):
     @property
     def window_pages(self) -> int:
         """Pages of one reserve or acquire at most."""
+        ...
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of this host's staging memory; 0 as long as it was not reached, or cannot keep pages for later."""
+        ...
+
+    @property
+    def broken(self) -> asyncio.Event:
+        """Set when the session of the slots that are out has ended: its successor waits until they are released."""
         ...
 
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:

@@ -26,7 +26,7 @@ _HASH_BYTES = 16
 
 
 def request_span(tracer: Tracer, session: EngineSession, request: gpuagent_pb2.EngineRequest) -> Span:
-    """The agent's span of a match, store or load."""
+    """The agent's span of a match, store, load or lease."""
     if not tracer.recording:
         return NO_SPAN
     attributes = {
@@ -67,6 +67,8 @@ def _chunk_count(request: gpuagent_pb2.EngineRequest) -> int:
             return len(request.match.chunk_hashes) // _HASH_BYTES
         case "store":
             return len(request.store.chunks)
+        case "lease":
+            return len(request.lease.chunk_hashes) // _HASH_BYTES
         case _:
             return len(request.load.chunks)
 
@@ -79,6 +81,8 @@ def _counts(response: gpuagent_pb2.EngineResponse) -> tuple[int, int]:
         case "store_done":
             done = response.store_done
             return done.stored_chunks + done.deduplicated_chunks, len(done.failed_chunks)
+        case "lease_held":
+            return response.lease_held.staged_chunks, 0
         case "load_done":
             return response.load_done.loaded_chunks, len(response.load_done.failed_chunks)
         case _:

@@ -17,11 +17,13 @@ from kvpool.core.payload import chunk_bytes
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
-from kvpool_gpuagent.core.checks import check_load, check_store
+from kvpool_gpuagent.core.checks import check_chunks, check_load, check_store
+from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
+from kvpool_gpuagent.leasing import LeaseOutcome, SessionLeases
 from kvpool_gpuagent.load_counts import count_load
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations, SeenChunks
@@ -75,6 +77,7 @@ class EngineSession:
         pool: PagePool,
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
+        lease_budget: LeaseBudget,
         events: SessionEvents,
         seen: SeenChunks,
         tracer: Tracer = NO_TRACER,
@@ -89,6 +92,7 @@ class EngineSession:
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
         self._metrics, self._bandwidths, self._tracer = metrics, bandwidths, tracer
         self._locations = ChainLocations(rank, index, pool, metrics, seen, host_id=config.host_id)
+        self._leases = SessionLeases(self.rank, self._locations, pool, lease_budget, config, metrics)
         self._cache: EngineCache | None = None
         self._hold_file: HoldFile | None = None
         self._mapping = _Running()
@@ -201,8 +205,18 @@ class EngineSession:
             self._locations.forget(span)
         return outcome
 
+    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float) -> LeaseOutcome:
+        """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises InvalidRequest first."""
+        if self._closing is not None:
+            raise Stopped("the session is closing")
+        check_chunks(span, self._config.max_request_chunks)
+        if request_id in self._running:
+            raise InvalidRequest(f"request id {request_id} is that of a running load or store")
+        return await self._leases.lease(request_id, span, hold_s)
+
     def cancel(self, request_id: int) -> None:
-        """Make a running load or store end early; unknown ones are ignored (they may have ended)."""
+        """Make a running load, store or lease end early; unknown ones are ignored (they may have ended)."""
+        self._leases.cancel(request_id)
         running = self._running.get(request_id)
         if running is not None:
             running.stop.set()
@@ -231,6 +245,7 @@ class EngineSession:
         if self._closing is None:
             for stop in (*(run.stop for run in self._running.values()), *(use.stop for use in self._uses)):
                 stop.set()
+            self._leases.stop_all()
             self._closing = asyncio.ensure_future(self._close())
 
     async def close(self) -> None:
@@ -244,6 +259,7 @@ class EngineSession:
         running = [self._mapping.ended, *(run.ended for run in self._running.values())]
         for ended in (*running, *(use.ended for use in list(self._uses))):
             await ended.wait()
+        await self._leases.wait_ended()
         try:
             if self._cache is not None:
                 await self._cache.close()
@@ -269,7 +285,7 @@ class EngineSession:
 
     @contextmanager
     def _request(self, request_id: int, operation: str) -> Iterator[_Running]:
-        if request_id <= 0 or request_id in self._running:
+        if request_id <= 0 or request_id in self._running or request_id in self._leases:
             raise InvalidRequest(f"request id {request_id} must be > 0 and unique in the session")
         if len(self._running) >= self._config.max_running_requests:
             raise Overloaded(f"{len(self._running)} loads and stores run in this session; wait for one to end")

@@ -17,6 +17,7 @@ from kvpool_gpuagent.listening import Listener
 from kvpool_gpuagent.messages import (
     compute_speed_from_proto,
     event_of,
+    leased_from_proto,
     load_done_to_proto,
     match_to_proto,
     span_from_proto,
@@ -135,13 +136,15 @@ class EngineStream:
                 self._registering = asyncio.ensure_future(self._register(request))
             case _ if self._registering is None:
                 raise InvalidRequest("the first message of an engine session must be `register`")
-            case "match" | "store" | "load":
+            case "match" | "store" | "load" | "lease":
                 self._start(request)
             case "kept":
                 self._answer_kept(request.request_id, request.kept)
             case "cancel":
                 if self._session is not None:
-                    self._session.cancel(request.cancel.target_request_id)
+                    # After the first step of a request that came just before it: its task was made earlier.
+                    loop = asyncio.get_running_loop()
+                    loop.call_soon(self._session.cancel, request.cancel.target_request_id)
             case "heartbeat":
                 self._send(0, Response(heartbeat=gpuagent_pb2.EngineHeartbeat()))
             case "event_recorded":
@@ -225,6 +228,8 @@ class EngineStream:
                 return await self._match(session, request.match)
             case "store":
                 return await self._store(session, request, after)
+            case "lease":
+                return await self._lease(session, request)
             case _:
                 return await self._load(session, request, after)
 
@@ -249,6 +254,12 @@ class EngineStream:
         span, speed_s = span_from_proto(request.load), compute_speed_from_proto(request.load)
         outcome = await session.load(request.request_id, span, wait_s, report, after, compute_s_per_token=speed_s)
         return Response(load_done=load_done_to_proto(outcome))
+
+    async def _lease(self, session: EngineSession, request: Request) -> Response:
+        span = leased_from_proto(request.lease)
+        outcome = await session.lease(request.request_id, span, request.lease.hold_ms / 1e3)
+        held = gpuagent_pb2.EngineLeaseHeld(held_chunks=outcome.held_chunks, staged_chunks=outcome.staged_chunks)
+        return Response(lease_held=held)
 
     async def _ask_kept(self, request_id: int, chunk_count: int) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -67,6 +67,7 @@ class PageStoreServers:
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             max_leases=config.max_leases,
             max_requests_in_flight=config.max_requests_in_flight,
+            arena_bytes=config.arena_bytes,
         )
         servicer = PageStoreServicer(engine, _tenant, limits, tracer)
         pagestore_pb2_grpc.add_PageStoreServiceServicer_to_server(servicer, self.control.grpc)

@@ -52,6 +52,17 @@ def image(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
+@dataclass
+class FakeLease:
+    """What a pool gave for a lease."""
+
+    chunks: range
+    ended: bool = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
 class FakePool:
     """A pool that has the first `chunk_count` chunks of everything."""
 
@@ -59,6 +70,8 @@ class FakePool:
         self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
         self.session = SimpleNamespace(hash_key=HASH_KEY, link_bytes_per_s=0.0)
         self.asked: list[tuple[Chain, int]] = []
+        self.leases: list[FakeLease] = []
+        self.lease_error: KvPoolError | None = None
 
     async def match(self, chain: Chain, *, held_chunks: int = 0, timeout_s: float | None = None) -> PrefixMatch:
         self.asked.append((chain, held_chunks))
@@ -67,6 +80,14 @@ class FakePool:
         matched = max(held_chunks, min(self.chunk_count, chain.chunk_count))
         runs = (EngineMatchRun(matched - held_chunks, EngineSource.STAGING, self.estimated_ms),)
         return PrefixMatch(matched, chain.usable_tokens(matched), runs if matched > held_chunks else ())
+
+    async def lease(self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float) -> FakeLease | None:
+        assert 0 <= first_chunk < end_chunk <= chain.chunk_count
+        assert hold_s > 0
+        if self.lease_error is not None:
+            raise self.lease_error
+        self.leases.append(FakeLease(range(first_chunk, end_chunk)))
+        return self.leases[-1]
 
 
 class FakeLink:

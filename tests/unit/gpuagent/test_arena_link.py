@@ -57,7 +57,7 @@ class Pagestore:
 class Session:
     """What the link and its pools use of a PageStoreSession."""
 
-    node_id, max_leases = bytes(16), 8
+    node_id, max_leases, arena_bytes = bytes(16), 8, 1 << 20
 
     def __init__(self, pagestore: Pagestore) -> None:
         self.pagestore, self.broken = pagestore, asyncio.Event()

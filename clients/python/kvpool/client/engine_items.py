@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
+from kvpool.client.hashing import Chain
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, PromptRetention
@@ -184,6 +185,26 @@ def load_to_proto(
         wait_ms=wait_ms,
         after=engine_event_to_proto(after) if after is not None else None,
         compute_us_per_token=compute_us_per_token,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLease:
+    """What a lease could have. held_chunks: leading ones that stay in staging memory until it ends. staged_chunks:
+    leading ones that are there now, the held ones included."""
+
+    held_chunks: int
+    staged_chunks: int
+
+
+def lease_to_proto(chain: Chain, chunks: range, hold_ms: int) -> gpuagent_pb2.EngineLeaseRequest:
+    """A lease on consecutive chunks of a prompt."""
+    return gpuagent_pb2.EngineLeaseRequest(
+        chunk_hashes=hashes_to_bytes(chain.hashes[chunks.start : chunks.stop]),
+        first_chunk_index=chunks.start,
+        parent_hash=chain.parent_hash(chunks.start),
+        group_head_hashes=hashes_to_bytes(chain.group_head_hashes(chunks.start, len(chunks))),
+        hold_ms=hold_ms,
     )
 
 

@@ -1,4 +1,4 @@
-"""Stores and loads in progress, and the hold on the engine's blocks that goes with them.
+"""Stores, loads and leases in progress, and the hold on the engine's blocks that goes with them.
 
 A hold ends when the agent has said that it touches the blocks no more, or, after the session broke, when the agent's
 mapping of the engine's memory has gone. A deadline, a cancelled caller or a broken stream ends the wait, not the hold.
@@ -10,7 +10,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvpool.client.engine_items import LoadOutcome, StoreOutcome, load_outcome_from_proto, store_outcome_from_proto
+from kvpool.client.engine_items import (
+    EngineLease,
+    LoadOutcome,
+    StoreOutcome,
+    load_outcome_from_proto,
+    store_outcome_from_proto,
+)
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import item_error_from_proto
@@ -166,6 +172,55 @@ class LoadHandle(_Transfer[LoadOutcome]):
             self.end_hold()
             return self._end(load_outcome_from_proto(response.load_done))
         return False
+
+
+class LeaseHandle:
+    """Pages that the agent keeps in staging memory. Implements stream.Reply. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[gpuagent_pb2.EngineRequest], None], broken: asyncio.Event) -> None:
+        """broken: of its session, with which it ends."""
+        self._send, self._broken = send, broken
+        self._held: asyncio.Future[EngineLease] = asyncio.get_running_loop().create_future()
+        self._held.add_done_callback(_mark_retrieved)  # most callers do not ask
+        self._ended = False
+        self.request_id = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it keeps nothing for certain: it was ended or refused, or its session broke. Any thread may ask."""
+        return self._ended or self._broken.is_set()
+
+    async def held(self, timeout_s: float) -> EngineLease:
+        """How much of it could be had. raises: what refused it or broke the session; DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._held)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the agent did not answer within {timeout_s:g} s") from None
+
+    def end(self) -> None:
+        """Give back what it keeps, or does not keep yet. Idempotent."""
+        if not self.ended:
+            cancel = gpuagent_pb2.EngineCancel(target_request_id=self.request_id)
+            self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, cancel=cancel))
+        self._ended = True
+
+    def deliver(self, response: gpuagent_pb2.EngineResponse) -> bool:
+        """See stream.Reply."""
+        if response.HasField("error"):
+            self.fail(item_error_from_proto(response.error))
+            return True
+        held = EngineLease(response.lease_held.held_chunks, response.lease_held.staged_chunks)
+        self._ended |= not held.held_chunks
+        if not self._held.done():
+            self._held.set_result(held)
+        return True
+
+    def fail(self, error: KvPoolError) -> None:
+        """See stream.Reply."""
+        self._ended = True
+        if not self._held.done():
+            self._held.set_exception(error)
 
 
 def _mark_retrieved(outcome: asyncio.Future[OutcomeT]) -> None:

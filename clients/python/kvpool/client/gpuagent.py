@@ -1,4 +1,4 @@
-"""An engine rank's session with its agent: match, store, load."""
+"""An engine rank's session with its agent: match, lease, load, store."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from kvpool.client.engine_items import (
     ChunkSpan,
     EngineMatch,
     StoreRetention,
+    lease_to_proto,
     load_to_proto,
     match_from_proto,
     store_to_proto,
 )
 from kvpool.client.engine_registration import EnginePlan, OfferFd, Registration, lend, register_to_proto
-from kvpool.client.engine_requests import LoadHandle, StoreHandle
+from kvpool.client.engine_requests import LeaseHandle, LoadHandle, StoreHandle
 from kvpool.client.fds import offer_fd
+from kvpool.client.hashing import Chain
 from kvpool.client.session_stream import SessionStream
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
@@ -206,6 +208,16 @@ class EngineSession:
         handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
         load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, compute_us_per_token)
         await self._begin(_Request(load=load), handle, after)
+        return handle
+
+    async def lease(self, chain: Chain, chunks: range, *, hold_s: float) -> LeaseHandle:
+        """Begin to keep chunks of a prompt in staging memory until the lease is ended, for hold_s at most.
+
+        More than `max_request_chunks` are refused. raises: what ended the session."""
+        handle = LeaseHandle(self._stream.send_soon, self._stream.broken)
+        lease = lease_to_proto(chain, chunks, max(1, round(hold_s * 1e3)))
+        # As in `_begin`: a cancelled caller has no request unknown to it.
+        handle.request_id = await self._stream.submit(_Request(lease=lease), handle)
         return handle
 
     def give_back(self, event: EngineEvent | None) -> None:

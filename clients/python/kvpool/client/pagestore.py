@@ -157,6 +157,11 @@ class PageStoreSession:
         return self._opened.max_leases
 
     @property
+    def arena_bytes(self) -> int:
+        """Bytes that the pagestore's arena may take at most; 0 if it does not say."""
+        return self._opened.arena_bytes
+
+    @property
     def broken(self) -> asyncio.Event:
         """Set when the session has ended, for whatever reason."""
         return self._stream.broken

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_items import ChunkSpan, StoreRetention, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
-from kvpool.client.engine_requests import StoreHandle
+from kvpool.client.engine_requests import LeaseHandle, StoreHandle
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
@@ -20,7 +20,7 @@ from kvpool.client.request_spans import end_with_stores, note_loaded, note_match
 from kvpool.client.request_stats import RequestStats
 from kvpool.client.retry import Backoff
 from kvpool.core.chunks import Extra, Tokens
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, Stopped
+from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
@@ -155,6 +155,24 @@ class KvPool:
                 compute_us_per_token=compute_us_per_token,
             )
         )
+
+    async def lease(self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float) -> LeaseHandle | None:
+        """Keep chunks [first_chunk, end_chunk) in this host's memory for a load to come, and bring them there from disk
+        and other nodes, until the lease is ended, for hold_s at most. As many leading ones as one request may name.
+
+        None if the agent cannot be asked. raises: InvalidRequest for a range outside of the chain.
+        """
+        if not 0 <= first_chunk < end_chunk <= chain.chunk_count:
+            raise InvalidRequest(
+                f"chunks [{first_chunk}, {end_chunk}) are not within the {chain.chunk_count} of the chain"
+            )
+        most = self._session.max_request_chunks or chain.chunk_count
+        try:
+            async with asyncio.timeout(self._config.call_timeout_s):
+                chunks = range(first_chunk, min(end_chunk, first_chunk + most))
+                return await self._session.lease(chain, chunks, hold_s=hold_s)
+        except (TimeoutError, KvPoolError):
+            return None
 
     async def store(
         self,

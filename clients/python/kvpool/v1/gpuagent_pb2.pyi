@@ -433,7 +433,7 @@ class EngineReady(_message.Message):
     device: _builtins.str
     """"cpu" or "cuda"."""
     max_request_chunks: _builtins.int
-    """Chunks of one match, store or load at most; more are refused with INVALID_ARGUMENT."""
+    """Chunks of one match, store, load or lease at most; more are refused with INVALID_ARGUMENT."""
     link_bytes_per_s: _builtins.float
     """Bytes per second that a plain copy from this host's memory to the device reached when the agent started; 0 if not known."""
     def __init__(
@@ -895,14 +895,86 @@ class EngineLoadDone(_message.Message):
 Global___EngineLoadDone: _TypeAlias = EngineLoadDone  # noqa: Y015
 
 @_typing.final
+class EngineLeaseRequest(_message.Message):
+    """Keeps chunks of one chain in this host's staging memory for a request that will load them soon, and brings those there that are only on disk or on other
+    nodes. No block is touched: a scheduler's session may ask too. Answered once with `lease_held`; the lease ends by `cancel` (also before that answer), after its time, or
+    with the session. The load takes the pages itself, whether or not the lease still holds them. Unused time of a lease costs others staging memory: end it when the load
+    has ended, or when there will be none.
+
+    RESOURCE_EXHAUSTED (OVERLOADED) if leases of this agent or of this session hold as much as they may; UNIMPLEMENTED without a local pagestore.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_CHUNK_INDEX_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
+    chunk_hashes: _builtins.bytes
+    """Concatenated 16-byte hashes of consecutive chunks."""
+    first_chunk_index: _builtins.int
+    """Index of the first one in its chain."""
+    parent_hash: _builtins.bytes
+    """Hash of the chunk before the first; 16 zero bytes for chunk 0."""
+    group_head_hashes: _builtins.bytes
+    """Heads of the chain groups that the chunks fall into, in order, concatenated 16-byte hashes."""
+    hold_ms: _builtins.int
+    """The lease ends so many milliseconds after it came; 0, and what exceeds the agent's own limit, means that limit."""
+    def __init__(
+        self,
+        *,
+        chunk_hashes: _builtins.bytes = ...,
+        first_chunk_index: _builtins.int = ...,
+        parent_hash: _builtins.bytes = ...,
+        group_head_hashes: _builtins.bytes = ...,
+        hold_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "hold_ms", b"hold_ms", "parent_hash", b"parent_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLeaseRequest: _TypeAlias = EngineLeaseRequest  # noqa: Y015
+
+@_typing.final
+class EngineLeaseHeld(_message.Message):
+    """Answer of `lease`: so much of it could be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_CHUNKS_FIELD_NUMBER: _builtins.int
+    STAGED_CHUNKS_FIELD_NUMBER: _builtins.int
+    held_chunks: _builtins.int
+    """Leading chunks that stay in staging memory until the lease ends: the agent bounds what leases hold."""
+    staged_chunks: _builtins.int
+    """Leading chunks that are in staging memory now, >= held_chunks: those after the held ones may be evicted like any other page, though not soon. Chunks
+    after these are not to be had, or the time was up.
+    """
+    def __init__(
+        self,
+        *,
+        held_chunks: _builtins.int = ...,
+        staged_chunks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_chunks", b"held_chunks", "staged_chunks", b"staged_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLeaseHeld: _TypeAlias = EngineLeaseHeld  # noqa: Y015
+
+@_typing.final
 class EngineCancel(_message.Message):
-    """Ends a load or store early. Its `done` still comes, after the agent has stopped touching the blocks."""
+    """Ends a load, store or lease early. The `done` of a load or store still comes, after the agent has stopped touching the blocks; the answer of a lease too, if it did not come yet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_REQUEST_ID_FIELD_NUMBER: _builtins.int
     target_request_id: _builtins.int
-    """Request id of the load or store."""
+    """Request id of the load, store or lease."""
     def __init__(
         self,
         *,
@@ -966,6 +1038,7 @@ class EngineRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the engine, > 0, unique in the session; `kept`, `cancel` and `event_recorded` carry the id of a store or load they speak of."""
@@ -1006,8 +1079,12 @@ class EngineRequest(_message.Message):
         """The event was recorded: requests that come after this may name it."""
 
     @_builtins.property
+    def lease(self) -> Global___EngineLeaseRequest:
+        """Keep chunks in staging memory."""
+
+    @_builtins.property
     def trace(self) -> _common_pb2.TraceContext:
-        """Trace that a match, store or load belongs to. Unset: none."""
+        """Trace that a match, store, load or lease belongs to. Unset: none."""
 
     def __init__(
         self,
@@ -1022,13 +1099,14 @@ class EngineRequest(_message.Message):
         heartbeat: Global___EngineHeartbeat | None = ...,
         close: Global___EngineClose | None = ...,
         event_recorded: Global___EngineEvent | None = ...,
+        lease: Global___EngineLeaseRequest | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "event_recorded", b"event_recorded", "heartbeat", b"heartbeat", "kept", b"kept", "kind", b"kind", "lease", b"lease", "load", b"load", "match", b"match", "register", b"register", "request_id", b"request_id", "store", b"store", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["register", "match", "store", "kept", "load", "cancel", "heartbeat", "close", "event_recorded", "lease"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1052,6 +1130,7 @@ class EngineResponse(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EVENT_WAITED_FIELD_NUMBER: _builtins.int
+    LEASE_HELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request; 0 for heartbeats and event_waited."""
     @_builtins.property
@@ -1098,6 +1177,10 @@ class EngineResponse(_message.Message):
     def event_waited(self) -> Global___EngineEvent:
         """The agent looks at this recording no more: its slot may be recorded again."""
 
+    @_builtins.property
+    def lease_held(self) -> Global___EngineLeaseHeld:
+        """Answer of lease."""
+
     def __init__(
         self,
         *,
@@ -1113,12 +1196,13 @@ class EngineResponse(_message.Message):
         closed: Global___EngineClose | None = ...,
         error: _common_pb2.ItemError | None = ...,
         event_waited: Global___EngineEvent | None = ...,
+        lease_held: Global___EngineLeaseHeld | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "lease_held", b"lease_held", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "store_done", b"store_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "event_waited", b"event_waited", "gathered", b"gathered", "heartbeat", b"heartbeat", "kind", b"kind", "lease_held", b"lease_held", "load_done", b"load_done", "load_progress", b"load_progress", "match", b"match", "ready", b"ready", "registered", b"registered", "request_id", b"request_id", "store_done", b"store_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "ready", "match", "gathered", "store_done", "load_progress", "load_done", "heartbeat", "closed", "error", "event_waited", "lease_held"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

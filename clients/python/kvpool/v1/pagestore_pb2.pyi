@@ -230,6 +230,7 @@ class SessionOpened(_message.Message):
     MAX_LEASES_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """16-byte session id."""
     incarnation: _builtins.int
@@ -244,6 +245,8 @@ class SessionOpened(_message.Message):
     """A session may hold at most this many leases of each kind (window); more are RESOURCE_EXHAUSTED per item."""
     node_id: _builtins.bytes
     """16-byte node id of the pagestore."""
+    arena_bytes: _builtins.int
+    """Bytes that the arena may take at most; 0: an early release that does not say. A client that keeps pages for later keeps a small part of it."""
     @_builtins.property
     def version(self) -> _common_pb2.PeerVersion:
         """What the pagestore speaks; unset: an early release."""
@@ -259,10 +262,11 @@ class SessionOpened(_message.Message):
         max_leases: _builtins.int = ...,
         node_id: _builtins.bytes = ...,
         version: _common_pb2.PeerVersion | None = ...,
+        arena_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "max_leases", b"max_leases", "node_id", b"node_id", "session_id", b"session_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "descriptor_socket", b"descriptor_socket", "descriptor_token", b"descriptor_token", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "max_leases", b"max_leases", "node_id", b"node_id", "session_id", b"session_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

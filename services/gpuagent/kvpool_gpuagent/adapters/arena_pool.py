@@ -58,6 +58,9 @@ class ArenaLink:
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self.local_node_id = b""
+        self.arena_bytes = 0
+        self.broken = asyncio.Event()  # of the session whose slots are out
+        self.broken.set()
 
     @property
     def slots_out(self) -> int:
@@ -171,7 +174,7 @@ class ArenaLink:
                 _log.warning("the local pagestore is back")
                 self._out_of_reach = False
             self._session = session
-            self.local_node_id = session.node_id
+            self.local_node_id, self.arena_bytes, self.broken = session.node_id, session.arena_bytes, session.broken
             for budget in (self.reads, self.writes):
                 budget.resize(max(2, session.max_leases))
             self._keep()
@@ -196,6 +199,16 @@ class ArenaPool:
     def window_pages(self) -> int:
         """See ports.PagePool."""
         return self._link.reads.capacity
+
+    @property
+    def arena_bytes(self) -> int:
+        """See ports.PagePool."""
+        return self._link.arena_bytes
+
+    @property
+    def broken(self) -> asyncio.Event:
+        """See ports.PagePool."""
+        return self._link.broken
 
     async def connect(self) -> None:
         """See ports.PagePool. An engine is not kept waiting for a pagestore that hangs."""

@@ -63,6 +63,7 @@ class StreamPool:
 
     kind = "remote"
     local_node_id = b""
+    arena_bytes = 0  # what is read into a buffer is read again by the load
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class StreamPool:
         self._sizes_bytes = [page_bytes(size_bytes) for size_bytes in self._payload_bytes]
         self._index, self._buffers, self._peers, self._host_id = index, buffers, peers, host_id
         self._reports: set[asyncio.Task[None]] = set()
+        self.broken = asyncio.Event()  # there is no session that could end
         fitting = buffers.writes.capacity_bytes // max(self._sizes_bytes)
         self.window_pages = max(1, min(_WINDOW_PAGES_MAX, fitting))
 

@@ -52,6 +52,13 @@ def check_bases(rank: Rank, offsets_bytes: Sequence[int]) -> None:
 
 
 def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
+    check_chunks(span, max_chunks)
+    for position, chunk in enumerate(span.chunks):
+        _check_blocks(position, chunk, rank)
+
+
+def check_chunks(span: ChunkSpan, max_chunks: int) -> None:
+    """All but their blocks. Raises InvalidRequest."""
     count = len(span.chunks)
     if not 0 < count <= max_chunks:
         raise InvalidRequest(f"a request names 1 to {max_chunks} chunks, got {count}; split it")
@@ -59,8 +66,6 @@ def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
         raise InvalidRequest(f"first_chunk_index must be >= 0, got {span.first_index}")
     _check_hashes(span)
     _check_group_heads(span)
-    for position, chunk in enumerate(span.chunks):
-        _check_blocks(position, chunk, rank)
 
 
 def _check_hashes(span: ChunkSpan) -> None:

@@ -39,6 +39,7 @@ class SessionLimits:
     heartbeat_interval_ms: int
     max_leases: int
     max_requests_in_flight: int
+    arena_bytes: int
 
 
 class SessionStream:
@@ -95,6 +96,7 @@ class SessionStream:
                 max_leases=limits.max_leases,
                 node_id=limits.node_id,
                 version=own_version_to_proto(),
+                arena_bytes=limits.arena_bytes,
             ),
         )
 

@@ -14,6 +14,7 @@ from kvpool.client.pool import KvPool
 from kvpool.connectors.vllm.adapters import Adapters
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.known_chunks import KnownChunks
+from kvpool.connectors.vllm.leases import Leases
 from kvpool.connectors.vllm.link import PoolLink
 from kvpool.connectors.vllm.load_plans import LoadPlan, LoadPlans
 from kvpool.connectors.vllm.lookups import Lookup, Lookups
@@ -83,6 +84,7 @@ class SchedulerSide:
         self._lookups = Lookups(settings, link, self.tally, now_s)
         self._loads = LoadPlans(settings, self.tally, block_tokens=block_tokens, chunk_bytes=chunk_bytes, now_s=now_s)
         self.cost = self._loads.cost
+        self._leases = Leases(link, bytes_max=settings.lease_bytes_max, chunk_bytes=chunk_bytes, now_s=now_s)
         self._store_plans = StorePlans(
             self._known,
             worker_count=worker_count,
@@ -116,6 +118,13 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return 0
+        token_count = self._planned_tokens(state, held_tokens)
+        if token_count == 0:
+            self._leases.end(request.request_id)
+        return token_count
+
+    def _planned_tokens(self, state: _State, held_tokens: int) -> int | None:
+        request = state.request
         self._follow_weights()
         state.plan, pool = None, self._pool_for(state, held_tokens)
         held_chunks = held_tokens // self._settings.chunk_tokens
@@ -139,6 +148,8 @@ class SchedulerSide:
             if found.error is None:  # what was evicted is to be stored again
                 self._known.drop(chain.hashes[found.matched_chunks : found.matched_chunks + 1])
         plan = self._loads.plan(chain, lookup, found, held_tokens, pool.session.link_bytes_per_s)
+        if plan is not None:
+            self._leases.want(request.request_id, plan)
         if plan is not None and plan.must_wait:
             return None
         state.plan = plan
@@ -148,6 +159,7 @@ class SchedulerSide:
         """The engine has blocks for a plan: of the whole request, from token 0 on. It waits for the load now, whatever
         happens here: what cannot be begun is ordered as a load that fails at once."""
         state = self._states.get(request.request_id)
+        self._leases.allocated(request.request_id)
         try:
             if state is None or state.plan is None:
                 raise InvalidRequest("a load was begun that was not planned")
@@ -163,6 +175,7 @@ class SchedulerSide:
     def not_chosen(self, request: Request) -> None:
         """The engine has blocks for the request and loads nothing of it from here: another connector may."""
         state = self._states.get(request.request_id)
+        self._leases.end(request.request_id)
         if state is not None:
             state.plan = None
 
@@ -170,6 +183,7 @@ class SchedulerSide:
         """The orders of a step that computes so many tokens of each request."""
         self._lookups.new_step()
         self._loads.new_step()
+        self._leases.new_step()
         self._computing = set(scheduled)
         self._follow_weights()
         waits_for_layers = self._settings.layerwise and bool(self._orders)
@@ -201,6 +215,7 @@ class SchedulerSide:
         if state is None:
             return False
         state.lookup.cancel()
+        self._leases.end(request.request_id)
         if state.loading:
             self._cancel.append(request.request_id)
             return False  # the engine holds the blocks until the load has ended
@@ -238,6 +253,7 @@ class SchedulerSide:
             elif request_id in self._cancel:  # too late, and it may be the name of another request soon
                 self._cancel.remove(request_id)
             self._loads.received(request_id)
+            self._leases.end(request_id)
 
     def take_changes(self) -> list[ChunksChanged]:
         """What came into the pool and what was found gone since the last call."""
@@ -256,6 +272,7 @@ class SchedulerSide:
         if epoch == self._epoch:
             return
         self._epoch = epoch
+        self._leases.end_all()
         for state in self._states.values():
             state.lookup.cancel()
             state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(state.lookup.trace), None, None, 0

@@ -46,6 +46,7 @@ class VllmSettings:
     load_timeout_s: float = 10.0  # of one load, as long as nothing is known of how fast the engine computes
     load_timeout_min_s: float = 1.0  # later ones may take several times what is expected, but so long at least
     load_bytes_in_flight_max: int = 8 << 30  # requests beyond it wait, or are computed if that is quicker
+    lease_bytes_max: int = 8 << 30  # that waiting requests have the agent keep in memory, or bring there; 0: none
     store_bytes_in_flight_max: int = 4 << 30  # what is beyond it waits
     store_hold_max_s: float = 20.0  # blocks of a finished request are not kept from the engine for longer
     kv_cache_layout: str = ""  # that vLLM is asked for: empty asks for BLHNC on GPUs, but not under MultiConnector

@@ -1,0 +1,108 @@
+"""Leases on what waiting requests will load: it is brought into the host's memory, and kept there meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from kvpool.client.engine_requests import LeaseHandle
+from kvpool.connectors.vllm.link import PoolLink
+from kvpool.connectors.vllm.load_plans import LoadPlan
+from kvpool.core.errors import KvPoolError
+
+_log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is said under its own name
+HOLD_S = 30.0  # an agent may end it earlier
+AGAIN_S = 1.0  # after one that ended early: refused, say
+AT_ONCE = 16  # more are refused by an agent's default
+
+
+@dataclass(slots=True)
+class _Lease:
+    handle: Future[LeaseHandle | None]
+    size_bytes: int
+    begun_at_s: float
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to keep nothing."""
+        if not self.handle.done():
+            return False
+        handle = None if self.handle.cancelled() or self.handle.exception() else self.handle.result()
+        return handle is None or handle.ended
+
+
+class Leases:
+    """Of a scheduler. A request that gets blocks in the step that plans its load, as on an engine that is not busy, has
+    none: no message is sent for it."""
+
+    def __init__(self, link: PoolLink, *, bytes_max: int, chunk_bytes: int, now_s: Callable[[], float]) -> None:
+        """bytes_max: of all leases. chunk_bytes: of all ranks."""
+        self._link, self._now_s = link, now_s
+        self._bytes_max, self._chunk_bytes = bytes_max, chunk_bytes
+        self._wanted: dict[str, LoadPlan] = {}  # of requests that were planned in this step
+        self._leases: dict[str, _Lease] = {}  # by request
+
+    def want(self, request_id: str, plan: LoadPlan) -> None:
+        """The request will load this, if it gets blocks."""
+        self._wanted[request_id] = plan
+
+    def allocated(self, request_id: str) -> None:
+        """The request's load is ordered: what is leased stays leased until its end."""
+        self._wanted.pop(request_id, None)
+
+    def end(self, request_id: str) -> None:
+        """The request loads nothing, or its load has ended."""
+        self._wanted.pop(request_id, None)
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self._end(lease)
+
+    def end_all(self) -> None:
+        """No request loads what was planned."""
+        for request_id in [*self._wanted, *self._leases]:
+            self.end(request_id)
+
+    def new_step(self) -> None:
+        """Begin leases for the requests that were planned in the step that ends, and wait on: leading chunks, as far as
+        the bytes go."""
+        wanted, self._wanted = self._wanted, {}
+        now_s = self._now_s()
+        for request_id, lease in list(self._leases.items()):
+            age_s = now_s - lease.begun_at_s
+            if age_s >= HOLD_S or (lease.ended and age_s >= AGAIN_S):
+                self.end(request_id)
+        for request_id, plan in wanted.items():
+            if request_id not in self._leases and len(self._leases) < AT_ONCE:
+                self._begin(request_id, plan, now_s)
+
+    def _begin(self, request_id: str, plan: LoadPlan, now_s: float) -> None:
+        left_bytes = self._bytes_max - sum(lease.size_bytes for lease in self._leases.values() if not lease.ended)
+        first_chunk = plan.first_token // plan.chain.chunk_tokens
+        count = min(plan.end_chunk - first_chunk, left_bytes // max(1, self._chunk_bytes))
+        pool = self._link.pool
+        if count <= 0 or pool is None:
+            return
+        lease = partial(pool.lease, plan.chain, first_chunk=first_chunk, end_chunk=first_chunk + count, hold_s=HOLD_S)
+        try:
+            handle = self._link.start(lease, plan.trace)
+        except KvPoolError:
+            return  # the link was closed
+        self._leases[request_id] = _Lease(handle, count * self._chunk_bytes, now_s)
+
+    def _end(self, lease: _Lease) -> None:
+        if lease.ended:
+            return
+
+        async def end() -> None:
+            handle = await asyncio.wrap_future(lease.handle)
+            if handle is not None:
+                handle.end()
+
+        try:
+            self._link.start(end)
+        except KvPoolError:
+            _log.debug("kvpool: a lease ends with its session")
