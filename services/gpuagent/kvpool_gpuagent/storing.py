@@ -207,10 +207,6 @@ class StoreRun:
             self._outcome.failed.setdefault(position, error)
 
     def _count(self) -> None:
-        for position, written in enumerate(self._written):
-            if position in self._outcome.failed:
-                continue
-            if written:
-                self._outcome.stored_chunks += 1
-            else:
-                self._outcome.deduplicated_chunks += 1
+        written = np.delete(self._written, list(self._outcome.failed))
+        self._outcome.stored_chunks = int(np.count_nonzero(written))
+        self._outcome.deduplicated_chunks = written.size - self._outcome.stored_chunks
