@@ -186,14 +186,16 @@ def _agent() -> Iterator[tuple[str, Message]]:
         version=own_version_to_proto(),
     )
     store = gpuagent_pb2.EngineStoreRequest(
-        chunks=[gpuagent_pb2.StoreChunk(chunk_hash=CHUNK, block_ids=BLOCK_IDS)],
+        chunk_hashes=CHUNK,
+        block_ids=BLOCK_IDS,
         parent_hash=bytes(16),
         group_head_hashes=CHUNK,
         chain_head_hash=CHUNK,
         prompt_tokens=17,
     )
     load = gpuagent_pb2.EngineLoadRequest(
-        chunks=[gpuagent_pb2.LoadChunk(chunk_hash=CHUNK, block_ids=BLOCK_IDS)],
+        chunk_hashes=CHUNK,
+        block_ids=BLOCK_IDS,
         parent_hash=bytes(16),
         group_head_hashes=CHUNK,
         wait_ms=5000,

@@ -211,8 +211,12 @@ async def test_malformed_leases_are_refused_and_the_session_goes_on() -> None:
         engine = EngineProcess(agent.endpoint)
         session = await engine.open()
         chain = prompt(session, 6)
-        broken = replace(chain, hashes=(b"x" * 16, *chain.hashes[1:]))
-        for chunks, of in ((range(6), chain), (range(0), chain), (range(1, 3), replace(chain, hashes=(b"x",) * 4))):
+        broken = replace(chain, packed=b"x" * 16 + chain.packed[16:])
+        for chunks, of in (
+            (range(6), chain),
+            (range(0), chain),
+            (range(1, 3), replace(chain, packed=chain.packed[:45])),
+        ):
             with pytest.raises(KvPoolError) as refused:
                 await (await session.lease(of, chunks, hold_s=1.0)).held(PATIENCE_S)
             assert isinstance(refused.value, InvalidRequest)

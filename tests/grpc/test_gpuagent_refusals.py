@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvpool.client.engine_items import load_to_proto, store_to_proto
+from kvpool.client.hashing import Chain
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, NotServed, Overloaded, PartitionRefused
 from kvpool.core.layout_presets import vllm_nhd_layout
 from kvpool.testing import eventually
+from kvpool.v1 import gpuagent_pb2
 from tests.fixtures.agent import SPEC, EngineProcess, World, prompt, run_load, run_store, running_agent
+from tests.fixtures.raw_engine import raw_engine
 
 
 async def test_bad_requests_are_refused_and_the_session_goes_on() -> None:
@@ -22,8 +28,8 @@ async def test_bad_requests_are_refused_and_the_session_goes_on() -> None:
         assert session.max_request_chunks == 4
         chain = prompt(session, 6)
         span = engine.span(chain, range(3))
-        twice = replace(span, chunks=(span.chunks[0], replace(span.chunks[1], block_ids=span.chunks[0].block_ids)))
-        outside = replace(span, chunks=(replace(span.chunks[0], block_ids=np.array([0, 1, 2, 10_000])),))
+        twice = replace(span, block_ids=span.block_ids[[0, 0, 2]])
+        outside = replace(span, block_ids=np.where(span.block_ids == span.block_ids[0, 3], 10_000, span.block_ids))
         for bad, named in (
             (twice, "twice"),
             (outside, r"chunks\[0\].block_ids must lie in"),
@@ -35,6 +41,55 @@ async def test_bad_requests_are_refused_and_the_session_goes_on() -> None:
         engine.compute(chain, range(3))
         assert (await run_store(session, span)).stored_chunks == 3
         await session.close()
+        engine.close()
+
+
+def ids(*blocks: int) -> bytes:
+    return np.array(blocks, dtype="<i8").tobytes()
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "hashes cut off": ({"chunk_hashes": bytes(31)}, "chunk_hashes must be a multiple of 16 bytes, got 31"),
+    "no chunks": ({"chunk_hashes": b""}, "1 to 4 chunks, got 0"),
+    "too many chunks": ({"chunk_hashes": bytes(16) * 8}, "1 to 4 chunks, got 8"),
+    "more chunks than blocks": ({"chunk_hashes": bytes(48)}, "equally many blocks for each of 3 chunks, got 8"),
+    "blocks cut off": ({"block_ids": bytes(63)}, "block_ids must be little-endian int64, got 63 bytes"),
+    "no blocks": ({"block_ids": b""}, "4 blocks of 8 tokens for each of 2 chunks, got 0"),
+    "too few blocks": ({"block_ids": ids(0, 1, 2, 3, 4, 5)}, "4 blocks of 8 tokens for each of 2 chunks, got 6"),
+    "too many blocks": ({"block_ids": bytes(8 * 100_000)}, "for each of 2 chunks, got 100000"),
+    "negative": ({"block_ids": ids(0, 1, 2, 3, 4, -1, 6, 7)}, r"chunks\[1\].block_ids must lie in .* got -1 to 7"),
+    "huge": ({"block_ids": ids(0, (1 << 63) - 1, 2, 3, 4, 5, 6, 7)}, r"chunks\[0\].block_ids must lie in"),
+}
+HOSTILE_LOADS: dict[str, tuple[dict[str, Any], str]] = {
+    "twice": ({"block_ids": ids(0, 1, 2, 3, 4, 0, 6, 7)}, "block_ids names block 0 twice"),
+    "skips the chunk": ({"skip_tokens": SPEC.chunk_tokens}, r"chunks\[0\].skip_tokens must lie in"),
+    "skips before it": ({"skip_tokens": -1}, r"chunks\[0\].skip_tokens must lie in"),
+    "skips far beyond": ({"skip_tokens": (1 << 63) - 1}, r"chunks\[0\].skip_tokens must lie in"),
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, *HOSTILE_LOADS])
+async def test_packed_arrays_that_do_not_fit_are_refused_before_anything_is_touched(case: str) -> None:
+    world = World()
+    async with running_agent(world, max_request_chunks=4) as agent:
+        engine = EngineProcess(agent.endpoint)
+        async with raw_engine(agent.endpoint) as raw:
+            registered = await raw.ready(engine)
+            chain = Chain.of(registered.hash_key, list(range(2 * SPEC.chunk_tokens)), SPEC.chunk_tokens)
+            span = engine.span(chain, range(2))
+            changes, named = (HOSTILE | HOSTILE_LOADS)[case]
+            requests: list[gpuagent_pb2.EngineLoadRequest | gpuagent_pb2.EngineStoreRequest]
+            requests = [load_to_proto(span, 1000)]
+            if case in HOSTILE:
+                requests.append(store_to_proto(span, None))
+            for request in requests:
+                for field, value in changes.items():
+                    setattr(request, field, value)
+                await raw.send(2, **{"load" if request is requests[0] else "store": request})
+                error = await raw.refusal()
+                assert isinstance(error, InvalidRequest)
+                assert re.search(named, str(error)), error
+        assert not world.pools[0].asked
         engine.close()
 
 

@@ -13,7 +13,7 @@ import torch
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.connectors.vllm.cache_memory import CacheMemory, cache_memory
 from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.geometry import OpaqueLayout, PayloadKind
@@ -49,7 +49,7 @@ class Rank:
         order = StoreOrder(
             number=1,
             request_id="r",
-            hashes=packed(HASHES[:chunks]),
+            hashes=b"".join(HASHES[:chunks]),
             token_count=999,
             block_ids=packed_blocks(blocks),
             first_chunk=0,
@@ -63,7 +63,7 @@ class Rank:
         """All three chunks, from the chunk of first_token on."""
         order = LoadOrder(
             request_id="q",
-            hashes=packed(HASHES),
+            hashes=b"".join(HASHES),
             token_count=999,
             block_ids=packed_blocks(blocks),
             first_chunk=first_token // CHUNK,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpool.client.engine_items import ChunkSpan
@@ -23,23 +22,26 @@ BLOCKS = 12 * BLOCKS_PER_CHUNK
 
 def with_blocks(position: int, *ids: int, skip_tokens: int = 0) -> Callable[[ChunkSpan], ChunkSpan]:
     def change(span: ChunkSpan) -> ChunkSpan:
-        chunks = list(span.chunks)
-        block_ids = np.array(ids, dtype=np.int64)
-        chunks[position] = replace(chunks[position], block_ids=block_ids, skip_tokens=skip_tokens)
-        return replace(span, chunks=tuple(chunks))
+        block_ids = span.block_ids.copy()
+        block_ids[position] = ids
+        return replace(span, block_ids=block_ids, skip_tokens=skip_tokens)
 
     return change
 
 
 def twice(span: ChunkSpan) -> ChunkSpan:
-    return with_blocks(1, *np.asarray(span.chunks[0].block_ids).tolist())(span)
+    return with_blocks(1, *span.block_ids[0].tolist())(span)
+
+
+def too_few(span: ChunkSpan) -> ChunkSpan:
+    return replace(span, block_ids=span.block_ids[:, :3])
 
 
 SLOTS = {
     "beyond the cache": (with_blocks(1, 0, 1, 2, BLOCKS), r"chunks\[1\]\.block_ids must lie in \[0, 48\), got 0 to 48"),
     "negative": (with_blocks(0, -1, 1, 2, 3), r"chunks\[0\]\.block_ids must lie in \[0, 48\), got -1 to 3"),
     "a wrapped one": (with_blocks(0, (1 << 63) - 1, 1, 2, 3), r"chunks\[0\]\.block_ids must lie in"),
-    "too few": (with_blocks(1, 0, 1, 2), r"chunks\[1\]\.block_ids must name 4 blocks of 8 tokens, got 3"),
+    "too few": (too_few, "block_ids must name 4 blocks of 8 tokens for each of 2 chunks, got 6"),
 }
 DESTINATIONS = {
     "in two chunks": (twice, "block_ids names block [0-9]+ twice; destinations must be distinct"),

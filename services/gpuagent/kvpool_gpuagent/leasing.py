@@ -173,7 +173,7 @@ class SessionLeases:
             self._forget(request_id)
             raise
         running.holding = asyncio.ensure_future(self._hold(request_id, run, ends_at_s))
-        self._count(outcome, len(span.chunks))
+        self._count(outcome, span.chunk_count)
         return outcome
 
     def cancel(self, request_id: int) -> None:

@@ -54,14 +54,14 @@ class LoadRun:
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._remote = [source[0] for source in sources]
         self._positions, self._shards = _pages_of(rank, [source[1] for source in sources], layers_per_progress > 0)
-        self._block_ids: Int64s = np.stack([chunk.block_ids for chunk in span.chunks])
-        self._skip_tokens = np.array([chunk.skip_tokens for chunk in span.chunks], dtype=np.int64)
+        self._skip_tokens: Int64s = np.zeros(span.chunk_count, dtype=np.int64)
+        self._skip_tokens[0] = span.skip_tokens
         self._page_bytes = rank.page_sizes
         self._progress = _Progress(rank, self._shards, layers_per_progress)
         self._report: ReportProgress = lambda layers, failed: None
-        self._first_failed = len(span.chunks)
+        self._first_failed = span.chunk_count
         self._error: KvPoolError | None = None
-        self._source_of = np.full(len(span.chunks), int(LoadSource.STAGING), dtype=np.uint8)
+        self._source_of = np.full(span.chunk_count, int(LoadSource.STAGING), dtype=np.uint8)
         self.loaded_bytes = dict.fromkeys(LoadSource, 0)
         self.copying_s = 0.0  # from the first copy's begin to the last one's end
         self._copy_began_s = float("inf")
@@ -172,7 +172,7 @@ class LoadRun:
                 began_s = loop.time()
                 await self._cache.scatter(
                     CopyBatch(
-                        slots.addresses[wanted], shards[wanted], self._block_ids[chunks], self._skip_tokens[chunks]
+                        slots.addresses[wanted], shards[wanted], self._span.block_ids[chunks], self._skip_tokens[chunks]
                     )
                 )
                 self._copy_began_s = min(self._copy_began_s, began_s)
@@ -202,7 +202,7 @@ class LoadRun:
             return
         layers = self._progress.settled(shards)
         if layers and self._first_failed:
-            self._report(layers, range(self._first_failed, len(self._span.chunks)))
+            self._report(layers, range(self._first_failed, self._span.chunk_count))
 
     def _fail_pages(self, positions: Int32s, error: KvPoolError) -> None:
         if positions.size:
@@ -214,7 +214,7 @@ class LoadRun:
 
     def _outcome(self) -> LoadOutcome:
         outcome = LoadOutcome(
-            chunk_count=len(self._span.chunks),
+            chunk_count=self._span.chunk_count,
             loaded_chunks=self._first_failed,
             error=self._error,
             copying_s=self.copying_s,

@@ -59,7 +59,8 @@ class ChainLocations:
         """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
         match named. Never raises."""
         hashes = span.hashes
-        if any(self._seen.get(chunk_hash) is None for chunk_hash in hashes):
+        seen = [self._seen.get(chunk_hash) for chunk_hash in hashes]
+        if None in seen:
             remaining_s = max(0.0, ends_at_s - asyncio.get_running_loop().time())
             try:
                 await until_stopped(self._lookup(hashes, span.first_index, span.group_head(0)), stop, remaining_s)
@@ -67,18 +68,19 @@ class ChainLocations:
                 # Without the index what this host holds can still be loaded.
                 if not stop.is_set():
                     self._metrics.index_failures.inc()
+            seen = [self._seen.get(chunk_hash) for chunk_hash in hashes]
         unseen: ChunkSource = ((), self._rank.shards)
-        return [self._seen.get(chunk_hash) or unseen for chunk_hash in hashes]
+        return [source or unseen for source in seen]
 
     def forget(self, span: ChunkSpan) -> None:
         """A remembered location misled the load of this span: the next one asks the index again."""
         self._seen.clear()
-        self._index.forget(self._query(span.hashes, span.first_index, span.group_head(0)))
+        self._index.forget(self._query(span.chunk_hashes, span.first_index, span.group_head(0)))
 
-    def _query(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> ChainQuery:
+    def _query(self, chunk_hashes: bytes, first_index: int, group_head: bytes) -> ChainQuery:
         return ChainQuery(
             keyspace=self._rank.keyspace,
-            chunk_hashes=b"".join(hashes),
+            chunk_hashes=chunk_hashes,
             first_chunk_index=first_index,
             group_head_hash=group_head,
             shards=self._rank.shards,
@@ -86,7 +88,7 @@ class ChainLocations:
         )
 
     async def _lookup(self, hashes: Sequence[bytes], first_index: int, group_head: bytes) -> list[SourceRun]:
-        query = self._query(hashes, first_index, group_head)
+        query = self._query(b"".join(hashes), first_index, group_head)
         match = await self._index.match(query)
         runs = list(source_runs(match, self._rank.grid, self._rank.shards, self._pool.local_node_id))
         remaining = iter(hashes)

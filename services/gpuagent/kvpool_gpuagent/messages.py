@@ -17,7 +17,7 @@ from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import retention_from_proto, retention_ranges_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_gpuagent.core.bandwidth import LoadSource
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, LoadOutcome, StoreOutcome
+from kvpool_gpuagent.core.requests import BlockIds, ChunkSpan, LoadOutcome, StoreOutcome
 from kvpool_gpuagent.engine import Registration
 from kvpool_gpuagent.ports import MappedHandle
 from kvpool_gpuagent.session import EngineMatch
@@ -26,7 +26,6 @@ MAX_NAME_LENGTH = 128
 MAX_HANDLES = 4096  # a K and a V tensor of 500 layers, with scales, is half of it
 MAX_EVENTS = 1024
 _MAX_COMPUTE_US_PER_TOKEN = 1e7
-_NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 def handles_from_proto(messages: Sequence[gpuagent_pb2.MemoryHandle]) -> tuple[MappedHandle, ...]:
@@ -85,17 +84,19 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
 
 
 def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkSpan:
-    """Raises InvalidRequest naming the item. Lengths and ranges are core.checks' to refuse."""
-    chunks: Sequence[gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk] = request.chunks
-    chain_head, retention, prompt_tokens = b"", NO_RETENTION, 0
+    """Raises InvalidRequest naming the argument. Counts and ranges are core.checks' to refuse."""
+    chain_head, retention, prompt_tokens, skip_tokens = b"", NO_RETENTION, 0, 0
     ranges: tuple[RetentionRange, ...] = ()
     if isinstance(request, gpuagent_pb2.EngineStoreRequest):
         chain_head = request.chain_head_hash
         retention = retention_from_proto(request.retention)
         ranges = retention_ranges_from_proto(request.retention_ranges)
         prompt_tokens = check_count(request.prompt_tokens, "prompt_tokens")
+    else:
+        skip_tokens = request.skip_tokens
     return ChunkSpan(
-        chunks=tuple(_chunk(position, chunk) for position, chunk in enumerate(chunks)),
+        chunk_hashes=request.chunk_hashes,
+        block_ids=_block_ids(request.block_ids, request.chunk_hashes),
         first_index=request.first_chunk_index,
         parent_hash=request.parent_hash,
         group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
@@ -103,16 +104,15 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         retention=retention,
         retention_ranges=ranges,
         prompt_tokens=prompt_tokens,
+        skip_tokens=skip_tokens,
     )
 
 
 def leased_from_proto(request: gpuagent_pb2.EngineLeaseRequest) -> ChunkSpan:
     """Without blocks. Raises InvalidRequest naming the field."""
     return ChunkSpan(
-        chunks=tuple(
-            ChunkBlocks(chunk_hash=chunk_hash, block_ids=_NO_BLOCKS)
-            for chunk_hash in hashes_from_bytes(request.chunk_hashes)
-        ),
+        chunk_hashes=request.chunk_hashes,
+        block_ids=_block_ids(b"", request.chunk_hashes),
         first_index=request.first_chunk_index,
         parent_hash=request.parent_hash,
         group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
@@ -134,12 +134,18 @@ def event_of(request: gpuagent_pb2.EngineRequest) -> EngineEvent | None:
     return None
 
 
-def _chunk(position: int, chunk: gpuagent_pb2.StoreChunk | gpuagent_pb2.LoadChunk) -> ChunkBlocks:
-    if len(chunk.block_ids) % 8:
-        raise InvalidRequest(f"chunks[{position}].block_ids must be little-endian int64", item_index=position)
-    skip_tokens = chunk.skip_tokens if isinstance(chunk, gpuagent_pb2.LoadChunk) else 0
-    block_ids = np.frombuffer(chunk.block_ids, dtype="<i8").astype(np.int64, copy=False)
-    return ChunkBlocks(chunk_hash=chunk.chunk_hash, block_ids=block_ids, skip_tokens=skip_tokens)
+def _block_ids(packed: bytes, chunk_hashes: bytes) -> BlockIds:
+    chunks, rest = divmod(len(chunk_hashes), HASH_BYTES)
+    if rest:
+        raise InvalidRequest(f"chunk_hashes must be a multiple of {HASH_BYTES} bytes, got {len(chunk_hashes)}")
+    if len(packed) % 8:
+        raise InvalidRequest(f"block_ids must be little-endian int64, got {len(packed)} bytes")
+    blocks = np.frombuffer(packed, dtype="<i8").astype(np.int64, copy=False)
+    if not chunks:
+        return np.zeros((0, 0), np.int64)  # core.checks refuses the request
+    if blocks.size % chunks:
+        raise InvalidRequest(f"block_ids must name equally many blocks for each of {chunks} chunks, got {blocks.size}")
+    return blocks.reshape(chunks, blocks.size // chunks)
 
 
 def match_to_proto(found: EngineMatch) -> gpuagent_pb2.EngineMatchResponse:

@@ -66,11 +66,11 @@ def _chunk_count(request: gpuagent_pb2.EngineRequest) -> int:
         case "match":
             return len(request.match.chunk_hashes) // _HASH_BYTES
         case "store":
-            return len(request.store.chunks)
+            return len(request.store.chunk_hashes) // _HASH_BYTES
         case "lease":
             return len(request.lease.chunk_hashes) // _HASH_BYTES
         case _:
-            return len(request.load.chunks)
+            return len(request.load.chunk_hashes) // _HASH_BYTES
 
 
 def _counts(response: gpuagent_pb2.EngineResponse) -> tuple[int, int]:

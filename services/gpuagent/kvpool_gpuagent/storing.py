@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.core.errors import ArenaFull, KvPoolError, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
-from kvpool.core.spans import Bytes, Int32s, Int64s, PageSpan
+from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots, no_slots
 from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
@@ -63,9 +63,8 @@ class StoreRun:
         self._rank, self._span = rank, span
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._shards: Bytes = np.array(rank.shard_list, dtype=np.uint8)
-        self._block_ids: Int64s = np.stack([chunk.block_ids for chunk in span.chunks])
         self._outcome = StoreOutcome()
-        self._written = np.zeros(len(span.chunks), dtype=np.int64)
+        self._written = np.zeros(span.chunk_count, dtype=np.int64)
         self._ended: KvPoolError | None = None  # why nothing more is stored
 
     async def run(self, ask_kept: AskKept, stop: asyncio.Event, passed: EnginePassed) -> StoreOutcome:
@@ -97,7 +96,7 @@ class StoreRun:
         finally:
             await asyncio.gather(*windows)
         if self._ended is not None:
-            self._fail(range(stored, len(self._span.chunks)), self._ended)
+            self._fail(range(stored, self._span.chunk_count), self._ended)
         self._count()
         return self._outcome
 
@@ -121,7 +120,7 @@ class StoreRun:
                 f"at once; raise the pagestore's max_leases or the agent's bounce_bytes"
             )
         pages = window_of(self._rank, self._pool.window_pages // self._places(), WINDOW_BYTES)
-        step, count = max(1, pages // int(self._shards.size)), len(self._span.chunks)
+        step, count = max(1, pages // int(self._shards.size)), self._span.chunk_count
         return [range(start, min(count, start + step)) for start in range(0, count, step)]
 
     async def _store_window(
@@ -174,7 +173,7 @@ class StoreRun:
             batch = CopyBatch(
                 slots.addresses,
                 window.span.shards[slots.pages],
-                self._block_ids[window.positions],
+                self._span.block_ids[window.positions],
                 np.zeros(slots.count, dtype=np.int64),
             )
             if not await self._cache.gather(batch, stop.is_set):
@@ -208,10 +207,6 @@ class StoreRun:
             self._outcome.failed.setdefault(position, error)
 
     def _count(self) -> None:
-        for position, written in enumerate(self._written):
-            if position in self._outcome.failed:
-                continue
-            if written:
-                self._outcome.stored_chunks += 1
-            else:
-                self._outcome.deduplicated_chunks += 1
+        written = np.delete(self._written, list(self._outcome.failed))
+        self._outcome.stored_chunks = int(np.count_nonzero(written))
+        self._outcome.deduplicated_chunks = written.size - self._outcome.stored_chunks

@@ -52,6 +52,7 @@ def together(some: Sequence[PageSlots]) -> PageSlots:
         np.concatenate([slots.addresses for slots in some])[order],
         np.concatenate([slots.sources for slots in some])[order],
         np.concatenate([slots.leases for slots in some])[order],
+        some[0].session,
     )
 
 

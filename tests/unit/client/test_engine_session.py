@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from kvpool.client.engine_items import ChunkBlocks, ChunkSpan, EngineSource, TierTokens
+from kvpool.client.engine_items import ChunkSpan, EngineSource, TierTokens
 from kvpool.client.engine_registration import GpuRegion
 from kvpool.client.engine_requests import LoadHandle, StoreHandle
 from kvpool.client.gpuagent import EngineSession
@@ -30,7 +31,8 @@ from tests.unit.client.servers import Script
 
 def span(count: int) -> ChunkSpan:
     return ChunkSpan(
-        chunks=tuple(ChunkBlocks(bytes([number]) * 16, [2 * number, 2 * number + 1]) for number in range(count)),
+        chunk_hashes=b"".join(bytes([number]) * 16 for number in range(count)),
+        block_ids=np.arange(2 * count, dtype=np.int64).reshape(count, 2),
         first_chunk_index=0,
         parent_hash=bytes(16),
         group_head_hashes=(bytes(16),),
@@ -159,7 +161,8 @@ async def test_load_reports_progress_and_sources() -> None:
         handle = await session.load(span(2), wait_s=3, on_progress=lambda layers, failed: seen.append((layers, failed)))
         request = await stream.next("load")
         assert request.load.wait_ms == 3000
-        assert request.load.chunks[1].block_ids == (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+        assert request.load.chunk_hashes == bytes(16) + bytes([1]) * 16
+        assert request.load.block_ids == b"".join(block.to_bytes(8, "little") for block in range(4))
         progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=1, failed_chunks=[1])
         stream.send(Response(request_id=request.request_id, load_progress=progress))
         await handle.wait_layers(1)

@@ -97,8 +97,8 @@ async def test_a_load_names_its_blocks_and_releases_them() -> None:
         span = ChunkSpan(CHAIN[:18], (5, 2))
         loading = asyncio.create_task(asyncio.to_thread(load, pool, span, PATIENCE_S, watch))
         request = await stream.next("load")
-        assert [chunk.chunk_hash for chunk in request.load.chunks] == [CHAIN[16], CHAIN[17]]
-        assert [np.frombuffer(chunk.block_ids, "<i8").tolist() for chunk in request.load.chunks] == [[5], [2]]
+        assert request.load.chunk_hashes == CHAIN[16] + CHAIN[17]
+        assert np.frombuffer(request.load.block_ids, "<i8").tolist() == [5, 2]
         assert (request.load.first_chunk_index, request.load.parent_hash) == (16, CHAIN[15])
         assert request.load.group_head_hashes == CHAIN[16]
         done = gpuagent_pb2.EngineLoadDone(loaded_chunks=2, tokens=common_pb2.TierTokens(disk=32))

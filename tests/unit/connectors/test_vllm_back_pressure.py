@@ -15,7 +15,7 @@ from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
 from kvpool.client.sync import BackgroundLoop
 from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.ipc import EngineEvent, IpcEvent
@@ -147,7 +147,7 @@ def a_store(number: int, chunks: int = 4) -> StoreOrder:
     return StoreOrder(
         number=number,
         request_id=f"r{number}",
-        hashes=packed([bytes([at]) * 16 for at in range(chunks)]),
+        hashes=b"".join([bytes([at]) * 16 for at in range(chunks)]),
         token_count=chunks * CHUNK + 1,
         block_ids=packed_blocks(range(100 * number, 100 * number + 2 * chunks)),
         first_chunk=0,
@@ -158,7 +158,7 @@ def a_store(number: int, chunks: int = 4) -> StoreOrder:
 def a_load(number: int, timeout_s: float = 60.0) -> LoadOrder:
     return LoadOrder(
         request_id=f"r{number}",
-        hashes=packed([bytes([at]) * 16 for at in range(2)]),
+        hashes=b"".join([bytes([at]) * 16 for at in range(2)]),
         token_count=2 * CHUNK + 1,
         block_ids=packed_blocks(range(100 * number, 100 * number + 4)),
         first_chunk=0,

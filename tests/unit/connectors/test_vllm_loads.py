@@ -25,7 +25,7 @@ def learned(
 
 def a_match(chunks: int) -> tuple[Chain, int, PrefixMatch, int]:
     """Of so many chunks on this host."""
-    chain = Chain(CHUNK, 1000, tuple(bytes([at]) * 16 for at in range(chunks)))
+    chain = Chain(CHUNK, 1000, b"".join(bytes([at]) * 16 for at in range(chunks)))
     return chain, 0, PrefixMatch(chunks, 1000, (EngineMatchRun(chunks, EngineSource.STAGING, 0.0),)), 0
 
 

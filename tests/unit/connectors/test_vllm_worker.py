@@ -11,7 +11,7 @@ from typing import Any
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport, StoreReport
 from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.errors import ServiceUnavailable
@@ -85,7 +85,7 @@ class World:
     def load(self, *, first_token: int = 0, end_token: int = 128, trace: TraceParent | None = None) -> None:
         order = LoadOrder(
             request_id="r",
-            hashes=packed(HASHES),
+            hashes=b"".join(HASHES),
             token_count=130,
             block_ids=packed_blocks(BLOCKS),
             first_chunk=first_token // CHUNK,
@@ -101,7 +101,7 @@ class World:
         order = StoreOrder(
             number=1,
             request_id="r",
-            hashes=packed(HASHES),
+            hashes=b"".join(HASHES),
             token_count=130,
             block_ids=packed_blocks(BLOCKS),
             first_chunk=1,

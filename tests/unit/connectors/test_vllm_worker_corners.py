@@ -12,7 +12,7 @@ from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import TierTokens
 from kvpool.client.pool_values import BlockHold, LoadReport
 from kvpool.connectors.vllm.engine_work import EngineWork
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, StepOrders, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.settings import VllmSettings
 from kvpool.connectors.vllm.wiring import idle_worker
 from kvpool.connectors.vllm.worker import WorkerSide
@@ -60,7 +60,7 @@ def a_worker(pool: Any, *, events: Any = None, **settings: Any) -> WorkerSide:
 def a_load(request_id: str, blocks: Sequence[int]) -> LoadOrder:
     return LoadOrder(
         request_id=request_id,
-        hashes=packed(HASHES),
+        hashes=b"".join(HASHES),
         token_count=130,
         block_ids=packed_blocks(blocks),
         first_chunk=0,
@@ -75,7 +75,7 @@ def a_store(number: int, request_id: str, blocks: Sequence[int]) -> StoreOrder:
     return StoreOrder(
         number=number,
         request_id=request_id,
-        hashes=packed(HASHES),
+        hashes=b"".join(HASHES),
         token_count=130,
         block_ids=packed_blocks(blocks),
         first_chunk=2,

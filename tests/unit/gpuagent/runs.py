@@ -17,7 +17,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSource, ChunkSpan, LoadOutcome, Rank, StoreOutcome
+from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.storing import StoreRun
@@ -39,20 +39,14 @@ def span(numbers: Sequence[int], *, skip_tokens: int = 0) -> ChunkSpan:
     """Consecutive chunks of one chain; skip_tokens: of the first one."""
     first = numbers[0]
     heads = sorted({number // GROUP_CHUNKS * GROUP_CHUNKS for number in numbers})
-    chunks = tuple(
-        ChunkBlocks(
-            chunk_hash=chunk_hash(number),
-            block_ids=np.arange(4 * number, 4 * number + 4),
-            skip_tokens=skip_tokens if number == first else 0,
-        )
-        for number in numbers
-    )
     return ChunkSpan(
-        chunks=chunks,
+        chunk_hashes=b"".join(chunk_hash(number) for number in numbers),
+        block_ids=np.array([range(4 * number, 4 * number + 4) for number in numbers], dtype=np.int64),
         first_index=first,
         parent_hash=chunk_hash(first - 1) if first else ROOT_HASH,
         group_heads=tuple(chunk_hash(head) for head in heads),
         chain_head=chunk_hash(0),
+        skip_tokens=skip_tokens,
     )
 
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.client.hashing import Chain
+from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.retention import NO_RETENTION, PromptRetention
 from kvpool.core.retention import Retention as Retention
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto
-from kvpool.wire.convert_engine import BlockIds, block_ids_to_bytes
+from kvpool.wire.convert_engine import block_ids_to_bytes
 from kvpool.wire.convert_ipc import engine_event_to_proto
 from kvpool.wire.convert_policy import retention_ranges_to_proto, retention_to_proto
 
@@ -53,25 +57,27 @@ StoreRetention = Retention | PromptRetention
 """How a store asks its chunks to be kept: all alike, or by ranges of the prompt's tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkBlocks:
-    """One chunk and the engine's blocks of it. skip_tokens: a load leaves so many leading tokens untouched."""
-
-    chunk_hash: bytes
-    block_ids: BlockIds
-    skip_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkSpan:
-    """Consecutive chunks of one chain."""
+    """Consecutive chunks of one chain and the engine's blocks of them.
 
-    chunks: tuple[ChunkBlocks, ...]
+    chunk_hashes: [C * 16] bytes. block_ids: [C, chunk_tokens / block_tokens] int64. skip_tokens: a load leaves so many
+    leading tokens of the first chunk untouched.
+    """
+
+    chunk_hashes: bytes
+    block_ids: npt.NDArray[np.int64]
     first_chunk_index: int
     parent_hash: bytes
     group_head_hashes: tuple[bytes, ...]
     chain_head_hash: bytes
     prompt_tokens: int = 0  # of the whole prompt; 0: unknown
+    skip_tokens: int = 0
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks that are named."""
+        return len(self.chunk_hashes) // HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,8 @@ def store_to_proto(
     for index, one in enumerate(wanted.ranges):
         one.check(f"retention range {index}")
     return gpuagent_pb2.EngineStoreRequest(
-        chunks=[
-            gpuagent_pb2.StoreChunk(chunk_hash=chunk.chunk_hash, block_ids=block_ids_to_bytes(chunk.block_ids))
-            for chunk in span.chunks
-        ],
+        chunk_hashes=span.chunk_hashes,
+        block_ids=block_ids_to_bytes(span.block_ids),
         first_chunk_index=span.first_chunk_index,
         parent_hash=span.parent_hash,
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
@@ -171,14 +175,9 @@ def load_to_proto(
 ) -> gpuagent_pb2.EngineLoadRequest:
     """A load of consecutive chunks."""
     return gpuagent_pb2.EngineLoadRequest(
-        chunks=[
-            gpuagent_pb2.LoadChunk(
-                chunk_hash=chunk.chunk_hash,
-                block_ids=block_ids_to_bytes(chunk.block_ids),
-                skip_tokens=chunk.skip_tokens,
-            )
-            for chunk in span.chunks
-        ],
+        chunk_hashes=span.chunk_hashes,
+        block_ids=block_ids_to_bytes(span.block_ids),
+        skip_tokens=span.skip_tokens,
         first_chunk_index=span.first_chunk_index,
         parent_hash=span.parent_hash,
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
@@ -200,7 +199,7 @@ class EngineLease:
 def lease_to_proto(chain: Chain, chunks: range, hold_ms: int) -> gpuagent_pb2.EngineLeaseRequest:
     """A lease on consecutive chunks of a prompt."""
     return gpuagent_pb2.EngineLeaseRequest(
-        chunk_hashes=hashes_to_bytes(chain.hashes[chunks.start : chunks.stop]),
+        chunk_hashes=chain.packed_hashes(chunks.start, chunks.stop),
         first_chunk_index=chunks.start,
         parent_hash=chain.parent_hash(chunks.start),
         group_head_hashes=hashes_to_bytes(chain.group_head_hashes(chunks.start, len(chunks))),

@@ -189,7 +189,7 @@ class EngineSession:
         after: GPU work that computes the blocks, an event of the plan's slots that was recorded; it stays the caller's
         to give back. raises: InvalidRequest for an event that is not taken.
         """
-        handle = StoreHandle(self._stream.send_soon, len(span.chunks), kept)
+        handle = StoreHandle(self._stream.send_soon, span.chunk_count, kept)
         await self._begin(_Request(store=store_to_proto(span, retention, after)), handle, after)
         return handle
 
@@ -205,7 +205,7 @@ class EngineSession:
         """Begin a load, as `store` does. after: GPU work that may still use the blocks.
 
         compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown."""
-        handle = LoadHandle(self._stream.send_soon, len(span.chunks), on_progress)
+        handle = LoadHandle(self._stream.send_soon, span.chunk_count, on_progress)
         load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, compute_us_per_token)
         await self._begin(_Request(load=load), handle, after)
         return handle

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from kvpool.core.chunks import ROOT_HASH, Extra, Tokens, chunk_hashes, group_head_index
+from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH, Extra, Tokens, chunk_hashes, group_head_index
 from kvpool.core.errors import InvalidRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
-    """Full chunks of one prompt. token_count: of the whole prompt, the rest that fills no chunk included."""
+    """Full chunks of one prompt.
+
+    token_count: of the whole prompt, the rest that fills no chunk included. packed: [C * 16] bytes, hashes of all C
+    full chunks.
+    """
 
     chunk_tokens: int
     token_count: int
-    hashes: tuple[bytes, ...]
+    packed: bytes
 
     @classmethod
     def of(
         cls, hash_key: bytes, tokens: Tokens, chunk_tokens: int, extras: Sequence[Sequence[Extra]] | None = None
     ) -> Chain:
         """Hash a prompt from its first token on. raises: InvalidRequest naming the argument."""
-        return cls(chunk_tokens, len(tokens), tuple(chunk_hashes(hash_key, tokens, chunk_tokens, extras=extras)))
+        return cls(chunk_tokens, len(tokens), b"".join(chunk_hashes(hash_key, tokens, chunk_tokens, extras=extras)))
 
     def extended(self, hash_key: bytes, tokens: Tokens, extras: Sequence[Sequence[Extra]] | None = None) -> Chain:
         """The chain of a longer prompt that begins with this one: only new chunks are hashed.
@@ -31,29 +36,41 @@ class Chain:
         """
         if len(tokens) < self.token_count:
             raise InvalidRequest(f"the prompt has {len(tokens)} tokens, fewer than the {self.token_count} hashed")
-        parent = self.hashes[-1] if self.hashes else ROOT_HASH
-        rest = tokens[len(self.hashes) * self.chunk_tokens :]
+        rest = tokens[self.chunk_count * self.chunk_tokens :]
+        parent = self.parent_hash(self.chunk_count)
         added = chunk_hashes(hash_key, rest, self.chunk_tokens, parent=parent, extras=extras)
-        return Chain(self.chunk_tokens, len(tokens), (*self.hashes, *added))
+        return Chain(self.chunk_tokens, len(tokens), self.packed + b"".join(added))
+
+    @cached_property
+    def hashes(self) -> tuple[bytes, ...]:
+        """One by one, in order."""
+        ends = range(HASH_BYTES, len(self.packed) + 1, HASH_BYTES)
+        return tuple([self.packed[end - HASH_BYTES : end] for end in ends])
+
+    def packed_hashes(self, first_chunk: int, end_chunk: int) -> bytes:
+        """[(end_chunk - first_chunk) * 16] bytes."""
+        return self.packed[first_chunk * HASH_BYTES : end_chunk * HASH_BYTES]
 
     @property
     def chunk_count(self) -> int:
         """Full chunks."""
-        return len(self.hashes)
+        return len(self.packed) // HASH_BYTES
 
     @property
     def head_hash(self) -> bytes:
         """Hash of chunk 0, for placement; empty if there is no full chunk."""
-        return self.hashes[0] if self.hashes else b""
+        return self.packed[:HASH_BYTES]
 
     def parent_hash(self, chunk_index: int) -> bytes:
         """Hash of the chunk before; 16 zero bytes for chunk 0."""
-        return self.hashes[chunk_index - 1] if chunk_index else ROOT_HASH
+        return self.packed_hashes(chunk_index - 1, chunk_index) if chunk_index else ROOT_HASH
 
     def group_head_hashes(self, first_chunk: int, chunk_count: int) -> tuple[bytes, ...]:
         """Heads of the chain groups that the chunks fall into, each once, in order."""
-        indexes = sorted({group_head_index(index) for index in range(first_chunk, first_chunk + chunk_count)})
-        return tuple(self.hashes[index] for index in indexes)
+        if not chunk_count:
+            return ()
+        heads = range(group_head_index(first_chunk), first_chunk + chunk_count, GROUP_CHUNKS)
+        return tuple([self.packed_hashes(head, head + 1) for head in heads])
 
     def usable_tokens(self, matched_chunks: int) -> int:
         """Tokens that may come from cache: never the prompt's last one, because an engine must compute one at least."""

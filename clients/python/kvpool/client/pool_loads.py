@@ -47,7 +47,7 @@ async def load_windows(
         tokens += outcome.tokens
         copy_s += outcome.copy_s
         error = outcome.error
-        if outcome.loaded_chunks < len(span.chunks):
+        if outcome.loaded_chunks < span.chunk_count:
             break
     failed = tuple(chunks[loaded:])
     return LoadReport(chunks.start, loaded, failed, tokens, error if failed else None, BlockHold(handles), copy_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool.client.engine_items import ChunkBlocks, ChunkSpan
+import numpy as np
+
+from kvpool.client.engine_items import ChunkSpan
 from kvpool.client.hashing import Chain
 from kvpool.core.errors import InvalidRequest
 from kvpool.wire.convert_engine import BlockIds
@@ -26,24 +28,21 @@ def spans_of(
         )
     if not 0 <= skip_tokens < chain.chunk_tokens:
         raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
+    used = block_table[chunks.start * blocks_per_chunk : chunks.stop * blocks_per_chunk]
+    block_ids = np.asarray(used, dtype=np.int64).reshape(len(chunks), blocks_per_chunk)
     spans: list[ChunkSpan] = []
     for start in range(chunks.start, chunks.stop, limit):
-        part = range(start, min(start + limit, chunks.stop))
+        end = min(start + limit, chunks.stop)
         spans.append(
             ChunkSpan(
-                chunks=tuple(
-                    ChunkBlocks(
-                        chain.hashes[index],
-                        block_table[index * blocks_per_chunk : (index + 1) * blocks_per_chunk],
-                        skip_tokens if index == chunks.start else 0,
-                    )
-                    for index in part
-                ),
+                chunk_hashes=chain.packed_hashes(start, end),
+                block_ids=block_ids[start - chunks.start : end - chunks.start],
                 first_chunk_index=start,
                 parent_hash=chain.parent_hash(start),
-                group_head_hashes=chain.group_head_hashes(start, len(part)),
+                group_head_hashes=chain.group_head_hashes(start, end - start),
                 chain_head_hash=chain.head_hash,
                 prompt_tokens=chain.token_count,
+                skip_tokens=skip_tokens if start == chunks.start else 0,
             )
         )
     return spans

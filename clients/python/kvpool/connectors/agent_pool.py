@@ -143,7 +143,7 @@ class AgentPool:
 
     def _chain(self, hashes: Sequence[bytes]) -> Chain:
         # One token more than the chunks have: the connector sees to it that the prompt's last token is computed.
-        return Chain(self._chunk_tokens, len(hashes) * self._chunk_tokens + 1, tuple(hashes))
+        return Chain(self._chunk_tokens, len(hashes) * self._chunk_tokens + 1, b"".join(hashes))
 
     async def _open(self) -> None:
         self._pool = await KvPool.open(self._plan, self._config, offer=self._offer)

@@ -174,7 +174,7 @@ def _row_stats(chunk_tokens: int, row: npt.NDArray[np.int64], found: FoundPrefix
 
 
 def _from_found(token_count: int, found: FoundPrefix, used_tokens: int, chunk_tokens: int) -> RequestStats:
-    used = Chain(chunk_tokens, used_tokens + 1, ())
+    used = Chain(chunk_tokens, used_tokens + 1, b"")
     stats = RequestStats.of(used, own_tokens=found.own_chunks * chunk_tokens, loaded=found.loaded.tokens)
     return stats + RequestStats(recomputed=token_count - stats.prompt)
 

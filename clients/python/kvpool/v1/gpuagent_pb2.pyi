@@ -536,32 +536,6 @@ class EngineMatchResponse(_message.Message):
 Global___EngineMatchResponse: _TypeAlias = EngineMatchResponse  # noqa: Y015
 
 @_typing.final
-class StoreChunk(_message.Message):
-    """One chunk to store."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHUNK_HASH_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    chunk_hash: _builtins.bytes
-    """16-byte chunk hash."""
-    block_ids: _builtins.bytes
-    """Block ids as little-endian int64, chunk_tokens / block_tokens of them."""
-    def __init__(
-        self,
-        *,
-        chunk_hash: _builtins.bytes = ...,
-        block_ids: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "chunk_hash", b"chunk_hash"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StoreChunk: _TypeAlias = StoreChunk  # noqa: Y015
-
-@_typing.final
 class EngineEvent(_message.Message):
     """One recording of an interprocess event of the session. The engine records it, then announces it (`event_recorded`), then names it in stores and loads, in this order. The agent
     answers each recording that was named exactly once with `event_waited`: when the engine's work has ended, or when the last request that named it has. Only then may the slot be
@@ -596,7 +570,6 @@ class EngineStoreRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHUNKS_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_INDEX_FIELD_NUMBER: _builtins.int
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
@@ -605,6 +578,8 @@ class EngineStoreRequest(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     RETENTION_RANGES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -615,10 +590,10 @@ class EngineStoreRequest(_message.Message):
     """Hash of chunk 0 of the chain, for placement."""
     prompt_tokens: _builtins.int
     """Tokens of the whole prompt, >= 0; 0 means unknown."""
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreChunk]:
-        """Consecutive chunks."""
-
+    chunk_hashes: _builtins.bytes
+    """Concatenated 16-byte hashes of consecutive chunks; their number C is in 1 to EngineReady.max_request_chunks."""
+    block_ids: _builtins.bytes
+    """Blocks of the chunks, one chunk after the other, as little-endian int64: C * (chunk_tokens / block_tokens) of them."""
     @_builtins.property
     def retention(self) -> _common_pb2.Retention:
         """Kept beside the pages."""
@@ -634,7 +609,6 @@ class EngineStoreRequest(_message.Message):
     def __init__(
         self,
         *,
-        chunks: _abc.Iterable[Global___StoreChunk] | None = ...,
         first_chunk_index: _builtins.int = ...,
         parent_hash: _builtins.bytes = ...,
         group_head_hashes: _builtins.bytes = ...,
@@ -643,10 +617,12 @@ class EngineStoreRequest(_message.Message):
         after: Global___EngineEvent | None = ...,
         retention_ranges: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         prompt_tokens: _builtins.int = ...,
+        chunk_hashes: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chain_head_hash", b"chain_head_hash", "chunks", b"chunks", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention", "retention_ranges", b"retention_ranges"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chain_head_hash", b"chain_head_hash", "chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention", "retention_ranges", b"retention_ranges"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -741,48 +717,20 @@ class EngineStoreDone(_message.Message):
 Global___EngineStoreDone: _TypeAlias = EngineStoreDone  # noqa: Y015
 
 @_typing.final
-class LoadChunk(_message.Message):
-    """One chunk to load."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHUNK_HASH_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    SKIP_TOKENS_FIELD_NUMBER: _builtins.int
-    chunk_hash: _builtins.bytes
-    """16-byte chunk hash."""
-    block_ids: _builtins.bytes
-    """Block ids as little-endian int64."""
-    skip_tokens: _builtins.int
-    """Leave the first this many tokens of the chunk untouched (they are the engine's own); 0 to chunk_tokens - 1."""
-    def __init__(
-        self,
-        *,
-        chunk_hash: _builtins.bytes = ...,
-        block_ids: _builtins.bytes = ...,
-        skip_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "chunk_hash", b"chunk_hash", "skip_tokens", b"skip_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadChunk: _TypeAlias = LoadChunk  # noqa: Y015
-
-@_typing.final
 class EngineLoadRequest(_message.Message):
     """Loads chunks of one chain. The engine must not touch the blocks before `done` (or, layer by layer, before `progress`)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHUNKS_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_INDEX_FIELD_NUMBER: _builtins.int
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     COMPUTE_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    CHUNK_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -795,10 +743,12 @@ class EngineLoadRequest(_message.Message):
     """Microseconds in which the engine would compute one prompt token itself, as it has measured; 0 to 1e7, 0: unknown, as is anything else. For the agent's metrics
     alone: what loads save.
     """
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunk]:
-        """Consecutive chunks."""
-
+    chunk_hashes: _builtins.bytes
+    """Concatenated 16-byte hashes of consecutive chunks, as for a store."""
+    block_ids: _builtins.bytes
+    """Blocks of the chunks, as for a store. Blocks that are written are distinct."""
+    skip_tokens: _builtins.int
+    """Leave the first this many tokens of the first chunk untouched (they are the engine's own); 0 to chunk_tokens - 1."""
     @_builtins.property
     def after(self) -> Global___EngineEvent:
         """Engine work that must have finished before the blocks are written, as for a store: it may still read what they held before."""
@@ -806,17 +756,19 @@ class EngineLoadRequest(_message.Message):
     def __init__(
         self,
         *,
-        chunks: _abc.Iterable[Global___LoadChunk] | None = ...,
         first_chunk_index: _builtins.int = ...,
         parent_hash: _builtins.bytes = ...,
         group_head_hashes: _builtins.bytes = ...,
         wait_ms: _builtins.int = ...,
         after: Global___EngineEvent | None = ...,
         compute_us_per_token: _builtins.float = ...,
+        chunk_hashes: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        skip_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "chunks", b"chunks", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "skip_tokens", b"skip_tokens", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,9 +12,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.client.acquisition import SpanAcquisition
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
@@ -246,7 +243,7 @@ class ArenaPool:
         if not slots.count:
             return ()
         try:
-            return await self._session_of(slots).commit(_lease_ids(slots), sealed=False)
+            return await self._session_of(slots).commit(slots.leases, sealed=False)
         except KvPoolError as error:
             # Whether the pages became visible is not known; their bytes are in place and true, so both are fine.
             return [(index, error) for index in range(slots.count)]
@@ -257,7 +254,7 @@ class ArenaPool:
         """See ports.PagePool."""
         with contextlib.suppress(LeaseLost):
             if slots.count:
-                self._session_of(slots).abort_soon(_lease_ids(slots))
+                self._session_of(slots).abort_soon(slots.leases)
         self._link.writes.give(slots.count)
 
     async def acquire(self, span: PageSpan, wait_s: float) -> AsyncGenerator[AcquiredPages, None]:
@@ -289,7 +286,7 @@ class ArenaPool:
         """See ports.PagePool."""
         with contextlib.suppress(LeaseLost):
             if slots.count:
-                self._session_of(slots).release_soon(_lease_ids(slots))
+                self._session_of(slots).release_soon(slots.leases)
         self._link.reads.give(slots.count)
 
     async def close(self) -> None:
@@ -302,8 +299,8 @@ class ArenaPool:
         return await self._link.live(self._keyspace, self._spec)
 
     def _session_of(self, slots: PageSlots) -> PageStoreSession:
-        session: PageStoreSession = slots.leases[0][0]
-        if session is not self._link.current():
+        session = self._link.current()
+        if slots.session is not session:
             raise LeaseLost("the pagestore session of these slots has ended")
         return session
 
@@ -315,13 +312,4 @@ def _slots_of(session: PageStoreSession, grants: PageGrants, give_back: Callable
     except BaseException:
         give_back(grants.lease_ids)
         raise
-    # Which session a lease is of goes with it: the numbers of two sessions may be equal.
-    leases = np.empty(grants.count, dtype=object)
-    for index, lease_id in enumerate(grants.lease_ids.tolist()):
-        leases[index] = (session, lease_id)
-    return PageSlots(grants.pages, addresses, grants.sources, leases)
-
-
-def _lease_ids(slots: PageSlots) -> Int64s:
-    found: npt.NDArray[np.int64] = np.fromiter((lease_id for _, lease_id in slots.leases), np.int64, slots.count)
-    return found
+    return PageSlots(grants.pages, addresses, grants.sources, grants.lease_ids, session)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool.core.chunks import GROUP_CHUNKS, ROOT_HASH
+from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES, ROOT_HASH
 from kvpool.core.errors import InvalidRequest
-from kvpool_gpuagent.core.requests import ChunkBlocks, ChunkSpan, Rank
-
-HASH_BYTES = 16
+from kvpool_gpuagent.core.requests import ChunkSpan, Rank
 
 
 def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
@@ -18,7 +16,7 @@ def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
     _check_span(span, rank, max_chunks)
     if len(span.chain_head) != HASH_BYTES:
         raise InvalidRequest(f"chain_head_hash must have {HASH_BYTES} bytes, got {len(span.chain_head)}")
-    if span.first_index == 0 and span.chain_head != span.chunks[0].chunk_hash:
+    if span.first_index == 0 and span.chain_head != span.chunk_hash(0):
         raise InvalidRequest("chain_head_hash must be the hash of chunk 0, which is in this request and differs")
     span.retention.check()
 
@@ -26,14 +24,12 @@ def check_store(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
 def check_load(span: ChunkSpan, rank: Rank, *, max_chunks: int) -> None:
     """Raises InvalidRequest; also when a block that would be written is named twice."""
     _check_span(span, rank, max_chunks)
-    block_tokens = rank.layout.block_tokens
-    for position, chunk in enumerate(span.chunks):
-        _check_skip(position, chunk, rank)
+    _check_skip(span.skip_tokens, rank)
     # Blocks that are skipped whole are not written, so they may repeat.
-    used = np.concatenate([chunk.block_ids[chunk.skip_tokens // block_tokens :] for chunk in span.chunks])
-    values, counts = np.unique(used, return_counts=True)
-    if values.size != used.size:
-        raise InvalidRequest(f"block_ids names block {int(values[counts > 1][0])} twice; destinations must be distinct")
+    used = np.sort(span.block_ids.reshape(-1)[span.skip_tokens // rank.layout.block_tokens :])
+    repeated = used[1:][used[1:] == used[:-1]]
+    if repeated.size:
+        raise InvalidRequest(f"block_ids names block {int(repeated[0])} twice; destinations must be distinct")
 
 
 def check_bases(rank: Rank, offsets_bytes: Sequence[int]) -> None:
@@ -53,13 +49,12 @@ def check_bases(rank: Rank, offsets_bytes: Sequence[int]) -> None:
 
 def _check_span(span: ChunkSpan, rank: Rank, max_chunks: int) -> None:
     check_chunks(span, max_chunks)
-    for position, chunk in enumerate(span.chunks):
-        _check_blocks(position, chunk, rank)
+    _check_blocks(span, rank)
 
 
 def check_chunks(span: ChunkSpan, max_chunks: int) -> None:
     """All but their blocks. Raises InvalidRequest."""
-    count = len(span.chunks)
+    count = span.chunk_count
     if not 0 < count <= max_chunks:
         raise InvalidRequest(f"a request names 1 to {max_chunks} chunks, got {count}; split it")
     if span.first_index < 0:
@@ -73,17 +68,11 @@ def _check_hashes(span: ChunkSpan) -> None:
         raise InvalidRequest(f"parent_hash must have {HASH_BYTES} bytes, got {len(span.parent_hash)}")
     if (span.first_index == 0) != (span.parent_hash == ROOT_HASH):
         raise InvalidRequest("parent_hash must be 16 zero bytes for chunk 0, and for no other chunk")
-    for position, chunk in enumerate(span.chunks):
-        if len(chunk.chunk_hash) != HASH_BYTES:
-            raise InvalidRequest(
-                f"chunks[{position}].chunk_hash must have {HASH_BYTES} bytes, got {len(chunk.chunk_hash)}",
-                item_index=position,
-            )
 
 
 def _check_group_heads(span: ChunkSpan) -> None:
     first_group = span.first_index // GROUP_CHUNKS
-    groups = (span.first_index + len(span.chunks) - 1) // GROUP_CHUNKS - first_group + 1
+    groups = (span.first_index + span.chunk_count - 1) // GROUP_CHUNKS - first_group + 1
     if len(span.group_heads) != groups:
         raise InvalidRequest(
             f"chunks fall into {groups} chain groups but group_head_hashes has {len(span.group_heads)}"
@@ -93,39 +82,37 @@ def _check_group_heads(span: ChunkSpan) -> None:
             raise InvalidRequest(f"group_head_hashes[{number}] must have {HASH_BYTES} bytes, got {len(head)}")
         position = (first_group + number) * GROUP_CHUNKS - span.first_index
         # A wrong head would hide the chunk from every later match.
-        if position >= 0 and head != span.chunks[position].chunk_hash:
+        if position >= 0 and head != span.chunk_hash(position):
             raise InvalidRequest(
                 f"group_head_hashes[{number}] must be the hash of chunks[{position}], where its group begins",
                 item_index=position,
             )
 
 
-def _check_blocks(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
-    ids = chunk.block_ids
-    if ids.shape != (rank.blocks_per_chunk,):
+def _check_blocks(span: ChunkSpan, rank: Rank) -> None:
+    ids, block_count = span.block_ids, rank.layout.block_count
+    if ids.shape != (span.chunk_count, rank.blocks_per_chunk):
         raise InvalidRequest(
-            f"chunks[{position}].block_ids must name {rank.blocks_per_chunk} blocks "
-            f"of {rank.layout.block_tokens} tokens, got {ids.size}",
-            item_index=position,
+            f"block_ids must name {rank.blocks_per_chunk} blocks of {rank.layout.block_tokens} tokens for each of "
+            f"{span.chunk_count} chunks, got {ids.size}"
         )
-    if int(ids.min()) < 0 or int(ids.max()) >= rank.layout.block_count:
+    if int(ids.min()) < 0 or int(ids.max()) >= block_count:
+        position = int(np.argmax(((ids < 0) | (ids >= block_count)).any(axis=1)))
         raise InvalidRequest(
-            f"chunks[{position}].block_ids must lie in [0, {rank.layout.block_count}), "
-            f"got {int(ids.min())} to {int(ids.max())}",
+            f"chunks[{position}].block_ids must lie in [0, {block_count}), "
+            f"got {int(ids[position].min())} to {int(ids[position].max())}",
             item_index=position,
         )
 
 
-def _check_skip(position: int, chunk: ChunkBlocks, rank: Rank) -> None:
-    if not 0 <= chunk.skip_tokens < rank.spec.chunk_tokens:
+def _check_skip(skip_tokens: int, rank: Rank) -> None:
+    if not 0 <= skip_tokens < rank.spec.chunk_tokens:
         raise InvalidRequest(
-            f"chunks[{position}].skip_tokens must lie in [0, {rank.spec.chunk_tokens}), got {chunk.skip_tokens}",
-            item_index=position,
+            f"chunks[0].skip_tokens must lie in [0, {rank.spec.chunk_tokens}), got {skip_tokens}", item_index=0
         )
     # An opaque cell cannot be written in part; a canonical page can start at any token.
-    if rank.spec.opaque is not None and chunk.skip_tokens % rank.layout.block_tokens:
+    if rank.spec.opaque is not None and skip_tokens % rank.layout.block_tokens:
         raise InvalidRequest(
-            f"chunks[{position}].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) "
-            f"in an opaque keyspace",
-            item_index=position,
+            f"chunks[0].skip_tokens must be a multiple of the block ({rank.layout.block_tokens}) in an opaque keyspace",
+            item_index=0,
         )

@@ -23,12 +23,14 @@ class PageSlots:
     addresses: [M] int64, of the page's first byte (its header) in this process.
     sources:   [M] uint8, where the bytes of a page to be read were found: a kvpool.v1 Source number; 0 for writes.
     leases:    [M], what the pool knows them by.
+    session:   the pool's session that granted all of them, if it has several: two may number their leases alike.
     """
 
     pages: Int32s
     addresses: Int64s
     sources: Bytes
     leases: Leases
+    session: object = None
 
     @property
     def count(self) -> int:
@@ -36,7 +38,9 @@ class PageSlots:
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> PageSlots:
         """The chosen ones. chosen: [M] bool."""
-        return PageSlots(self.pages[chosen], self.addresses[chosen], self.sources[chosen], self.leases[chosen])
+        return PageSlots(
+            self.pages[chosen], self.addresses[chosen], self.sources[chosen], self.leases[chosen], self.session
+        )
 
 
 def no_slots() -> PageSlots:

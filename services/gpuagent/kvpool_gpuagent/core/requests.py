@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.chunks import GROUP_CHUNKS
+from kvpool.core.chunks import GROUP_CHUNKS, HASH_BYTES
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid, shards_in
@@ -30,31 +30,22 @@ ChunkSource = tuple[tuple[RemoteSource, ...], int]
 """Where else than on this host the pages of a chunk may be, best first, and the bitmap of its shards to read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkBlocks:
-    """One chunk and where its tokens lie in the engine's cache.
-
-    block_ids: [chunk_tokens / block_tokens] int64.
-    skip_tokens: loads only: the first this many tokens are the engine's own and stay untouched.
-    """
-
-    chunk_hash: bytes
-    block_ids: BlockIds
-    skip_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkSpan:
-    """Consecutive chunks of one chain.
+    """Consecutive chunks of one chain, and where their tokens lie in the engine's cache.
 
+    chunk_hashes: [C * 16] bytes.
+    block_ids:   [C, chunk_tokens / block_tokens] int64.
     group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
     parent_hash: of the chunk before the first.
     chain_head:  hash of chunk 0; may be empty for a load.
     retention:   of chunks that none of retention_ranges, which count the prompt's tokens, touches.
     prompt_tokens: of the whole prompt; 0 if unknown.
+    skip_tokens: loads only: the first this many tokens of the first chunk are the engine's own and stay untouched.
     """
 
-    chunks: tuple[ChunkBlocks, ...]
+    chunk_hashes: bytes
+    block_ids: BlockIds
     first_index: int
     parent_hash: bytes
     group_heads: tuple[bytes, ...]
@@ -62,6 +53,16 @@ class ChunkSpan:
     retention: Retention = NO_RETENTION
     retention_ranges: tuple[RetentionRange, ...] = ()
     prompt_tokens: int = 0
+    skip_tokens: int = 0
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of the request."""
+        return len(self.chunk_hashes) // HASH_BYTES
+
+    def chunk_hash(self, position: int) -> bytes:
+        """16 bytes, of the chunk at `position` (in the request)."""
+        return self.chunk_hashes[position * HASH_BYTES : (position + 1) * HASH_BYTES]
 
     def group_head(self, position: int) -> bytes:
         """Head of the group that the chunk at `position` (in the request) falls into."""
@@ -75,7 +76,8 @@ class ChunkSpan:
     @property
     def hashes(self) -> list[bytes]:
         """Chunk hashes, in order."""
-        return [chunk.chunk_hash for chunk in self.chunks]
+        packed = self.chunk_hashes
+        return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,18 +170,19 @@ def page_span(
     first = span.first_index + chunks.start
     groups = range(first // GROUP_CHUNKS, (first + len(chunks) - 1) // GROUP_CHUNKS + 1)
     first_group = span.first_index // GROUP_CHUNKS
-    retention = [span.retention_of(position, rank.spec.chunk_tokens) for position in chunks]
-    kept = _runs(retention) if any(one != NO_RETENTION for one in retention) else ()
+    retention: tuple[tuple[int, Retention], ...] = ((len(chunks), span.retention),)
+    if span.retention_ranges:
+        retention = _runs([span.retention_of(position, rank.spec.chunk_tokens) for position in chunks])
     elsewhere = sources[chunks.start : chunks.stop]
     return PageSpan(
         keyspace=rank.keyspace,
-        chunk_hashes=b"".join(span.chunks[position].chunk_hash for position in chunks),
+        chunk_hashes=span.chunk_hashes[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES],
         first_chunk_index=first,
-        parent_hash=span.chunks[chunks.start - 1].chunk_hash if chunks.start else span.parent_hash,
+        parent_hash=span.chunk_hash(chunks.start - 1) if chunks.start else span.parent_hash,
         group_heads=b"".join(span.group_heads[group - first_group] for group in groups),
         positions=positions,
         shards=shards,
-        retention=kept,
+        retention=retention if any(one != NO_RETENTION for _, one in retention) else (),
         prompt_tokens=span.prompt_tokens,
         sources=_runs(elsewhere) if any(elsewhere) else (),
     )

@@ -11,7 +11,7 @@ from kvpool.client.hashing import Chain
 from kvpool.client.pool_values import PrefixMatch
 from kvpool.client.retry import Backoff
 from kvpool.connectors.vllm.lookups import Lookup
-from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import LoadEnd, LoadOrder, packed_blocks
 from kvpool.connectors.vllm.seldom import Seldom
 from kvpool.connectors.vllm.settings import LOAD_QUICKER, VllmSettings
 from kvpool.connectors.vllm.tally import Tally
@@ -131,7 +131,7 @@ class LoadPlans:
         compute_ms = self.cost.compute_ms(token_count)
         order = LoadOrder(
             request_id=request_id,
-            hashes=packed(chain.hashes[:end_chunk]),
+            hashes=chain.packed_hashes(0, end_chunk),
             token_count=chain.token_count,
             block_ids=packed_blocks(block_ids[: end_chunk * chunk_tokens // self._block_tokens]),
             first_chunk=plan.first_token // chunk_tokens,

@@ -28,7 +28,7 @@ _GRACE_S = 1.0  # a match has a deadline of its own; so much later its answer is
 _IDLE_WAITS = 5  # of `lookup_wait_ms`, while the engine computes nothing
 _LOOP_TOKENS = 1 << 14  # more are not hashed on the loop, which has loads to end: 1 ms
 
-_NO_CHAIN = Chain(1, 0, ())
+_NO_CHAIN = Chain(1, 0, b"")
 
 
 @dataclass(frozen=True, slots=True)

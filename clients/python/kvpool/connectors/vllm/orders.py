@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.hashing import Chain
-from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.tracing import TraceParent
 
 Blocks = npt.NDArray[np.int32]
@@ -61,11 +60,6 @@ class StoreOrder:
     trace: TraceParent | None = None
 
 
-def packed(hashes: Sequence[bytes]) -> bytes:
-    """As orders name them: one object, however long the prompt is."""
-    return b"".join(hashes)
-
-
 def packed_blocks(block_ids: Sequence[int]) -> Blocks:
     """As orders name them."""
     return np.array(block_ids, dtype=np.int32)
@@ -73,8 +67,7 @@ def packed_blocks(block_ids: Sequence[int]) -> Blocks:
 
 def chain_of(order: LoadOrder | StoreOrder, chunk_tokens: int) -> Chain:
     """As the pool takes it, as far as the order goes."""
-    ends = range(HASH_BYTES, len(order.hashes) + 1, HASH_BYTES)
-    return Chain(chunk_tokens, order.token_count, tuple(order.hashes[end - HASH_BYTES : end] for end in ends))
+    return Chain(chunk_tokens, order.token_count, order.hashes)
 
 
 def block_table(order: LoadOrder | StoreOrder, split: int) -> npt.NDArray[np.int64]:

@@ -77,8 +77,8 @@ def request_chain(
         extras = [_extras(request, adapter, epoch, first + at, chunk_tokens) for at in range(count)]
     parent = known.parent_hash(first) if known is not None else ROOT_HASH
     added = chunk_hashes(hash_key, np.asarray(tokens, dtype=np.int64), chunk_tokens, parent=parent, extras=extras)
-    before = known.hashes if known is not None else ()
-    return Chain(chunk_tokens, first * chunk_tokens + len(tokens), (*before, *added))
+    before = known.packed if known is not None else b""
+    return Chain(chunk_tokens, first * chunk_tokens + len(tokens), before + b"".join(added))
 
 
 def _extras(request: Request, adapter: bytes | None, epoch: bytes, chunk: int, chunk_tokens: int) -> list[Extra]:

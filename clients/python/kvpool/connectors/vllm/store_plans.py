@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvpool.client.hashing import Chain
 from kvpool.connectors.vllm.known_chunks import KnownChunks
-from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed, packed_blocks
+from kvpool.connectors.vllm.orders import ChunksChanged, StoreEnd, StoreOrder, packed_blocks
 from kvpool.connectors.vllm.request_chain import Request, trace_of
 
 
@@ -45,7 +45,7 @@ class StorePlans:
         order = StoreOrder(
             number=self._last_number,
             request_id=request_id,
-            hashes=packed(chain.hashes[:end_chunk]),
+            hashes=chain.packed_hashes(0, end_chunk),
             token_count=chain.token_count,
             block_ids=packed_blocks(block_ids[: end_chunk * self._chunk_tokens // self._block_tokens]),
             first_chunk=first,
