@@ -281,3 +281,46 @@ def test_chunks_that_were_not_stored_are_counted() -> None:
     assert isinstance(end, StoreEnd)
     assert (end.stored_chunks, end.failed_chunks) == (2, 1)
     assert "gone" in end.failure
+
+
+def test_a_scheduler_in_the_same_process_hears_of_whole_loads_itself() -> None:
+    world = World(Pool())
+    world.load()
+    assert world.side.take_arrived() == (), "it had ended before the scheduler asked for the first time"
+    assert world.side.take_received() == {"r"}
+    assert isinstance(end_of(world), LoadEnd)
+    world.load()
+    assert world.side.take_received() == set()
+    assert world.side.take_ends() == ()
+    (end,) = world.side.take_arrived()
+    assert (end.request_id, end.chunk_count, end.failed_chunks) == ("r", 4, 0)
+    assert world.side.take_arrived() == ()
+
+
+def test_a_load_that_failed_is_heard_of_together_with_its_blocks() -> None:
+    world = World(Pool(loaded=3))
+    world.side.take_arrived()
+    world.load()
+    assert world.side.take_arrived() == ()
+    assert world.side.take_received() == {"r"}
+    assert world.side.take_failed_blocks() == set(BLOCKS[6:])
+    assert end_of(world).failed_chunks == 1
+
+
+def test_a_load_of_which_nothing_is_known_did_not_come_in_whole() -> None:
+    world = World(Pool())
+    world.side.take_arrived()
+    nothing = LoadOrder(
+        request_id="r",
+        hashes=b"",
+        token_count=0,
+        block_ids=packed_blocks(BLOCKS),
+        first_chunk=0,
+        end_chunk=0,
+        first_token=0,
+        end_token=128,
+        timeout_s=0.0,
+    )
+    world.side.start_loads(StepOrders(step=1, loads=[nothing]))
+    assert world.side.take_arrived() == ()
+    assert (world.side.take_received(), world.side.take_failed_blocks()) == ({"r"}, set(BLOCKS))

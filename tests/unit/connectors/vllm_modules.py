@@ -6,6 +6,7 @@ import abc
 import copy
 import enum
 import sys
+import uuid
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -96,6 +97,7 @@ class VllmConfig:
     speculative_config: Any = None
     device_config: Any = field(default_factory=lambda: SimpleNamespace(device_type="cuda"))
     cache_config: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
+    parallel_config: Any = field(default_factory=lambda: SimpleNamespace(world_size=1))
     batches: int = 1
     num_prefill_lookahead_tokens: int = 0
 
@@ -108,7 +110,11 @@ def a_config(batches: int = 1, **extra: Any) -> VllmConfig:
     """Of an engine with the connector."""
     extra = {"agent": "unix:/x", "chunk_tokens": 32, **extra}
     transfer = SimpleNamespace(
-        kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="fail"
+        kv_connector_extra_config=extra,
+        is_kv_consumer=True,
+        is_kv_producer=True,
+        kv_load_failure_policy="fail",
+        engine_id=uuid.uuid4().hex,
     )
     return VllmConfig(transfer, batches=batches)
 

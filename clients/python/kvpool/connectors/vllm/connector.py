@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from kvpool.connectors.vllm import compatibility, wiring
+from kvpool.connectors.vllm import compatibility, same_process, wiring
 from kvpool.connectors.vllm.agent_choice import AgentChoice
 from kvpool.connectors.vllm.engine_facts import WeightVersion, loads_wait_for_work, outer_config, wanted_layout
 from kvpool.connectors.vllm.messages import (
@@ -71,6 +71,10 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
         self._agents = AgentChoice(self._settings.agent)
         self._outer_config = outer_config(vllm_config)
+        # Of a MultiConnector's children, and of several workers, vLLM itself puts together what was said.
+        one_worker = not self._off and vllm_config.parallel_config.world_size == 1
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id) if one_worker else ""
+        self._alone = one_worker and self._outer_config is vllm_config
         self._weight_version = WeightVersion()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -118,6 +122,8 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
         )
         self._close.append(close)
+        if self._alone:
+            same_process.add_worker(self._engine_id, self._worker)
 
     def get_handshake_metadata(self) -> WorkerAgent | None:
         """See the base class."""
@@ -248,6 +254,12 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.heard(report.step, report.ends, report.ready)
+        worker = same_process.worker_of(self._engine_id) if self._alone else None
+        arrived = worker.take_arrived() if worker is not None else ()
+        if arrived:  # vLLM goes on with these requests in its next step
+            self._scheduler.ended(arrived)
+            told = connector_output.finished_recving or ()
+            connector_output.finished_recving = {*told, *(end.request_id for end in arrived)}
         self._scheduler.received(connector_output.finished_recving or ())
 
     @_guarded(otherwise=())

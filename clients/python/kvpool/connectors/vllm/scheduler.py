@@ -236,14 +236,18 @@ class SchedulerSide:
         sample = self._steps.end(step)
         if sample is not None:
             self.cost.note_prefill(*sample)
+        self.ended(ends)
+        if self._settings.layerwise:  # nobody else says so: the step has waited for its loads
+            self.received({end.request_id for end in ends if isinstance(end, LoadEnd)})
+
+    def ended(self, ends: Sequence[LoadEnd | StoreEnd]) -> None:
+        """How loads and stores ended, each on one worker."""
         for end in ends:
             self.tally.count(end)
             if isinstance(end, LoadEnd):
                 self._load_ended(end)
             else:
                 self._store_ended(end)
-        if self._settings.layerwise:  # nobody else says so: the step has waited for its loads
-            self.received({end.request_id for end in ends if isinstance(end, LoadEnd)})
 
     def received(self, request_ids: Iterable[str]) -> None:
         """Loads that have ended on all workers."""

@@ -70,6 +70,8 @@ class WorkerSide:
         self._step_computes = True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
+        self._scheduler_asks = False  # for what came in whole
+        self._arrived: list[LoadEnd] = []
         self._failed_blocks: set[int] = set()
         self._spoiled_blocks: set[int] = set()  # that the running step has read though their load failed
         self._ends: list[LoadEnd | StoreEnd] = []
@@ -171,6 +173,15 @@ class WorkerSide:
         received, self._received = self._received, set()
         return received
 
+    def take_arrived(self) -> tuple[LoadEnd, ...]:
+        """For a scheduler in the same process: loads that have come in whole. Once it has asked, later ones are named
+        neither by `take_received` nor by `take_ends`. One that failed always is, together with its blocks."""
+        self._scheduler_asks = True
+        self._run_done()
+        arrived = tuple(self._arrived)
+        self._arrived.clear()
+        return arrived
+
     def wait_layers(self, layers: int) -> None:
         """Return when so many leading layers of this step's loads are in, or are known not to come."""
         self._layer_loads.wait_layers(layers)
@@ -256,26 +267,28 @@ class WorkerSide:
         if report is None or end_chunk < order.end_chunk:
             failed_blocks = order.failed_blocks(end_chunk, self._settings.chunk_tokens, self._block_tokens)
         self._failed_blocks |= failed_blocks
-        if not self._settings.layerwise:
-            self._received.add(order.request_id)
         tokens = report.tokens if report is not None else TierTokens()
-        self._ends.append(
-            LoadEnd(
-                request_id=order.request_id,
-                chunk_count=end_chunk - order.first_chunk,
-                failed_chunks=order.end_chunk - end_chunk,
-                duration_s=duration_s,
-                size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
-                copy_s=report.copy_s if report is not None else 0.0,
-                staging_tokens=tokens.staging,
-                disk_tokens=tokens.disk,
-                remote_tokens=tokens.remote,
-                cancelled=load.stop.asked,
-                late=report is not None and isinstance(report.error, DeadlineExceeded),
-                gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
-                failure=failure,
-            )
+        end = LoadEnd(
+            request_id=order.request_id,
+            chunk_count=end_chunk - order.first_chunk,
+            failed_chunks=order.end_chunk - end_chunk,
+            duration_s=duration_s,
+            size_bytes=(end_chunk - order.first_chunk) * self._chunk_bytes,
+            copy_s=report.copy_s if report is not None else 0.0,
+            staging_tokens=tokens.staging,
+            disk_tokens=tokens.disk,
+            remote_tokens=tokens.remote,
+            cancelled=load.stop.asked,
+            late=report is not None and isinstance(report.error, DeadlineExceeded),
+            gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
+            failure=failure,
         )
+        if self._scheduler_asks and not failed_blocks and not self._settings.layerwise:
+            self._arrived.append(end)
+        else:
+            self._ends.append(end)
+            if not self._settings.layerwise:
+                self._received.add(order.request_id)
         return failed_blocks
 
 

@@ -1,0 +1,25 @@
+"""An engine's worker where it runs in the scheduler's own process, as vLLM runs a single one.
+
+vLLM's scheduler hears of what ended on a worker with the output of a step, up to two steps later: with steps of 7 ms a
+request goes on some 15 ms after its load has ended. In one process the scheduler's side asks the worker's side itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpool.connectors.vllm.worker import WorkerSide
+
+_workers: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
+
+
+def add_worker(engine_id: str, worker: WorkerSide) -> None:
+    """The only worker of an engine. engine_id: vLLM's, equal for scheduler and worker."""
+    _workers[engine_id] = worker
+
+
+def worker_of(engine_id: str) -> WorkerSide | None:
+    """None if it is in another process, or there are several."""
+    return _workers.get(engine_id)
