@@ -82,15 +82,6 @@ class StagedPages:
         """Somebody writes the page, or it is on its way from disk or a peer."""
         return key in self._writing or key in self._filling
 
-    def told(self, key: PageKey) -> Slot | None:
-        """The slot of a visible page that others may know of."""
-        slot = self._ready.get(key)
-        return slot if slot is not None and self.tells(key.keyspace) else None
-
-    def told_pages(self) -> list[PageRecord]:
-        """All visible pages that others may know of."""
-        return [slot.page for slot in self._ready.values() if self.tells(slot.page.key.keyspace)]
-
     def ready_slots(self, keyspace: bytes) -> list[Slot]:
         """Visible pages of a keyspace."""
         return [slot for key, slot in self._ready.items() if key.keyspace == keyspace]
