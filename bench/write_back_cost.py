@@ -74,7 +74,9 @@ def pagestore(flags: tuple[str, ...]) -> Iterator[str]:
         ready_file = Path(directory, "ready")
         command = [sys.executable, "-m", "kvpool_pagestore.main", "--data-dir", directory, "--ready-file"]
         command += [str(ready_file), "--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0"]
-        command += ["--arena-bytes", str(ARENA_BYTES), "--disk-bytes", "8GiB", "--log-level", "warning", *flags]
+        command += ["--arena-bytes", str(ARENA_BYTES), "--disk-bytes", "8GiB", "--log-level", "warning"]
+        # A machine that is busy with other things must not end the session.
+        command += ["--heartbeat-interval-ms", "10000", *flags]
         process = subprocess.Popen(command)
         try:
             yield ready_document(process, ready_file)["socket"]

@@ -8,13 +8,11 @@ from typing import Annotated
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
-from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
+from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_server.tls import TlsSettings
 
-_PREPARED_PARTS = 16  # enough for the sizes of pages and the tenants that usual nodes have
-_PREPARED_AT_MOST_BYTES = 1 << 30
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
@@ -41,7 +39,7 @@ class PageStoreConfig(TlsSettings):
     tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
 
     arena_bytes: Annotated[int, "hard budget of the staging arena"] = 1 << 30
-    segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = 64 << 20
+    segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = DEFAULT_SEGMENT_BYTES
     arena_prepare: Annotated[bool, "put all of its memory in place right after the start, in the background"] = True
     prepared_segment_bytes: Annotated[
         int, "size of a segment that is made at the start; 0: 1/16 of the arena, at least segment_bytes, at most 1GiB"
@@ -156,9 +154,8 @@ class PageStoreConfig(TlsSettings):
 
     @property
     def prepared_bytes(self) -> int:
-        """Size of a segment that is made at the start: few large ones are mapped and registered sooner than many."""
-        chosen_bytes = max(self.segment_bytes, min(_PREPARED_AT_MOST_BYTES, self.arena_bytes // _PREPARED_PARTS))
-        return self.prepared_segment_bytes or chosen_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        """Size of a segment that is made at the start."""
+        return self.prepared_segment_bytes or prepared_segment_bytes(self.arena_bytes, self.segment_bytes)
 
     @property
     def writer_bytes(self) -> int:
