@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -19,11 +22,13 @@ from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_pages import WantedPage
+from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
     SLOT_BYTES,
     TENANT,
+    Running,
     World,
     fill_page,
     new_world,
@@ -47,6 +52,34 @@ class Gate(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self.reached.set()
         return super().wait(timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushing:
+    """A flush whose write waits at the gate."""
+
+    running: Running
+    peer: PeerSession
+    gate: Gate
+    flush: asyncio.Future[tuple[int, int]]
+
+    async def end(self) -> tuple[int, int]:
+        """Let it go on; what it answers."""
+        self.gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.flush
+
+
+@asynccontextmanager
+async def flushing(world: World, numbers: Sequence[int], **changes: Any) -> AsyncIterator[Flushing]:
+    """An engine in the middle of writing these pages, as a flush asked for."""
+    async with running_engine(world, linger_ms=PATIENT_MS, **changes) as running:
+        peer = await open_session(running)
+        world.memory.gate = gate = Gate()
+        await store(running, peer, numbers)
+        flush = asyncio.ensure_future(running.engine.flush(TENANT, b""))
+        await eventually(gate.reached.is_set)
+        yield Flushing(running=running, peer=peer, gate=gate, flush=flush)
 
 
 def pinned_until_us(world: World) -> dict[PageKey, int]:
@@ -122,7 +155,7 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
             engine, peer = running.engine, await open_session(running)
             world.memory.gate = threading.Event()
             await store(running, peer, [1])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
+            flush = asyncio.ensure_future(engine.flush(TENANT, b""))
             await eventually(lambda: bool(looked))
             looked.clear()
             for number in range(2, 12):
@@ -130,7 +163,7 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
             looked_count = len(looked)
             world.memory.gate.set()
             async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (1, 0)
+                assert await flush == (1, 0)
             assert looked_count == 0
 
 
@@ -143,16 +176,10 @@ async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeyp
             true(changes)
 
         monkeypatch.setattr(world.memory, "set_metadata", slow)
-        async with running_engine(world, linger_ms=PATIENT_MS) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            await store(running, peer, [1, 2])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
-            await eventually(gate.reached.is_set)
+        async with flushing(world, [1, 2]) as write:
+            engine = write.running.engine
             assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
-            gate.set()
-            async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (2, 0)
+            assert await write.end() == (2, 0)
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
 
@@ -166,16 +193,11 @@ async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
             raise error
 
         monkeypatch.setattr(world.memory, "set_metadata", failing)
-        async with running_engine(world, linger_ms=PATIENT_MS) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            await store(running, peer, [1, 2])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
-            await eventually(gate.reached.is_set)
+        async with flushing(world, [1, 2]) as write:
+            engine = write.running.engine
             assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
-            gate.set()
+            assert await write.end() == (1, 1)
             async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (1, 1)
                 await engine.flush(TENANT, b"")  # writes the page once more, with its pin, unless that was done
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
@@ -230,14 +252,7 @@ async def test_stores_go_on_while_pages_wait_for_the_disk_and_the_oldest_are_evi
 
 async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> None:
     with new_world() as world:
-        async with running_engine(world, dirty_bytes=2 * SLOT_BYTES, linger_ms=PATIENT_MS) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            await store(running, peer, [1, 2])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
-            await eventually(gate.reached.is_set)
-            (answer,) = await engine.pages.reserve(peer, [reserve_item(3)])
+        async with flushing(world, [1, 2], dirty_bytes=2 * SLOT_BYTES) as write:
+            (answer,) = await write.running.engine.pages.reserve(write.peer, [reserve_item(3)])
             assert isinstance(answer, ArenaFull)
-            gate.set()
-            async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (2, 0)
+            assert await write.end() == (2, 0)
