@@ -103,14 +103,14 @@ class WriteBack:
         self.start_due()
         return page
 
-    async def settled(self, pages: Sequence[DirtyPage]) -> list[KvPoolError | None]:
-        """Wait until each page is durable (None) or could not be made so at the first try, without lingering.
+    async def settled(self, pages: Sequence[DirtyPage], *, failures_before: int = 0) -> list[KvPoolError | None]:
+        """Wait until each page is durable (None) or could not be made so at one more try than these, without lingering.
 
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
         self._urge(pages)
         self.start_due()
-        while not self._stopped and any(_undecided(page, 0) for page in pages):
+        while not self._stopped and any(_undecided(page, failures_before) for page in pages):
             await self._next_progress()
         return [_verdict(page) for page in pages]
 

@@ -224,12 +224,25 @@ async def test_a_caller_that_wants_its_page_durable_waits_for_no_budget() -> Non
             await store(running, peer, [1])
             await eventually(lambda: engine.gauges().disk_pages == 1)
             await store(running, peer, [2])
-            (grant,) = await engine.pages.reserve(peer, [reserve_item(3)])
+            (grant,) = await engine.pages.reserve(peer, [reserve_item(20)])
             assert isinstance(grant, Grant)
-            fill_page(engine.pages.view(grant), page_key(3))
+            fill_page(engine.pages.view(grant), page_key(20))
             async with asyncio.timeout(PATIENCE_S):
                 assert await engine.pages.commit(peer, [grant.lease_id], durable=True) == [None]
-            assert {found.key for found in world.memory.scan()} == {page_key(1), page_key(3)}
+            assert {found.key for found in world.memory.scan()} == {page_key(1), page_key(20)}
+            assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
+
+
+async def test_a_page_that_is_to_be_durable_takes_its_group_along_and_no_more() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1])
+            await eventually(lambda: engine.gauges().disk_pages == 1)
+            await store(running, peer, [2, 3, 20])
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.pages.make_durable(page_key(3)) is None
+            assert {found.key for found in world.memory.scan()} == {page_key(number) for number in (1, 2, 3)}
             assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
 
 

@@ -153,6 +153,7 @@ class StagedPages:
     def make_dirty(self, slot: Slot) -> bool:
         """A clean page is to go to disk after all. False if too much is on its way already: ask at its next use."""
         assert slot.state is SlotState.READY and not slot.dirty
+        self._relieve(slot.size_bytes)
         if self.writer_bytes + slot.size_bytes > self._limits.writer_bytes:
             return False
         self._soil(slot)

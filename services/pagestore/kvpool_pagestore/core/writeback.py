@@ -117,7 +117,10 @@ class WriteQueue:
         return page if page is not None and page.slot is slot and page.wanted else None
 
     def urge(self, pages: Iterable[DirtyPage], now_s: float) -> None:
-        """Write these pages next, failed ones too, whatever the budget says: a caller waits for them."""
+        """Write these pages next, failed ones too, whatever the budget says: a caller waits for them.
+
+        Others of their chain groups go with them: one sync for all.
+        """
         is_any_delayed = False
         for page in pages:
             if page.state is WriteState.WAITING and not page.urgent:
@@ -147,11 +150,11 @@ class WriteQueue:
         if self.batches_in_flight >= self._limits.max_batches:
             return []
         self._take_delayed(now_s)
-        if self._urgent and (batch := self._start(self._gather(self._urgent.values(), only_urgent=True))):
+        if self._urgent and (batch := self._start(self._gather(self._urgent.values(), then_others=False))):
             return batch
         if self._pause_s(now_s) or not self._is_due(now_s):
             return []
-        batch = self._start(self._gather(self._again.values(), only_urgent=False))
+        batch = self._start(self._gather(self._again.values(), then_others=True))
         if self._pace is not None:
             self._pace.wait_s(sum(page.record.page_bytes for page in batch), now_s)
         return batch
@@ -248,10 +251,10 @@ class WriteQueue:
         ]
         heapq.heapify(self._delayed)  # equal due times are ordered by number now
 
-    def _gather(self, firsts: Iterable[DirtyPage], *, only_urgent: bool) -> list[DirtyPage]:
+    def _gather(self, firsts: Iterable[DirtyPage], *, then_others: bool) -> list[DirtyPage]:
         """The first page with its chain group, then the next with its own, until the batch is full.
 
-        After `firsts` the oldest groups follow, unless urgent pages alone are gathered.
+        then_others: after these, the oldest of all groups.
         """
         batch: dict[int, DirtyPage] = {}
         size_bytes = 0
@@ -261,14 +264,14 @@ class WriteQueue:
         seen = set[tuple[bytes, bytes]]()
         first_groups = (_group(page) for page in firsts)
         gone = list[DirtyPage]()  # cleared or evicted meanwhile
-        for group in chain(first_groups, () if only_urgent else self._groups):
+        for group in chain(first_groups, self._groups if then_others else ()):
             if group in seen:
                 continue
             seen.add(group)
             for page in self._groups.get(group, {}).values():
                 if not page.wanted:
                     gone.append(page)
-                elif (page.urgent or not only_urgent) and self._may_start(page.record.key, busy):
+                elif self._may_start(page.record.key, busy):
                     if batch and size_bytes + page.record.page_bytes > self._limits.batch_bytes:
                         break
                     batch[page.number] = page
