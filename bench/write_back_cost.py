@@ -68,8 +68,8 @@ def fresh_span() -> PageSpan:
 
 
 @contextmanager
-def pagestore(flags: tuple[str, ...]) -> Iterator[str]:
-    """A pagestore process; its endpoint."""
+def pagestore(flags: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """A pagestore process: its socket and its process id."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as directory:
         ready_file = Path(directory, "ready")
         command = [sys.executable, "-m", "kvpool_pagestore.main", "--data-dir", directory, "--ready-file"]
@@ -79,7 +79,7 @@ def pagestore(flags: tuple[str, ...]) -> Iterator[str]:
         command += ["--heartbeat-interval-ms", "10000", *flags]
         process = subprocess.Popen(command)
         try:
-            yield ready_document(process, ready_file)["socket"]
+            yield ready_document(process, ready_file)["socket"], process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -90,15 +90,18 @@ class Case:
     """One pagestore, its session and what it was seen to do."""
 
     socket: str
+    pid: int
     session: PageStoreSession
     put_rates: list[float] = field(default_factory=list)  # GB/s, one a round
     get_rates: list[float] = field(default_factory=list)
+    disk_rates: list[float] = field(default_factory=list)  # what was written meanwhile
     refused_pages: int = 0
 
     async def turn(self, seconds: float, buffer: memoryview, *, counts: bool) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         spans: list[PageSpan] = []
-        moved_bytes, began_s = 0, time.perf_counter()
+        moved_bytes, began_s, written_bytes = 0, time.perf_counter(), self._written_bytes()
+        turn_began_s = began_s
         while time.perf_counter() - began_s < seconds:
             spans = [*spans[-7:], fresh_span()]
             granted = (await self.session.reserve_span(spans[-1])).granted
@@ -115,9 +118,16 @@ class Case:
                     moved_bytes += answer.granted.count * PAYLOAD_BYTES
                     self.session.release_soon(answer.granted.lease_ids)
         if counts:
+            disk_bytes = self._written_bytes() - written_bytes
+            self.disk_rates.append(disk_bytes / (time.perf_counter() - turn_began_s) / 1e9)
             self.put_rates.append(put_rate)
             self.get_rates.append(moved_bytes / (time.perf_counter() - began_s) / 1e9)
         await asyncio.to_thread(self._flush)
+
+    def _written_bytes(self) -> int:
+        """What the process had the kernel write to disks."""
+        lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("write_bytes")))
 
     def _flush(self) -> None:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
@@ -130,14 +140,14 @@ def _copy(addresses: np.ndarray[tuple[int], np.dtype[np.int64]], buffer: int, in
         ctypes.memmove(*((payload, ours) if into_arena else (ours, payload)), PAYLOAD_BYTES)
 
 
-async def measure(sockets: dict[str, str], seconds: float, rounds: int) -> dict[str, Case]:
+async def measure(stores: dict[str, tuple[str, int]], seconds: float, rounds: int) -> dict[str, Case]:
     config = ClientConfig(index_endpoints=("127.0.0.1:1",))  # never asked
     cases = {}
-    for name, socket in sockets.items():
+    for name, (socket, pid) in stores.items():
         plan = SessionPlan(
             endpoint=f"unix:{socket}", peer_name="bench", keyspaces=((KEYSPACE, SPEC),), trusts_arena=True
         )
-        cases[name] = Case(socket, await PageStoreSession.open(plan, config))
+        cases[name] = Case(socket, pid, await PageStoreSession.open(plan, config))
         await cases[name].session.prepare(0)
     buffer = memoryview(bytearray(np.random.default_rng(1).bytes(SPAN_PAGES * PAYLOAD_BYTES)))
     for round_number in range(rounds + 1):  # the first one touches fresh memory
@@ -164,18 +174,21 @@ def main() -> None:
         pagestore(flags["budget"]) as budget,
         pagestore(flags["no limit"]) as all_,
     ):
-        sockets = {"no disk": none, "budget": budget, "no limit": all_}
-        cases = asyncio.run(measure(sockets, arguments.seconds, arguments.rounds))
+        stores = {"no disk": none, "budget": budget, "no limit": all_}
+        cases = asyncio.run(measure(stores, arguments.seconds, arguments.rounds))
     found = {}
     for what in ("put", "get"):
         rates = {name: case.put_rates if what == "put" else case.get_rates for name, case in cases.items()}
         baseline = statistics.median(rates["no disk"])
         for name, each in rates.items():
+            # Of the same round each: what else runs on the machine changes from round to round.
+            ratio = statistics.median(one / other for one, other in zip(each, rates["no disk"], strict=True))
             value = statistics.median(each)
-            found[f"{what}, {name}"] = {"value": value, "unit": "GB/s", "baseline": baseline, "ratio": value / baseline}
-            spread = f"({min(each):.2f} to {max(each):.2f})"
-            refused = f"; {cases[name].refused_pages} pages refused" if what == "put" else ""
-            print(f"{what}, {name:10} {value:6.2f} GB/s {spread}  {value / baseline:.2f}{refused}")
+            found[f"{what}, {name}"] = {"value": value, "unit": "GB/s", "baseline": baseline, "ratio": ratio}
+            case = cases[name]
+            disk_rate = statistics.median(case.disk_rates)
+            refused = f"; {disk_rate:.2f} GB/s to disk, {case.refused_pages} pages refused" if what == "put" else ""
+            print(f"{what}, {name:10} {value:6.2f} GB/s ({min(each):.2f} to {max(each):.2f})  {ratio:.2f}{refused}")
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"about": vars(arguments) | {"json": ""}, "cases": found}, indent=1) + "\n"
