@@ -40,11 +40,12 @@ from tests.fixtures.pagestore import (
     ScriptedPeers,
     World,
     fill_page,
+    give,
     metadata,
     new_world,
     page_key,
     page_span,
-    sealed_page,
+    remote_source,
 )
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.patience import PATIENCE_S
@@ -199,27 +200,17 @@ async def test_misses_and_pages_on_disk_come_beside_what_is_staged() -> None:
             assert await session.close()
 
 
-def remote(number: int) -> RemoteSource:
-    return RemoteSource(node_id=bytes([number]) * 16, incarnation=number, bulk_endpoint=f"node-{number}:1")
-
-
 def peers_with(world: World, served_pages: Callable[[RemoteSource, PullItem], bool]) -> ScriptedPeers:
-    def answer(source: RemoteSource, item: PullItem) -> bool:
-        if not served_pages(source, item):
-            return False
-        item.destination[:] = sealed_page(item.key)
-        return True
-
-    world.peers = ScriptedPeers(answer)
+    world.peers = ScriptedPeers(lambda source, item: served_pages(source, item) and give(item))
     return world.peers
 
 
 async def test_pages_are_pulled_from_the_sources_of_their_chunks() -> None:
     with new_world() as world:
-        peers = peers_with(world, lambda source, item: source == remote(1) or item.key != page_key(3))
+        peers = peers_with(world, lambda source, item: source == remote_source(1) or item.key != page_key(3))
         async with served(world) as store:
             session = await store.open()
-            runs = ((1, ()), (1, (remote(1),)), (2, (remote(2), remote(1))))
+            runs = ((1, ()), (1, (remote_source(1),)), (2, (remote_source(2), remote_source(1))))
             answers = await read(session, page_span(0, 4, sources=runs))
             assert sources(answers, 4) == [0, REMOTE, REMOTE, REMOTE]
             asked = {(source.incarnation, key) for source, keys in peers.pulls for key in keys}
@@ -237,7 +228,7 @@ async def test_pages_that_do_not_come_in_time_say_so() -> None:
         async with served(world) as store:
             session = await store.open()
             await write(session, 0, 1)
-            answers = await read(session, page_span(0, 2, sources=((2, (remote(1),)),)), wait_s=0.02)
+            answers = await read(session, page_span(0, 2, sources=((2, (remote_source(1),)),)), wait_s=0.02)
             assert sources(answers, 2) == [STAGING, 0]
             assert isinstance(refusals(answers)[1], DeadlineExceeded)
             go.set()
@@ -252,7 +243,7 @@ async def test_a_reader_that_leaves_or_is_cancelled_holds_nothing() -> None:
         async with served(world) as store:
             session = await store.open()
             await write(session, 0, 2)
-            span = page_span(0, 4, sources=((4, (remote(1),)),))
+            span = page_span(0, 4, sources=((4, (remote_source(1),)),))
             async with session.acquire_span(span, wait_s=PATIENCE_S):
                 pass
             taken = asyncio.Event()
@@ -282,7 +273,7 @@ async def test_a_session_that_breaks_ends_what_waits_and_quarantines_what_was_gr
         async with served(world) as store:
             session = await store.open()
             await write(session, 0, 1)
-            span = page_span(0, 2, sources=((2, (remote(1),)),))
+            span = page_span(0, 2, sources=((2, (remote_source(1),)),))
             async with session.acquire_span(span, wait_s=PATIENCE_S) as answers:
                 held = await anext(answers)
                 await store.running.engine.sessions.stop()

@@ -52,7 +52,7 @@ def value_type(name: str, hint: object) -> ValueType:
         return ValueType(base=str, optional=optional, is_list=True, is_byte_size=False)
     if not isinstance(hint, type) or not (hint in _PLAIN_TYPES or issubclass(hint, Enum)):
         raise TypeError(f"{name}: {hint} is not supported")
-    is_byte_size = hint is int and name.endswith("_bytes")
+    is_byte_size = hint is int and name.endswith(("_bytes", "_bytes_per_s"))
     return ValueType(base=hint, optional=optional, is_list=False, is_byte_size=is_byte_size)
 
 

@@ -3,14 +3,12 @@
 import json
 import logging
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Final, TextIO
 
-from kvpool.core.clock import Clock
 from kvpool.core.tracing import NO_TRACER, Tracer
 
 _FIELDS: Final = "kvpool_fields"
@@ -114,32 +112,3 @@ def _logfmt(value: object) -> str:
     if text and text.isprintable() and not any(char in ' "=' for char in text):
         return text
     return json.dumps(text, ensure_ascii=False)
-
-
-class RateLimitedLog:
-    """Writes at most one warning per key and interval, and says how many were left out in between.
-
-    Not thread-safe: use from one event loop or one thread.
-    """
-
-    _MAX_KEYS: Final = 1024  # the least recently written key is forgotten beyond this
-
-    def __init__(self, logger: logging.Logger, clock: Clock, interval_s: float = 10.0) -> None:
-        self._logger = logger
-        self._clock = clock
-        self._interval_s = interval_s
-        self._keys: OrderedDict[str, tuple[float, int]] = OrderedDict()  # key -> (last written at, left out since)
-
-    def warning(self, key: str, message: str, **values: object) -> None:
-        """Log `message` unless `key` was written less than an interval ago."""
-        now_s = self._clock.monotonic_s()
-        last = self._keys.get(key)
-        if last is not None and now_s - last[0] < self._interval_s:
-            self._keys[key] = (last[0], last[1] + 1)
-            return
-        left_out = {"left_out_count": last[1]} if last is not None and last[1] else {}
-        self._keys[key] = (now_s, 0)
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._MAX_KEYS:
-            self._keys.popitem(last=False)
-        self._logger.warning(message, extra=fields(**values, **left_out))

@@ -24,13 +24,6 @@ def tune_process(switch_interval_s: float = _SWITCH_INTERVAL_S) -> None:
     sys.setswitchinterval(switch_interval_s)
 
 
-def trim_memory() -> None:
-    """Give free heap pages back to the kernel: the price of `tune_process`, to be paid when idle. May take a few ms."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
 def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send `death_signal` to this process when its parent exits.
 

@@ -8,13 +8,11 @@ from typing import Annotated
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
-from kvpool.core.page import SLOT_ALIGNMENT_BYTES
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
+from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
 from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_server.tls import TlsSettings
 
-_PREPARED_PARTS = 16  # enough for the sizes of pages and the tenants that usual nodes have
-_PREPARED_AT_MOST_BYTES = 1 << 30
 PROMOTION_SHARE = 8  # one part in this many of the arena is never given to writers
 
 
@@ -41,13 +39,13 @@ class PageStoreConfig(TlsSettings):
     tenant: Annotated[str, "tenant of all callers, while there is no authentication"] = "default"
 
     arena_bytes: Annotated[int, "hard budget of the staging arena"] = 1 << 30
-    segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = 64 << 20
+    segment_bytes: Annotated[int, "size of a segment of it that is made when it is needed"] = DEFAULT_SEGMENT_BYTES
     arena_prepare: Annotated[bool, "put all of its memory in place right after the start, in the background"] = True
     prepared_segment_bytes: Annotated[
         int, "size of a segment that is made at the start; 0: 1/16 of the arena, at least segment_bytes, at most 1GiB"
     ] = 0
     shm_dir: Annotated[Path, "shared-memory file system for the arena"] = Path("/dev/shm")
-    dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
+    dirty_bytes: Annotated[int, "pages being written or kept until they are durable, at most; 0: half of the arena"] = 0
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
     batch_pages: Annotated[int, "pages written to disk together, at most"] = 64
     batch_bytes: Annotated[int, "bytes written to disk together, about; a small disk tier takes less"] = 64 << 20
@@ -64,6 +62,9 @@ class PageStoreConfig(TlsSettings):
     tenant_quotas: Annotated[
         tuple[str, ...], "bytes of staging and disk together, tenant=bytes, comma separated; * for all other tenants"
     ] = ()
+    write_back_bytes_per_s: Annotated[
+        int, "rate at which dirty pages go to disk while no caller waits for them; 0: as fast as the disk takes them"
+    ] = 1 << 30
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500
     write_retry_max_ms: Annotated[int, "longest wait after failed writes"] = 30_000
@@ -112,6 +113,7 @@ class PageStoreConfig(TlsSettings):
             "hot_uses_per_minute",
             "rebalance_bytes_per_s",
             "dirty_bytes",
+            "write_back_bytes_per_s",
             "prepared_segment_bytes",
             "linger_ms",
             "quarantine_grace_ms",
@@ -152,9 +154,8 @@ class PageStoreConfig(TlsSettings):
 
     @property
     def prepared_bytes(self) -> int:
-        """Size of a segment that is made at the start: few large ones are mapped and registered sooner than many."""
-        chosen_bytes = max(self.segment_bytes, min(_PREPARED_AT_MOST_BYTES, self.arena_bytes // _PREPARED_PARTS))
-        return self.prepared_segment_bytes or chosen_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        """Size of a segment that is made at the start."""
+        return self.prepared_segment_bytes or prepared_segment_bytes(self.arena_bytes, self.segment_bytes)
 
     @property
     def writer_bytes(self) -> int:

@@ -282,6 +282,7 @@ class PageStoreEngine:
             leases=sum(one.lease_count for one in ledger.sessions.live),
             pinned_bytes=self.retained.pinned_bytes,
             write_back_oldest_seconds=self._write_back.oldest_s if self._write_back is not None else 0.0,
+            write_back_waiting_bytes=self._write_back.waiting_bytes if self._write_back is not None else 0,
             replica_queue_chunks=self.movement.replication.waiting_chunks,
             draining=int(self.movement.drain.refuses_pages),
         )

@@ -109,7 +109,7 @@ class Commits:
         visible.append(record)
         self._retained.visible(record)
         if dirty and self._write_back is not None:
-            page = self._write_back.enqueue(slot)
+            page = self._write_back.enqueue(slot, urgent=waits)
             return page if waits else None
         return _no_disk(record) if waits else None
 

@@ -103,14 +103,13 @@ class PageCalls:
             return None if key in self._disk else PageMissing(f"page {key} is not here any more")
         self._ledger.pin(slot)
         try:
-            if not slot.dirty:
-                self._write_back.take(slot)
-            await self._write_back.flush({key.keyspace})
-        except KvPoolError as error:
+            page = self._write_back.take(slot)
+            if page is None:
+                return StoreFault(f"page {key} could not be made durable: too much waits for the disk already")
+            (error,) = await self._write_back.settled([page], failures_before=page.failures)
             return error
         finally:
             self._ledger.unpin(slot)
-        return None if key in self._disk else StoreFault(f"page {key} could not be made durable")
 
     def view(self, grant: Grant) -> memoryview:
         """The page's bytes in its slot."""

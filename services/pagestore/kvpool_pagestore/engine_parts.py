@@ -81,6 +81,7 @@ def write_back_limits(config: PageStoreConfig) -> WriteBackLimits:
         max_batches=config.write_threads,
         retry_first_s=config.write_retry_ms / 1e3,
         retry_last_s=config.write_retry_max_ms / 1e3,
+        bytes_per_s=config.write_back_bytes_per_s,
     )
 
 

@@ -69,13 +69,23 @@ class WriteBack:
         return self._queue.oldest_s(self._clock.monotonic_s())
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes of pages that are to become durable."""
+        return self._queue.waiting_bytes()
+
+    @property
     def dirty_count(self) -> int:
         """Pages that are to become durable."""
         return sum(1 for page in self._queue.pending if page.wanted)
 
-    def enqueue(self, slot: Slot) -> DirtyPage:
-        """A dirty page is to become durable. Call `start_due` after the last one."""
-        page = self._queue.add(slot, self._clock.monotonic_s())
+    def enqueue(self, slot: Slot, *, urgent: bool = False) -> DirtyPage:
+        """A dirty page is to become durable. urgent: a caller waits for that. Call `start_due` after the last one."""
+        now_s = self._clock.monotonic_s()
+        page = self._queue.add(slot, now_s)
+        if urgent:
+            self._queue.urge([page], now_s)
+        else:
+            self._ledger.defer(slot)
         page.cause = self._tracer.here()
         return page
 
@@ -93,14 +103,14 @@ class WriteBack:
         self.start_due()
         return page
 
-    async def settled(self, pages: Sequence[DirtyPage]) -> list[KvPoolError | None]:
-        """Wait until each page is durable (None) or could not be made so at the first try, without lingering.
+    async def settled(self, pages: Sequence[DirtyPage], *, failures_before: int = 0) -> list[KvPoolError | None]:
+        """Wait until each page is durable (None) or could not be made so at one more try than these, without lingering.
 
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
-        self._queue.hurry(self._clock.monotonic_s())
+        self._urge(pages)
         self.start_due()
-        while not self._stopped and any(_undecided(page, 0) for page in pages):
+        while not self._stopped and any(_undecided(page, failures_before) for page in pages):
             await self._next_progress()
         return [_verdict(page) for page in pages]
 
@@ -111,7 +121,7 @@ class WriteBack:
         """
         wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
         before = {page.number: page.failures for page in wanted}
-        self._queue.hurry(self._clock.monotonic_s())
+        self._urge(wanted)
         self._pump()
         waiting = wanted
         while not self._stopped and (waiting := [page for page in waiting if _undecided(page, before[page.number])]):
@@ -140,6 +150,12 @@ class WriteBack:
 
     # Inside
 
+    def _urge(self, pages: Sequence[DirtyPage]) -> None:
+        for page in pages:
+            if page.wanted:
+                self._ledger.undefer(page.slot)
+        self._queue.urge(pages, self._clock.monotonic_s())
+
     def _pump(self) -> None:
         """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
         self.start_due()
@@ -157,7 +173,10 @@ class WriteBack:
         while batch := self._queue.next_batch(now_s):
             for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
                 self._ledger.pin(page.slot)
+                self._ledger.undefer(page.slot)
             self._tasks.start(self._write(batch), "write-back")
+        if dropped_count := self._queue.take_dropped():
+            self._metrics.written_pages.labels("dropped").inc(dropped_count)
         due_s = self._queue.next_due_s(now_s)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)

@@ -36,6 +36,7 @@ class StoreGauges:
     quarantined_sessions: int
     leases: int
     write_back_oldest_seconds: float
+    write_back_waiting_bytes: int
     pinned_bytes: int
     replica_queue_chunks: int
     draining: int  # 1: from the first Drain until it is cancelled
@@ -46,7 +47,7 @@ _GAUGE_HELP = {
     "arena_segment_bytes": "Arena segments that exist, those of an earlier process included.",
     "arena_used_bytes": "Slots that hold a page or a lease.",
     "arena_quarantined_bytes": "Slots and old segments that a vanished peer may still touch.",
-    "arena_dirty_bytes": "Slots of pages that are not yet durable.",
+    "arena_dirty_bytes": "Slots of pages that stay until they are durable.",
     "arena_prepared_bytes": "Arena memory that was put in place before it was needed, since the start.",
     "arena_prepare_seconds": "How long that took, or has taken so far.",
     "staging_pages": "Pages ready in staging.",
@@ -62,6 +63,7 @@ _GAUGE_HELP = {
     "draining": "1 from the first Drain on, until it is cancelled.",
     "pinned_bytes": "Page bytes that are pinned and here.",
     "write_back_oldest_seconds": "Age of the page that has waited longest to become durable.",
+    "write_back_waiting_bytes": "Bytes of pages that are to become durable, those being written included.",
 }
 
 
@@ -151,7 +153,10 @@ class PageStoreMetrics:
             f"{prefix}_evicted_pages", "Pages thrown out to make room, by tier.", ["tier"], registry=registry
         )
         self.written_pages = Counter(
-            f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
+            f"{prefix}_written_pages",
+            "Pages that were to go to disk, by outcome; dropped: evicted or cleared before.",
+            ["outcome"],
+            registry=registry,
         )
         self.write_back_lag = Histogram(
             f"{prefix}_write_back_lag_seconds",
@@ -204,7 +209,7 @@ class PageStoreMetrics:
             (self.reserved_pages, ("RESERVED", "EXISTS", "PENDING", "REJECTED")),
             (self.verification_failures, ("commit", "reader", "disk", "peer")),
             (self.evicted_pages, ("staging", "disk")),
-            (self.written_pages, ("written", "failed")),
+            (self.written_pages, ("written", "failed", "dropped")),
             (self.ended_sessions, ("closed", "abnormal")),
             (self.moved_pages, ("replica", "hot", "drain", "rebalance")),
             (self.moved_bytes, ("replica", "hot", "drain", "rebalance")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
@@ -260,10 +260,6 @@ class PeerPages(Protocol):
     def close(self) -> None:
         """End all connections; running pulls fail."""
         ...
-
-
-SnapshotSource = Callable[[], Iterable[LocationChange]]
-"""All present locations of this node; asked on the event loop when an incarnation starts from an empty index entry."""
 
 
 class IndexLink(Protocol):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool.cli.main import main
+from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
+from kvpool_pagestore.config import PageStoreConfig
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 DEEPSEEK_V3 = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -36,10 +38,18 @@ def test_a_models_config_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["geometry"] == {"layers": 32, "kv_heads": 8, "head_dim": 128, "latent_dim": 0}
     assert document["token_bytes"] == 131072
     assert (document["chunk"]["pages"], document["chunk"]["tp_degrees"]) == (4, [1, 2, 4, 8])
-    assert document["staging"]["tokens"] == 458_752
-    assert document["disk"]["tokens"] == 7_995_392
+    assert document["chunk"]["tokens"] == DEFAULT_CHUNK_TOKENS
+    assert document["staging"] == {"capacity_bytes": 64 << 30, "segment_bytes": 1 << 30, "tokens": 522_240}
+    assert document["disk"]["tokens"] == 7_991_424
     assert ask(capsys, written(tmp_path, {"text_config": LLAMA_8B}))["token_bytes"] == 131072
     assert ask(capsys, written(tmp_path, DEEPSEEK_V3))["geometry"]["latent_dim"] == 576
+
+
+@pytest.mark.parametrize("arena", ["256MiB", "1GiB", "5GiB", "1TiB"])
+def test_segments_are_those_that_the_pagestore_makes(arena: str, capsys: pytest.CaptureFixture[str]) -> None:
+    staging = ask(capsys, "--layers", "2", "--latent-dim", "64", "--arena-bytes", arena)["staging"]
+    config = PageStoreConfig(data_dir=Path("data"), arena_bytes=staging["capacity_bytes"])
+    assert staging["segment_bytes"] == config.prepared_bytes
 
 
 def test_numbers_say_it_and_count_before_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
-from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, ServiceUnavailable
+from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
 from kvpool.core.spans import PageGrants, PageSpan, SpanAnswer
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters import arena_pool
@@ -39,9 +39,10 @@ ONE_PAGE = PageGrants(
 
 @dataclass
 class Pagestore:
-    """Opens sessions, after as many failures as are set."""
+    """Opens sessions, after as many failures as are set, and refuses to prepare them as often as is set."""
 
     failures_left: int = 0
+    refusals_left: int = 0
     attempts: int = 0
     sessions: list[Session] = field(default_factory=list)
 
@@ -71,6 +72,9 @@ class Session:
         return self.pagestore.open()
 
     async def prepare(self, share_bytes: int) -> None:
+        if self.pagestore.refusals_left:
+            self.pagestore.refusals_left -= 1
+            raise Overloaded("not now")
         self.prepared.append(share_bytes)
 
     async def add_keyspace(self, keyspace: bytes, spec: Any) -> None: ...
@@ -100,6 +104,7 @@ async def pagestore(monkeypatch: pytest.MonkeyPatch) -> Pagestore:
 
     monkeypatch.setattr(PageStoreSession, "open", open_session)
     monkeypatch.setattr(arena_pool, "RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(arena_pool, "PREPARE_RETRY_MAX_S", 0.0)
     return made
 
 
@@ -143,6 +148,25 @@ async def test_a_pagestore_that_is_not_there_yet_is_prepared_once_it_comes(
     with pytest.raises(ServiceUnavailable):
         await link.prepare()
     await eventually(lambda: pagestore.sessions and pagestore.sessions[0].prepared == [0])
+
+
+async def test_a_live_session_is_prepared_again_until_that_succeeds(pagestore: Pagestore, link: ArenaLink) -> None:
+    pagestore.refusals_left = 3
+    with pytest.raises(Overloaded):
+        await link.prepare()
+    (session,) = pagestore.sessions
+    await eventually(lambda: session.prepared == [0])
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert session.prepared == [0] and len(pagestore.sessions) == 1
+
+
+async def test_a_reopened_session_is_prepared_again_until_that_succeeds(pagestore: Pagestore, link: ArenaLink) -> None:
+    await link.prepare()
+    pagestore.refusals_left = 2
+    pagestore.sessions[0].broken.set()
+    await eventually(lambda: len(pagestore.sessions) == 2 and pagestore.sessions[1].prepared == [0])
+    assert pagestore.refusals_left == 0 and len(pagestore.sessions) == 2
 
 
 async def test_a_closed_link_opens_nothing(pagestore: Pagestore, link: ArenaLink) -> None:

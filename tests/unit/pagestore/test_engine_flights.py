@@ -14,8 +14,10 @@ from tests.fixtures.pagestore import (
     PAYLOAD_BYTES,
     ScriptedPeers,
     World,
+    give,
     new_world,
     page_key,
+    remote_source,
     running_engine,
     sealed_page,
 )
@@ -23,18 +25,9 @@ from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, r
 from tests.fixtures.patience import PATIENCE_S
 
 
-def source(number: int) -> RemoteSource:
-    return RemoteSource(node_id=bytes([number]) * 16, incarnation=number, bulk_endpoint=f"node-{number}:1")
-
-
 def scripted(world: World) -> ScriptedPeers:
     assert isinstance(world.peers, ScriptedPeers)
     return world.peers
-
-
-def give(item: PullItem) -> bool:
-    item.destination[:] = sealed_page(item.key)
-    return True
 
 
 async def test_a_pulled_page_is_verified_clean_and_announced() -> None:
@@ -42,7 +35,7 @@ async def test_a_pulled_page_is_verified_clean_and_announced() -> None:
         scripted(world).answer = lambda _, item: give(item)
         async with running_engine(world) as running:
             peer = await open_session(running)
-            answer = await acquire_one(running, peer, wanted(1, source(1)))
+            answer = await acquire_one(running, peer, wanted(1, remote_source(1)))
             assert answer.source is Source.REMOTE and answer.grant is not None
             assert running.engine.pages.view(answer.grant) == sealed_page(page_key(1))
             assert running.engine.gauges().arena_dirty_bytes == 0
@@ -56,7 +49,7 @@ async def test_pages_of_one_peer_are_pulled_together() -> None:
         scripted(world).answer = lambda _, item: give(item)
         async with running_engine(world) as running:
             peer = await open_session(running)
-            pages = [wanted(number, source(1 + number % 2)) for number in range(10)]
+            pages = [wanted(number, remote_source(1 + number % 2)) for number in range(10)]
             results = await acquire(running, peer, pages)
             assert all(one.grant is not None for one in results)
             assert sorted(len(keys) for _, keys in scripted(world).pulls) == [5, 5]
@@ -67,19 +60,19 @@ async def test_a_page_that_arrives_broken_is_never_visible_and_the_next_source_i
 
         def answer(peer: RemoteSource, item: PullItem) -> bool:
             give(item)
-            if peer == source(1):
+            if peer == remote_source(1):
                 item.destination[64 + PAYLOAD_BYTES // 2] ^= 1
             return True
 
         scripted(world).answer = answer
         async with running_engine(world) as running:
             peer = await open_session(running)
-            served = await acquire_one(running, peer, wanted(1, source(1), source(2)))
+            served = await acquire_one(running, peer, wanted(1, remote_source(1), remote_source(2)))
             assert served.source is Source.REMOTE and served.grant is not None
             assert running.engine.pages.view(served.grant) == sealed_page(page_key(1))
             assert running.metric("verification_failures_total", place="peer") == 1
-            assert world.index.stale == [(page_key(1), source(1))]
-            alone = await acquire_one(running, peer, wanted(2, source(1)))
+            assert world.index.stale == [(page_key(1), remote_source(1))]
+            alone = await acquire_one(running, peer, wanted(2, remote_source(1)))
             assert alone.grant is None and isinstance(alone.error, PageCorrupt)
             assert running.engine.gauges().staging_pages == 1
 
@@ -98,10 +91,10 @@ async def test_a_source_that_has_not_what_it_promised_is_reported() -> None:
         scripted(world).answer = answer
         async with running_engine(world) as running:
             peer = await open_session(running)
-            missed = await acquire_one(running, peer, wanted(1, source(1), source(2), source(3)))
+            missed = await acquire_one(running, peer, wanted(1, remote_source(1), remote_source(2), remote_source(3)))
             assert missed.grant is None and isinstance(missed.error, ServiceUnavailable)
             # A node that is merely out of reach may have the page still.
-            assert [one for _, one in world.index.stale] == [source(1), source(2)]
+            assert [one for _, one in world.index.stale] == [remote_source(1), remote_source(2)]
             assert running.engine.gauges().arena_used_bytes == 0
 
 
@@ -110,7 +103,7 @@ async def test_a_waiter_tries_its_own_source_when_the_leaders_fails() -> None:
         begun, go = threading.Event(), threading.Event()
 
         def answer(peer: RemoteSource, item: PullItem) -> bool:
-            if peer == source(1):
+            if peer == remote_source(1):
                 begun.set()
                 assert go.wait(PATIENCE_S)
                 return False
@@ -119,9 +112,9 @@ async def test_a_waiter_tries_its_own_source_when_the_leaders_fails() -> None:
         scripted(world).answer = answer
         async with running_engine(world) as running:
             leader, waiter = await open_session(running), await open_session(running)
-            leading = asyncio.ensure_future(acquire_one(running, leader, wanted(1, source(1))))
+            leading = asyncio.ensure_future(acquire_one(running, leader, wanted(1, remote_source(1))))
             await eventually(begun.is_set)
-            waiting = asyncio.ensure_future(acquire_one(running, waiter, wanted(1, source(2))))
+            waiting = asyncio.ensure_future(acquire_one(running, waiter, wanted(1, remote_source(2))))
             await eventually(lambda: waiter.session.waiting == 1)
             go.set()
             assert (await waiting).source is Source.REMOTE
@@ -142,9 +135,11 @@ async def test_a_waiter_outlives_the_leaders_deadline() -> None:
         scripted(world).answer = answer
         async with running_engine(world) as running:
             leader, waiter = await open_session(running), await open_session(running)
-            leading = asyncio.ensure_future(acquire_one(running, leader, wanted(1, source(1)), wait_s=0.05))
+            leading = asyncio.ensure_future(acquire_one(running, leader, wanted(1, remote_source(1)), wait_s=0.05))
             await eventually(begun.is_set)
-            waiting = asyncio.ensure_future(acquire_one(running, waiter, wanted(1, source(1)), wait_s=PATIENCE_S))
+            waiting = asyncio.ensure_future(
+                acquire_one(running, waiter, wanted(1, remote_source(1)), wait_s=PATIENCE_S)
+            )
             late = await leading
             assert late.grant is None and isinstance(late.error, DeadlineExceeded)
             go.set()
@@ -167,7 +162,7 @@ async def test_the_end_of_a_session_ends_its_waiting_and_leaves_no_lease() -> No
             peer, other = await open_session(running), await open_session(running)
             answers: list[object] = []
             running.engine.pages.acquire(
-                peer, [wanted(1, source(1))], wait_s=PATIENCE_S, on_acquired=lambda some, _: answers.extend(some)
+                peer, [wanted(1, remote_source(1))], wait_s=PATIENCE_S, on_acquired=lambda some, _: answers.extend(some)
             )
             await eventually(begun.is_set)
             running.engine.sessions.close(peer)
@@ -190,7 +185,7 @@ async def test_a_page_committed_while_it_was_pulled_is_kept_once() -> None:
         async with running_engine(world) as running:
             writer, reader = await open_session(running), await open_session(running)
             (grant,) = await running.engine.pages.reserve(writer, [reserve_item(1)])
-            pulling = asyncio.ensure_future(acquire_one(running, reader, wanted(1, source(1))))
+            pulling = asyncio.ensure_future(acquire_one(running, reader, wanted(1, remote_source(1))))
             await eventually(begun.is_set)
             assert not isinstance(grant, KvPoolError | Admission)
             running.engine.pages.view(grant)[:] = sealed_page(page_key(1))

@@ -19,8 +19,10 @@ from tests.fixtures.pagestore import (
     Running,
     ScriptedPeers,
     World,
+    give,
     new_world,
     page_key,
+    remote_source,
     running_engine,
     sealed_page,
 )
@@ -28,10 +30,6 @@ from tests.fixtures.pagestore_calls import acquire, acquire_one, open_session, w
 from tests.fixtures.patience import PATIENCE_S
 
 QUICK = {"hedge_ms": 20, "pull_stall_ms": int(1000 * PATIENCE_S)}
-
-
-def source(number: int) -> RemoteSource:
-    return RemoteSource(node_id=bytes([number]) * 16, incarnation=number, bulk_endpoint=f"node-{number}:1")
 
 
 class StuckPeers(ScriptedPeers):
@@ -69,7 +67,7 @@ class StuckPeers(ScriptedPeers):
                     on_page(index, Stopped("not wanted"), False)
                 return
         for index, item in enumerate(items):
-            item.destination[:] = sealed_page(item.key)
+            give(item)
             if source in self.wrong:
                 item.destination[100] ^= 1
             on_page(index, None, True)
@@ -97,24 +95,24 @@ async def test_a_source_that_hangs_is_overtaken_by_the_next() -> None:
         peers.leave.clear()
         async with running_engine(world, **QUICK) as running:
             peer = await open_session(running)
-            check(running, await acquire_one(running, peer, wanted(1, source(1), source(11))), 1)
+            check(running, await acquire_one(running, peer, wanted(1, remote_source(1), remote_source(11))), 1)
             assert running.metric("hedged_pages_total") == 1
-            await eventually(lambda: peers.stopped == [source(1)])
+            await eventually(lambda: peers.stopped == [remote_source(1)])
             # The slower source's thread may still write: its slot is its own until it has left.
             assert running.engine.gauges().arena_used_bytes == 2 * SLOT_BYTES
             peers.leave.set()
             await eventually(lambda: running.engine.gauges().arena_used_bytes == SLOT_BYTES)
-            check(running, await acquire_one(running, peer, wanted(2, source(11))), 2)
+            check(running, await acquire_one(running, peer, wanted(2, remote_source(11))), 2)
             assert not world.index.stale
 
 
 async def test_a_hedge_that_brings_wrong_bytes_does_not_count() -> None:
     with stuck_world() as (world, peers):
-        peers.wrong.add(source(11))
+        peers.wrong.add(remote_source(11))
         async with running_engine(world, **QUICK) as running:
             peer = await open_session(running)
-            asked = asyncio.ensure_future(acquire_one(running, peer, wanted(1, source(1), source(11))))
-            await eventually(lambda: world.index.stale == [(page_key(1), source(11))])
+            asked = asyncio.ensure_future(acquire_one(running, peer, wanted(1, remote_source(1), remote_source(11))))
+            await eventually(lambda: world.index.stale == [(page_key(1), remote_source(11))])
             assert not asked.done()
             peers.go.set()
             check(running, await asked, 1)
@@ -126,11 +124,11 @@ async def test_a_whole_window_moves_over_and_one_hung_peer_leaves_threads_to_oth
         roomy = {"arena_bytes": 128 * SLOT_BYTES}
         async with running_engine(world, **QUICK, **roomy, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
-            pages = [wanted(number, source(1), source(11)) for number in range(50)]
+            pages = [wanted(number, remote_source(1), remote_source(11)) for number in range(50)]
             answers = await acquire(running, peer, pages)
             for number, answer in enumerate(answers):
                 check(running, answer, number)
-            assert peers.calls.count(source(1)) == 1  # the rest waited for that stream, and moved over too
+            assert peers.calls.count(remote_source(1)) == 1  # the rest waited for that stream, and moved over too
             await eventually(lambda: running.engine.gauges().arena_used_bytes == 50 * SLOT_BYTES)
 
 
@@ -138,9 +136,9 @@ async def test_without_another_source_a_silent_one_is_given_up() -> None:
     with stuck_world() as (world, peers):
         async with running_engine(world, hedge_ms=10, pull_stall_ms=50) as running:
             peer = await open_session(running)
-            answer = await acquire_one(running, peer, wanted(1, source(1)))
+            answer = await acquire_one(running, peer, wanted(1, remote_source(1)))
             assert answer.grant is None and isinstance(answer.error, DeadlineExceeded)
-            assert peers.stopped == [source(1)]
+            assert peers.stopped == [remote_source(1)]
             assert running.engine.gauges().arena_used_bytes == 0
             assert not world.index.stale  # silent is not wrong
 
@@ -149,9 +147,9 @@ async def test_hedging_can_be_turned_off() -> None:
     with stuck_world() as (world, peers):
         async with running_engine(world, hedge_ms=0, pull_stall_ms=60) as running:
             peer = await open_session(running)
-            check(running, await acquire_one(running, peer, wanted(1, source(1), source(11))), 1)
+            check(running, await acquire_one(running, peer, wanted(1, remote_source(1), remote_source(11))), 1)
             assert running.metric("hedged_pages_total") == 0  # it was asked once the first was given up
-            assert peers.stopped == [source(1)]
+            assert peers.stopped == [remote_source(1)]
 
 
 async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
@@ -160,7 +158,7 @@ async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
         async with running_engine(world, hedge_ms=20, pull_stall_ms=300, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
             # 64 slots: 32 for the silent source and 32 for the other one, so that 28 pages find no room at first.
-            pages = [wanted(number, source(1), source(11)) for number in range(60)]
+            pages = [wanted(number, remote_source(1), remote_source(11)) for number in range(60)]
             asking = asyncio.ensure_future(acquire(running, peer, pages))
 
             def a_little_later() -> bool:
@@ -175,13 +173,13 @@ async def test_a_hedge_that_finds_no_room_is_tried_again() -> None:
 
 async def test_a_page_whose_hedge_failed_still_gets_its_turn_with_the_first_source() -> None:
     with stuck_world() as (world, peers):
-        peers.wrong.add(source(11))
+        peers.wrong.add(remote_source(11))
         async with running_engine(world, **QUICK, pull_streams_per_peer=1) as running:
             peer = await open_session(running)
-            first = asyncio.ensure_future(acquire_one(running, peer, wanted(1, source(1))))
-            await eventually(lambda: peers.calls == [source(1)])
-            second = asyncio.ensure_future(acquire_one(running, peer, wanted(2, source(1), source(11))))
-            await eventually(lambda: world.index.stale == [(page_key(2), source(11))])
+            first = asyncio.ensure_future(acquire_one(running, peer, wanted(1, remote_source(1))))
+            await eventually(lambda: peers.calls == [remote_source(1)])
+            second = asyncio.ensure_future(acquire_one(running, peer, wanted(2, remote_source(1), remote_source(11))))
+            await eventually(lambda: world.index.stale == [(page_key(2), remote_source(11))])
             peers.go.set()  # the stream that the second page waits for comes to its end
             check(running, await first, 1)
             check(running, await second, 2)

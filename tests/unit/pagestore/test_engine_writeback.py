@@ -5,23 +5,41 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import StoreFault
+from kvpool.core.errors import ArenaFull, StoreFault
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_writeback
+from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_pages import WantedPage
-from tests.fixtures.pagestore import KEYSPACE, TENANT, World, new_world, page_key, running_engine
-from tests.fixtures.pagestore_calls import acquire, open_session, store
+from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.pagestore import (
+    KEYSPACE,
+    PAGE_BYTES,
+    SLOT_BYTES,
+    TENANT,
+    Running,
+    World,
+    fill_page,
+    new_world,
+    page_key,
+    running_engine,
+)
+from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store
 from tests.fixtures.patience import PATIENCE_S
 
 PATIENT_MS = 60_000  # nothing is written before somebody asks
+ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
 
 
 class Gate(threading.Event):
@@ -34,6 +52,34 @@ class Gate(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self.reached.set()
         return super().wait(timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushing:
+    """A flush whose write waits at the gate."""
+
+    running: Running
+    peer: PeerSession
+    gate: Gate
+    flush: asyncio.Future[tuple[int, int]]
+
+    async def end(self) -> tuple[int, int]:
+        """Let it go on; what it answers."""
+        self.gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.flush
+
+
+@asynccontextmanager
+async def flushing(world: World, numbers: Sequence[int], **changes: Any) -> AsyncIterator[Flushing]:
+    """An engine in the middle of writing these pages, as a flush asked for."""
+    async with running_engine(world, linger_ms=PATIENT_MS, **changes) as running:
+        peer = await open_session(running)
+        world.memory.gate = gate = Gate()
+        await store(running, peer, numbers)
+        flush = asyncio.ensure_future(running.engine.flush(TENANT, b""))
+        await eventually(gate.reached.is_set)
+        yield Flushing(running=running, peer=peer, gate=gate, flush=flush)
 
 
 def pinned_until_us(world: World) -> dict[PageKey, int]:
@@ -109,7 +155,7 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
             engine, peer = running.engine, await open_session(running)
             world.memory.gate = threading.Event()
             await store(running, peer, [1])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
+            flush = asyncio.ensure_future(engine.flush(TENANT, b""))
             await eventually(lambda: bool(looked))
             looked.clear()
             for number in range(2, 12):
@@ -117,7 +163,7 @@ async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch
             looked_count = len(looked)
             world.memory.gate.set()
             async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (1, 0)
+                assert await flush == (1, 0)
             assert looked_count == 0
 
 
@@ -130,16 +176,10 @@ async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeyp
             true(changes)
 
         monkeypatch.setattr(world.memory, "set_metadata", slow)
-        async with running_engine(world, linger_ms=PATIENT_MS) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            await store(running, peer, [1, 2])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
-            await eventually(gate.reached.is_set)
+        async with flushing(world, [1, 2]) as write:
+            engine = write.running.engine
             assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
-            gate.set()
-            async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (2, 0)
+            assert await write.end() == (2, 0)
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
 
@@ -153,15 +193,79 @@ async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
             raise error
 
         monkeypatch.setattr(world.memory, "set_metadata", failing)
-        async with running_engine(world, linger_ms=PATIENT_MS) as running:
-            engine, peer = running.engine, await open_session(running)
-            world.memory.gate = gate = Gate()
-            await store(running, peer, [1, 2])
-            flushing = asyncio.ensure_future(engine.flush(TENANT, b""))
-            await eventually(gate.reached.is_set)
+        async with flushing(world, [1, 2]) as write:
+            engine = write.running.engine
             assert await engine.retained.pin(TENANT, KEYSPACE, [page_key(1).chunk_hash], PINNED_FOREVER_US) == 1
-            gate.set()
+            assert await write.end() == (1, 1)
             async with asyncio.timeout(PATIENCE_S):
-                assert await flushing == (1, 1)
                 await engine.flush(TENANT, b"")  # writes the page once more, with its pin, unless that was done
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
+
+
+async def test_pages_wait_for_the_budget_and_a_flush_has_none() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1])
+            await eventually(lambda: engine.gauges().disk_pages == 1)
+            await store(running, peer, [2, 3])
+            assert engine.gauges().write_back_waiting_bytes == 2 * PAGE_BYTES
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.flush(TENANT, b"") == (2, 0)
+            assert engine.gauges().write_back_waiting_bytes == 0
+            await store(running, peer, [4])
+        assert {found.key for found in world.memory.scan()} == {page_key(number) for number in (1, 2, 3, 4)}
+
+
+async def test_a_caller_that_wants_its_page_durable_waits_for_no_budget() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1])
+            await eventually(lambda: engine.gauges().disk_pages == 1)
+            await store(running, peer, [2])
+            (grant,) = await engine.pages.reserve(peer, [reserve_item(20)])
+            assert isinstance(grant, Grant)
+            fill_page(engine.pages.view(grant), page_key(20))
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.pages.commit(peer, [grant.lease_id], durable=True) == [None]
+            assert {found.key for found in world.memory.scan()} == {page_key(1), page_key(20)}
+            assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
+
+
+async def test_a_page_that_is_to_be_durable_takes_its_group_along_and_no_more() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [1])
+            await eventually(lambda: engine.gauges().disk_pages == 1)
+            await store(running, peer, [2, 3, 20])
+            async with asyncio.timeout(PATIENCE_S):
+                assert await engine.pages.make_durable(page_key(3)) is None
+            assert {found.key for found in world.memory.scan()} == {page_key(number) for number in (1, 2, 3)}
+            assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
+
+
+async def test_stores_go_on_while_pages_wait_for_the_disk_and_the_oldest_are_evicted_unwritten() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            await store(running, peer, [0])
+            await eventually(lambda: engine.gauges().disk_pages == 1)
+            for number in range(1, 101):  # the arena has 64 slots, half of them for dirty pages
+                assert await store(running, peer, [number]) == [None]
+            assert engine.gauges().arena_dirty_bytes <= running.config.writer_bytes
+            assert world.index.shards(100, Tier.STAGING) == 1
+            assert world.index.shards(1, Tier.STAGING) == 0
+            async with asyncio.timeout(PATIENCE_S):
+                written_count, failed_count = await engine.flush(TENANT, b"")
+            assert failed_count == 0 and 32 <= written_count <= 64
+            assert 0 < running.metric("written_pages_total", outcome="dropped") <= 100 - written_count
+
+
+async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> None:
+    with new_world() as world:
+        async with flushing(world, [1, 2], dirty_bytes=2 * SLOT_BYTES) as write:
+            (answer,) = await write.running.engine.pages.reserve(write.peer, [reserve_item(3)])
+            assert isinstance(answer, ArenaFull)
+            assert await write.end() == (2, 0)

@@ -97,21 +97,22 @@ def test_writers_at_once_are_all_kept(tmp_path: Path, way: str) -> None:
 
 def test_memory_and_files_stay_small_whatever_was_written(tmp_path: Path, way: str) -> None:
     script = """
+import ctypes
 import sys
 from pathlib import Path
-from kvpool_server.process import trim_memory, tune_process
+from kvpool_server.process import tune_process
 from tests.unit.pagestore.rocks_pages import opened, page_write, get
 def resident_mib():
     return sum(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
 tune_process()
 store = opened(Path(sys.argv[1]), sys.argv[2])
-trim_memory()
+ctypes.CDLL(None).malloc_trim(0)
 before = resident_mib()
 for start in range(0, 600, 10):
     store.put_batch([page_write(n) for n in range(start, start + 10)], lambda key, failure: None)
 for number in range(600):
     get(store, number)
-trim_memory()
+ctypes.CDLL(None).malloc_trim(0)
 print(resident_mib() - before)
 """
     command = [sys.executable, "-c", script, str(tmp_path), way]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool.core.errors import StoreFault
@@ -24,8 +26,8 @@ def numbers(batch: list[DirtyPage]) -> list[int]:
     return [int.from_bytes(page.record.key.chunk_hash[:8], "big") for page in batch]
 
 
-def queue(*slots: Slot, now_s: float = 0.0) -> WriteQueue:
-    made = WriteQueue(LIMITS)
+def queue(*slots: Slot, now_s: float = 0.0, bytes_per_s: int = 0) -> WriteQueue:
+    made = WriteQueue(replace(LIMITS, bytes_per_s=bytes_per_s))
     for one in slots:
         made.add(one, now_s)
     return made
@@ -130,3 +132,83 @@ def test_a_page_that_waits_to_be_tried_again_is_found_by_its_slot() -> None:
     assert waiting.find(one) is page and waiting.find(other) is None
     one.stay += 1
     assert waiting.find(one) is None, "the slot has another stay now"
+
+
+def test_batches_keep_to_the_budget_and_save_none_of_it_up() -> None:
+    waiting = queue(*(slot(number) for number in range(12)), bytes_per_s=100)
+    assert numbers(waiting.next_batch(10.0)) == [0, 1, 2, 3]
+    assert waiting.next_batch(10.0) == [] and waiting.next_due_s(10.0) == 14.0
+    assert waiting.next_batch(13.9) == [] and waiting.next_due_s(13.9) == 14.0
+    assert numbers(waiting.next_batch(20.0)) == [4, 5, 6, 7]
+    waiting.batch_ended()
+    assert waiting.next_batch(20.0) == [] and waiting.next_due_s(20.0) == 24.0
+    assert numbers(waiting.next_batch(24.0)) == [8, 9, 10, 11]
+
+
+def test_a_page_that_lingers_beyond_the_pause_is_not_asked_for_earlier() -> None:
+    waiting = queue(slot(1), bytes_per_s=1000)
+    assert waiting.next_batch(1.0)
+    waiting.add(slot(2), 1.0)
+    assert waiting.next_due_s(1.0) == 2.0
+    waiting.add(slot(3), 1.05)
+    assert waiting.next_batch(1.05) == [] and waiting.next_due_s(1.05) == 2.0
+
+
+def test_urgent_pages_go_first_and_outside_the_budget() -> None:
+    waiting = queue(*(slot(number) for number in range(5)), slot(20), bytes_per_s=1)
+    urgent = waiting.add(slot(21), 0.0)
+    assert numbers(waiting.next_batch(0.0)) == [0, 1, 2, 3]
+    waiting.urge([urgent], 0.0)
+    assert numbers(waiting.next_batch(0.0)) == [20, 21], "with its group, which one sync makes durable"
+    waiting.batch_ended()
+    assert waiting.next_batch(1.0) == [] and waiting.next_due_s(1.0) == 400.0
+    assert numbers(waiting.next_batch(400.0)) == [4]
+
+
+def test_an_urgent_page_does_not_wait_after_a_failure() -> None:
+    waiting = queue(slot(1), slot(20))
+    (one, two) = waiting.next_batch(1.0)
+    waiting.failed(one, StoreFault("no"), 1.0)
+    waiting.failed(two, StoreFault("no"), 1.0)
+    waiting.batch_ended()
+    waiting.urge([two], 1.5)
+    assert numbers(waiting.next_batch(1.5)) == [20]
+    waiting.failed(two, StoreFault("no"), 1.5)
+    waiting.batch_ended()
+    assert waiting.next_batch(1.5) == [] and waiting.next_due_s(1.5) == 2.0
+    assert numbers(waiting.next_batch(2.0)) == [1], "who waited for it has its error"
+
+
+def test_pages_that_left_are_counted_and_cost_no_budget() -> None:
+    gone, kept = slot(1), slot(2)
+    waiting = queue(gone, kept, bytes_per_s=100)
+    assert waiting.waiting_bytes() == 200
+    gone.record = None
+    assert numbers(waiting.next_batch(1.0)) == [2]
+    assert waiting.take_dropped() == 1 and waiting.take_dropped() == 0
+    assert waiting.next_batch(2.0) == []
+    assert waiting.waiting_bytes() == 100
+
+
+def test_a_deep_queue_is_not_walked_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = queue(*(slot(number) for number in range(6400)), bytes_per_s=1000)
+    may_start, looks = WriteQueue._may_start, list[PageKey]()
+
+    def counted(self: WriteQueue, key: PageKey, busy: set[PageKey]) -> bool:
+        looks.append(key)
+        return may_start(self, key, busy)
+
+    monkeypatch.setattr(WriteQueue, "_may_start", counted)
+    for now_s in range(100):
+        assert len(waiting.next_batch(float(now_s))) == 4
+        waiting.batch_ended()
+    assert len(looks) == 400
+
+
+def test_pages_that_left_do_not_pile_up_behind_those_that_stay() -> None:
+    waiting = queue(*(slot(number) for number in range(100)))
+    waiting.hold(KEYSPACE)  # as good as a budget that is used up
+    for number in range(100, 10_000):
+        page = waiting.add(slot(number), 0.0)
+        page.slot.record = None
+        assert len(waiting.pending) <= 300

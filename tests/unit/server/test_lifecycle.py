@@ -19,7 +19,7 @@ import asyncio, os, sys, threading
 from kvpool_server import lifecycle
 from kvpool.core.errors import StartupFailed
 from kvpool_server.lifecycle import run_service
-from kvpool_server.process import die_with_parent, trim_memory, tune_process
+from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.tasks import BackgroundTasks
 
 lifecycle._CLEANUP_GRACE_S = 60.0  # a process that stands still is not stuck
@@ -181,7 +181,6 @@ def test_tuning_is_accepted(start: Callable[..., subprocess.Popen[str]]) -> None
     child = start("""
 async def main(stop):
     tune_process()
-    trim_memory()
     say(sys.getswitchinterval())
 """)
     out, _ = child.communicate(timeout=PATIENCE_S)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.testing import ManualClock
-from kvpool_server.logs import LogFormat, LogLevel, RateLimitedLog, configure_logs, fields
+from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 
 log = logging.getLogger("tests.logs")
 
@@ -59,25 +58,3 @@ def test_level(stream: io.StringIO) -> None:
     log.info("quiet")
     log.warning("loud")
     assert "quiet" not in stream.getvalue() and "loud" in stream.getvalue()
-
-
-def test_rate_limit_is_per_key_and_counts_what_it_left_out(stream: io.StringIO) -> None:
-    configure_logs(service="index", stream=stream)
-    clock = ManualClock()
-    limited = RateLimitedLog(log, clock, interval_s=10)
-    for _ in range(5):
-        limited.warning("redis", "store down")
-    limited.warning("disk", "disk slow")
-    assert stream.getvalue().count("store down") == 1
-    assert stream.getvalue().count("disk slow") == 1
-    clock.advance(10)
-    limited.warning("redis", "store down", host="r")
-    assert "host=r left_out_count=4" in stream.getvalue()
-
-
-def test_rate_limit_remembers_a_bounded_number_of_keys(stream: io.StringIO) -> None:
-    configure_logs(service="index", stream=stream)
-    limited = RateLimitedLog(log, ManualClock())
-    for number in range(3000):
-        limited.warning(f"key {number}", "hello")
-    assert len(limited._keys) <= 1024

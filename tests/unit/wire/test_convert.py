@@ -112,10 +112,6 @@ def test_batches_name_the_malformed_item() -> None:
     assert raised.value.item_index == 1
     with pytest.raises(InvalidRequest, match="at most 2"):
         convert.convert_items([HASH] * 3, check, most=2)
-    answers = convert.convert_each([HASH, b"x"], check)
-    assert answers[0] == HASH
-    assert isinstance(answers[1], InvalidRequest)
-    assert answers[1].item_index == 1
 
 
 @pytest.mark.parametrize("reason", sorted(ERRORS_BY_REASON))
@@ -238,12 +234,4 @@ def test_layout_comes_back() -> None:
 
 
 def test_block_ids() -> None:
-    packed = convert_engine.block_ids_to_bytes([3, 0, 9])
-    back = convert_engine.block_ids_from_bytes(packed, "block_ids", count=3, block_count=10)
-    assert back.dtype == np.int64
-    assert back.tolist() == [3, 0, 9]
-    with pytest.raises(InvalidRequest, match="must be 2 int64"):
-        convert_engine.block_ids_from_bytes(packed, "block_ids", count=2, block_count=10)
-    with pytest.raises(InvalidRequest, match="names block 9"):
-        convert_engine.block_ids_from_bytes(packed, "block_ids", count=3, block_count=9)
-    assert convert_engine.block_ids_from_bytes(b"", "block_ids", count=0, block_count=1).size == 0
+    assert np.frombuffer(convert_engine.block_ids_to_bytes([3, 0, 9]), "<i8").tolist() == [3, 0, 9]

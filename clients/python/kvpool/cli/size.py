@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, size, size_from_text
+from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
 from kvpool.core.errors import KvPoolError
-from kvpool.core.keyspace import DEFAULT_CHUNK_TOKENS, Codec, Dtype, KeyspaceSpec, KvGroup
-from kvpool.core.sizing import KeyspaceSize
+from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
+from kvpool.core.sizing import KeyspaceSize, prepared_segment_bytes
 
 _DTYPES = {dtype.name.lower().replace("_", "-"): dtype for dtype in Dtype}
 _CODECS = {codec.name.lower().replace("_", "-"): codec for codec in Codec}
@@ -35,10 +36,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--codec", choices=tuple(_CODECS), default="raw", help="of the pages (default raw)")
     parser.add_argument(
-        "--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, help="tokens of a chunk (default 256)"
+        "--chunk-tokens",
+        type=int,
+        default=DEFAULT_CHUNK_TOKENS,
+        help=f"tokens of a chunk (default {DEFAULT_CHUNK_TOKENS}, as of vLLM's connector)",
     )
     parser.add_argument("--arena-bytes", type=size_from_text, default=64 << 30, metavar="SIZE", help="default 64GiB")
-    parser.add_argument("--segment-bytes", type=size_from_text, default=64 << 20, metavar="SIZE", help="default 64MiB")
+    parser.add_argument(
+        "--segment-bytes",
+        type=size_from_text,
+        default=0,
+        metavar="SIZE",
+        help="of the arena's segments (default: as the pagestore makes them at its start)",
+    )
     parser.add_argument("--disk-bytes", type=size_from_text, default=1 << 40, metavar="SIZE", help="default 1TiB")
     parser.add_argument("--json", action="store_true", help="a document for programs")
     parser.set_defaults(run=run_size)
@@ -56,7 +66,8 @@ def run_size(arguments: argparse.Namespace) -> int:
             codec=_CODECS[arguments.codec],
             chunk_tokens=arguments.chunk_tokens,
         )
-        document = to_document(KeyspaceSize(spec), arguments.arena_bytes, arguments.segment_bytes, arguments.disk_bytes)
+        segment_bytes = arguments.segment_bytes or prepared_segment_bytes(arguments.arena_bytes)
+        document = to_document(KeyspaceSize(spec), arguments.arena_bytes, segment_bytes, arguments.disk_bytes)
     except KvPoolError as error:
         raise CommandFailed(str(error)) from error
     if arguments.json:

@@ -17,10 +17,21 @@ from kvpool.core.payload import ShardPayload
 INDEX_CHUNK_BYTES = 40
 """Redis memory of a chunk with one location, its event included: 36 to 38 were measured (bench/index_memory.py)."""
 
+DEFAULT_SEGMENT_BYTES = 64 << 20
+"""Of a segment of the arena that is made when it is needed."""
+
 _BLOCK_BYTES = 4096
+_PREPARED_PARTS = 16  # enough for the sizes of pages and the tenants that usual nodes have
+_PREPARED_AT_MOST_BYTES = 1 << 30
 _TRAILER_BYTES = 256
 _DISK_FIXED_BYTES = 24 << 20
 _SMALLEST_CHARGE_BYTES = 25_600
+
+
+def prepared_segment_bytes(arena_bytes: int, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> int:
+    """Size of a segment that is made at the start: few large ones are mapped and registered sooner than many."""
+    chosen_bytes = max(segment_bytes, min(_PREPARED_AT_MOST_BYTES, arena_bytes // _PREPARED_PARTS))
+    return chosen_bytes // _BLOCK_BYTES * _BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from kvpool.v1 import common_pb2
 from kvpool.wire.status import error_from_reason
 
 HASH_BYTES = 16
-SHARDS_MAX = (1 << 64) - 1
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -115,17 +114,6 @@ def convert_items(
             results.append(convert(item))
         except InvalidRequest as error:
             raise InvalidRequest(f"{name} {index}: {error.message}", item_index=index) from error
-    return results
-
-
-def convert_each(items: Sequence[ItemT], convert: Callable[[ItemT], ResultT]) -> list[ResultT | InvalidRequest]:
-    """Convert a batch item by item: the malformed ones answer with their error, which carries the item's index."""
-    results: list[ResultT | InvalidRequest] = []
-    for index, item in enumerate(items):
-        try:
-            results.append(convert(item))
-        except InvalidRequest as error:
-            results.append(InvalidRequest(error.message, item_index=index))
     return results
 
 

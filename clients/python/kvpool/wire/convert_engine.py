@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.core.errors import InvalidRequest
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import check_count, convert_items
@@ -88,14 +87,3 @@ def _plane_from_proto(message: gpuagent_pb2.PlaneLayout) -> RowPlane:
 def block_ids_to_bytes(block_ids: BlockIds) -> bytes:
     """Little-endian int64, concatenated."""
     return np.asarray(block_ids, dtype=_BLOCK_ID).tobytes()
-
-
-def block_ids_from_bytes(packed: bytes, name: str, *, count: int, block_count: int) -> npt.NDArray[np.int64]:
-    """[count] int64. raises: InvalidRequest for another count, or a block outside of [0, block_count)."""
-    if len(packed) != count * _BLOCK_ID.itemsize:
-        raise InvalidRequest(f"{name} must be {count} int64 ({count * 8} bytes), got {len(packed)} bytes")
-    ids = np.frombuffer(packed, dtype=_BLOCK_ID).astype(np.int64, copy=False)
-    if count and (int(ids.min()) < 0 or int(ids.max()) >= block_count):
-        wrong = next(int(value) for value in ids if not 0 <= value < block_count)
-        raise InvalidRequest(f"{name} names block {wrong}, the cache has blocks 0 to {block_count - 1}")
-    return ids

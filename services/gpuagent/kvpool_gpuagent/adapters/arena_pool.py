@@ -15,6 +15,7 @@ from dataclasses import replace
 from kvpool.client.acquisition import SpanAcquisition
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from kvpool.client.retry import Backoff
 from kvpool.client.segments import MapHook
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
@@ -26,6 +27,7 @@ from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages
 _log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+PREPARE_RETRY_MAX_S = 30.0
 RESERVE_WAIT_S = 5.0  # for other stores of the same agent to end
 CONNECT_WAIT_S = 1.0
 _FIRST_WINDOW_PAGES = 64  # until a pagestore has named its own
@@ -52,6 +54,7 @@ class ArenaLink:
         self._failed_s = float("-inf")
         self._out_of_reach = False
         self._prepares = False  # whether each session is
+        self._unprepared = asyncio.Event()  # the session is to be prepared, and that has not succeeded yet
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self.local_node_id = b""
@@ -74,10 +77,13 @@ class ArenaLink:
 
     async def prepare(self) -> None:
         """Have this agent's share of the arena mapped and registered, now and by each later session; returns when the
-        pagestore has no more to give. Raises what the session raises."""
+        pagestore has no more to give. Raises what the session raises; it is tried again in the background then."""
         self._prepares = True
         try:
             await (await self._live()).prepare(0)
+        except BaseException:
+            self._unprepared.set()
+            raise
         finally:
             self._keep()
 
@@ -132,19 +138,43 @@ class ArenaLink:
             self._keeper = asyncio.ensure_future(self._keep_open())
 
     async def _keep_open(self) -> None:
-        """Open the next session as soon as one has ended and no slot of it is out, and prepare it."""
-        session = self._session
+        """Open the next session as soon as one has ended and no slot of it is out; prepare it until that succeeds."""
+        session, pauses = self._session, Backoff(RETRY_INTERVAL_S, PREPARE_RETRY_MAX_S)
         while not self._closed:
             if session is not None:
-                await session.broken.wait()
+                await self._work_on(session)
+            pause_s = RETRY_INTERVAL_S
             try:
-                session = await self._live()
-                if self._prepares:
-                    await session.prepare(0)
-                    _log.info("arena memory is ready: %d bytes are mapped", self.mapped_bytes)
+                if (newest := await self._live()) is not session:
+                    session = newest
+                    if self._prepares:
+                        self._unprepared.set()
+                        pauses.reset()
             except (KvPoolError, OSError) as error:
                 _log.debug("no new pagestore session yet: %s", error)
-            await asyncio.sleep(RETRY_INTERVAL_S)
+            else:
+                if self._unprepared.is_set() and not await self._prepared(session):
+                    pause_s = pauses.next_s()
+            await asyncio.sleep(pause_s)
+
+    async def _work_on(self, session: PageStoreSession) -> None:
+        """Return once the session has ended or is to be prepared."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (session.broken, self._unprepared)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _prepared(self, session: PageStoreSession) -> bool:
+        try:
+            await session.prepare(0)
+        except (KvPoolError, OSError) as error:
+            _log.warning("arena memory is not ready yet, tried again in up to %g s: %s", PREPARE_RETRY_MAX_S, error)
+            return False
+        self._unprepared.clear()
+        _log.info("arena memory is ready: %d bytes are mapped", self.mapped_bytes)
+        return True
 
     async def _live(self) -> PageStoreSession:
         async with self._opening:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.slots import PageRecord, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBackLimits:
-    """How dirty pages are grouped."""
+    """How dirty pages are grouped, and how fast they go to disk."""
 
     batch_pages: int
     batch_bytes: int
@@ -22,6 +26,7 @@ class WriteBackLimits:
     max_batches: int  # in flight at once
     retry_first_s: float  # after a failure; doubles
     retry_last_s: float
+    bytes_per_s: int = 0  # handed to the disk on average while no caller waits for it; 0: as fast as it takes them
 
 
 class WriteState(Enum):
@@ -46,6 +51,7 @@ class DirtyPage:
     error: KvPoolError | None = None  # of the last try
     durable: bool = False
     state: WriteState = WriteState.WAITING
+    urgent: bool = False  # a caller waits until it is durable: the budget does not hold it back
     cause: object | None = None  # trace of the request that committed it
 
     @property
@@ -60,20 +66,24 @@ class DirtyPage:
 
 
 class WriteQueue:
-    """Dirty pages in the order of their commits. Time is passed in."""
+    """Dirty pages in the order of their commits, urgent ones first. Time is passed in."""
 
     def __init__(self, limits: WriteBackLimits) -> None:
         self._limits = limits
+        self._pace = Pace(limits.bytes_per_s) if limits.bytes_per_s else None
         self._fresh: dict[int, DirtyPage] = {}  # never tried, by number; their due times never fall
         self._again: dict[int, DirtyPage] = {}  # failed before, and due
         self._delayed: list[tuple[float, int, DirtyPage]] = []  # failed before: a heap by due time
         self._writing: dict[int, DirtyPage] = {}
-        self._groups: dict[tuple[bytes, bytes], dict[int, DirtyPage]] = {}  # of fresh and again
+        self._urgent: dict[int, DirtyPage] = {}  # of fresh and again
+        self._groups: dict[tuple[bytes, bytes], dict[int, DirtyPage]] = {}  # of fresh and again, the oldest first
         self._by_key: dict[PageKey, DirtyPage] = {}  # the one added last, until it is done
+        self._look_again: deque[DirtyPage] = deque()  # whether they are still wanted, a few at each `add`
         self._fresh_bytes = 0
         self._last_number = 0
         self._held: set[bytes] = set()  # keyspaces that are being cleared
         self.batches_in_flight = 0
+        self._dropped_count = 0  # pages that left staging before their turn came
 
     @property
     def pending(self) -> list[DirtyPage]:
@@ -85,6 +95,10 @@ class WriteQueue:
         """How long ago the page was committed that waits for longest; 0 if none does."""
         return max((now_s - page.committed_s for page in self.pending if page.wanted), default=0.0)
 
+    def waiting_bytes(self) -> int:
+        """Bytes of pages that are to become durable, those that are being written included."""
+        return sum(page.record.page_bytes for page in self.pending if page.wanted)
+
     def add(self, slot: Slot, now_s: float) -> DirtyPage:
         """A page was committed, or is to go to disk after all."""
         self._last_number += 1
@@ -93,6 +107,8 @@ class WriteQueue:
         self._fresh[page.number] = page
         self._fresh_bytes += page.record.page_bytes
         self._groups.setdefault(_group(page), {})[page.number] = page
+        self._drop_some()
+        self._look_again.append(page)
         return page
 
     def find(self, slot: Slot) -> DirtyPage | None:
@@ -100,12 +116,27 @@ class WriteQueue:
         page = self._by_key.get(slot.page.key)
         return page if page is not None and page.slot is slot and page.wanted else None
 
+    def urge(self, pages: Iterable[DirtyPage], now_s: float) -> None:
+        """Write these pages next, failed ones too, whatever the budget says: a caller waits for them.
+
+        Others of their chain groups go with them: one sync for all.
+        """
+        is_any_delayed = False
+        for page in pages:
+            if page.state is WriteState.WAITING and not page.urgent:
+                page.urgent = True
+                if self._is_queued(page):
+                    self._urgent[page.number] = page
+                else:
+                    is_any_delayed = True
+        if is_any_delayed:
+            self._hurry_delayed(now_s, only_urgent=True)
+
     def hurry(self, now_s: float) -> None:
-        """Write all waiting pages now, failed ones too: somebody waits for them."""
+        """Lingering and waiting after failures end now: the disk can be written again."""
         for page in self._fresh.values():
             page.due_s = min(page.due_s, now_s)
-        self._delayed = [(min(due_s, now_s), number, page) for due_s, number, page in self._delayed]
-        heapq.heapify(self._delayed)  # equal due times are ordered by number now
+        self._hurry_delayed(now_s, only_urgent=False)
 
     def hold(self, keyspace: bytes) -> None:
         """Start no write of a keyspace until `unhold`."""
@@ -119,25 +150,33 @@ class WriteQueue:
         if self.batches_in_flight >= self._limits.max_batches:
             return []
         self._take_delayed(now_s)
-        oldest = next(iter(self._fresh.values()), None)
-        if not (self._again or self._is_full() or (oldest is not None and oldest.due_s <= now_s)):
+        if self._urgent and (batch := self._start(self._gather(self._urgent.values(), then_others=False))):
+            return batch
+        if self._pause_s(now_s) or not self._is_due(now_s):
             return []
-        batch = self._gather()
-        for page in batch:
-            self._dequeue(page)
-            page.state = WriteState.WRITING
-            self._writing[page.number] = page
-        self.batches_in_flight += bool(batch)
+        batch = self._start(self._gather(self._again.values(), then_others=True))
+        if self._pace is not None:
+            self._pace.wait_s(sum(page.record.page_bytes for page in batch), now_s)
         return batch
 
     def next_due_s(self, now_s: float) -> float | None:
         """When `next_batch`, which had nothing now, is worth asking again; None if only a change can help."""
         if self.batches_in_flight >= self._limits.max_batches:
             return None
-        # What is due already may not start: its keyspace is held, or its key is being written.
-        fresh = next((page.due_s for page in self._fresh.values() if page.due_s > now_s), None)
         delayed = self._delayed[0][0] if self._delayed else None
-        return min((due_s for due_s in (fresh, delayed) if due_s is not None), default=None)
+        pause_s = self._pause_s(now_s)
+        if pause_s:
+            oldest = next(iter(self._fresh.values()), None)
+            fresh = now_s if self._again or self._is_full() else oldest.due_s if oldest is not None else None
+        else:  # what is due already may not start: its keyspace is held, or its key is being written
+            fresh = next((page.due_s for page in self._fresh.values() if page.due_s > now_s), None)
+        due_s = min((due_s for due_s in (fresh, delayed) if due_s is not None), default=None)
+        return max(due_s, now_s + pause_s) if due_s is not None else None
+
+    def take_dropped(self) -> int:
+        """Pages that left staging before their turn came, since this was asked last."""
+        dropped_count, self._dropped_count = self._dropped_count, 0
+        return dropped_count
 
     def written(self, page: DirtyPage) -> None:
         """The page is durable."""
@@ -153,11 +192,27 @@ class WriteQueue:
         # The exponent is bounded: a disk that is gone for a week must not make this overflow.
         delay_s = self._limits.retry_first_s * 2.0 ** min(page.failures - 1, 32)
         page.due_s = now_s + min(delay_s, self._limits.retry_last_s)
-        page.state = WriteState.WAITING
+        page.state, page.urgent = WriteState.WAITING, False  # who waited has the error
         heapq.heappush(self._delayed, (page.due_s, page.number, page))
 
     def batch_ended(self) -> None:
         self.batches_in_flight -= 1
+
+    def _start(self, batch: list[DirtyPage]) -> list[DirtyPage]:
+        for page in batch:
+            self._dequeue(page)
+            page.state = WriteState.WRITING
+            self._writing[page.number] = page
+        self.batches_in_flight += bool(batch)
+        return batch
+
+    def _pause_s(self, now_s: float) -> float:
+        """How long the budget still holds the next batch back."""
+        return self._pace.wait_s(0, now_s) if self._pace is not None else 0.0
+
+    def _is_due(self, now_s: float) -> bool:
+        oldest = next(iter(self._fresh.values()), None)
+        return bool(self._again) or self._is_full() or (oldest is not None and oldest.due_s <= now_s)
 
     def _is_full(self) -> bool:
         return len(self._fresh) >= self._limits.batch_pages or self._fresh_bytes >= self._limits.batch_bytes
@@ -166,28 +221,68 @@ class WriteQueue:
         while self._delayed and self._delayed[0][0] <= now_s:
             page = heapq.heappop(self._delayed)[2]
             self._again[page.number] = page
+            if page.urgent:
+                self._urgent[page.number] = page
             self._groups.setdefault(_group(page), {})[page.number] = page
 
-    def _gather(self) -> list[DirtyPage]:
-        """The oldest page with its chain group, then the next oldest with its own, until the batch is full."""
+    def _drop_some(self) -> None:
+        """Let go of pages that were evicted before their turn: where more is stored than the budget writes, they would
+        be most of the queue. Two looks at each `add` keep them below the number of pages that are still there."""
+        for _ in range(min(2, len(self._look_again))):
+            page = self._look_again.popleft()
+            if page.state is WriteState.WAITING and not page.wanted and self._is_queued(page):
+                self._drop(page)
+            elif page.state is not WriteState.DONE:
+                self._look_again.append(page)
+
+    def _is_queued(self, page: DirtyPage) -> bool:
+        """It waits for nothing but its turn."""
+        return page.number in self._fresh or page.number in self._again
+
+    def _drop(self, page: DirtyPage) -> None:
+        self._dequeue(page)
+        self._done(page)
+        self._dropped_count += 1
+
+    def _hurry_delayed(self, now_s: float, *, only_urgent: bool) -> None:
+        self._delayed = [
+            (due_s if only_urgent and not page.urgent else min(due_s, now_s), number, page)
+            for due_s, number, page in self._delayed
+        ]
+        heapq.heapify(self._delayed)  # equal due times are ordered by number now
+
+    def _gather(self, firsts: Iterable[DirtyPage], *, then_others: bool) -> list[DirtyPage]:
+        """The first page with its chain group, then the next with its own, until the batch is full.
+
+        then_others: after these, the oldest of all groups.
+        """
         batch: dict[int, DirtyPage] = {}
         size_bytes = 0
         # A page dropped in the middle of its write and stored again waits: two writes of a key could land in any order.
         busy = {page.record.key for page in self._writing.values()}
         # Each group once: what cannot start now, as while its keyspace is cleared, may be all of it.
-        firsts = (_group(page) for page in [*self._again.values(), *self._fresh.values()])
-        for group in dict.fromkeys(firsts):
-            for page in list(self._groups.get(group, {}).values()):
-                if not page.wanted:  # cleared or evicted meanwhile
-                    self._dequeue(page)
-                    self._done(page)
-                elif page.number not in batch and self._may_start(page.record.key, busy):
+        seen = set[tuple[bytes, bytes]]()
+        first_groups = (_group(page) for page in firsts)
+        gone = list[DirtyPage]()  # cleared or evicted meanwhile
+        for group in chain(first_groups, self._groups if then_others else ()):
+            if group in seen:
+                continue
+            seen.add(group)
+            for page in self._groups.get(group, {}).values():
+                if not page.wanted:
+                    gone.append(page)
+                elif self._may_start(page.record.key, busy):
                     if batch and size_bytes + page.record.page_bytes > self._limits.batch_bytes:
-                        return list(batch.values())
+                        break
                     batch[page.number] = page
                     size_bytes += page.record.page_bytes
                     if len(batch) >= self._limits.batch_pages:
-                        return list(batch.values())
+                        break
+            else:
+                continue
+            break
+        for page in gone:
+            self._drop(page)
         return list(batch.values())
 
     def _done(self, page: DirtyPage) -> None:
@@ -202,6 +297,7 @@ class WriteQueue:
         if self._fresh.pop(page.number, None) is not None:
             self._fresh_bytes -= page.record.page_bytes
         self._again.pop(page.number, None)
+        self._urgent.pop(page.number, None)
         group = self._groups[_group(page)]
         del group[page.number]
         if not group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -85,6 +85,3 @@ def _next_uses(requests: Requests) -> list[list[int]]:
             upcoming[block] = number
     found.reverse()
     return found
-
-
-PolicyFactory = Callable[[], EvictionPolicy[int]]
