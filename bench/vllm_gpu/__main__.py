@@ -111,7 +111,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefix-tokens", type=int, default=8192)
     parser.add_argument("--concurrency", default="4", help="requests at a time, with commas between: `press` with each")
     parser.add_argument("--decode", default="32,1024,256", help="requests, tokens in, tokens out")
-    parser.add_argument("--salt", type=int, default=0, help="other prompts")
+    parser.add_argument("--kills", type=int, default=3, help="of each service")
+    parser.add_argument("--salt", type=int, default=0, help="other prompts, and other moments of kills")
     return parser.parse_args()
 
 
@@ -129,6 +130,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         concurrency=tuple(int(part) for part in arguments.concurrency.split(",")),
         decode_requests=requests,
         decode_tokens=(tokens, new_tokens),
+        kills=arguments.kills,
         salt=arguments.salt,
     )
 

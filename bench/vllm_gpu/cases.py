@@ -139,7 +139,11 @@ def _kills(samples: Samples, found: dict[str, Case]) -> None:
         requests = sum(samples.values("requests beside kills", victim))
         failed = sum(samples.values("failed beside kills", victim))
         _case(found, f"kills {victim}", failed, requests, "failed requests", limit=0.0)
-        found[f"kills {victim}"]["kills"] = sum(samples.values("killed", victim))
+        found[f"kills {victim}"] |= {
+            "kills": sum(samples.values("killed", victim)),
+            "in_a_transfer": sum(samples.values("killed in a transfer", victim)),
+            "loaded_chunks": sum(samples.values("chunks loaded beside kills", victim)),
+        }
 
 
 def _least(samples: Samples, name: str, key: int) -> float | None:

@@ -21,7 +21,8 @@ _SETTLE_S = 1.0  # between rounds: stores go on behind the last answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a phase measures. salt: other prompts; count: prompts of each length; runs: alternated ones."""
+    """What a phase measures. count: prompts of each length; runs: alternated ones; kills: of each service;
+    salt: other prompts and moments of kills."""
 
     kinds: list[str]
     options: EngineOptions
@@ -34,6 +35,7 @@ class Plan:
     concurrency: tuple[int, ...] = (4,)
     decode_requests: int = 32
     decode_tokens: tuple[int, int] = (1024, 256)
+    kills: int = 3
     salt: int = 0
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,13 @@ class BenchWorker:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self._bench_calls = CallTrace(type(get_kv_transfer_group()))
+
+    def bench_kill(self, pid: int, what: str, skip: int, delay_s: float) -> None:
+        """Kill a process so long after the next order of a load or store, or one that comes after `skip` others.
+
+        `bench_traced` says when; needs `bench_trace`.
+        """
+        self._bench_calls.aim = Aim(pid, what, skip, delay_s)
 
     def bench_traced(self) -> list[tuple[float, str, str, float]]:
         """(time, method, request, what it said) since the last time."""
@@ -191,6 +201,16 @@ class _Request:
         return self._names[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A process to be killed; see BenchWorker.bench_kill."""
+
+    pid: int
+    what: str
+    skip: int
+    delay_s: float
+
+
 class CallTrace:
     """When vLLM called the methods of a connector's class, on the clock of time.perf_counter, which processes share.
 
@@ -203,13 +223,19 @@ class CallTrace:
     def __init__(self, connector: type) -> None:
         self._calls: list[tuple[float, str, str, float]] = []
         self._events: queue.SimpleQueue[tuple[torch.cuda.Event, str]] = queue.SimpleQueue()
+        self.aim: Aim | None = None
+        self._kill: threading.Timer | None = None
         for name in (*self._METHODS, *self._WORKER_METHODS):
             self._wrap(connector, name)
         if torch.cuda.is_available():
             threading.Thread(target=self._await_steps, daemon=True).start()
 
     def take(self) -> list[tuple[float, str, str, float]]:
-        """All since the last time."""
+        """All since the last time; a kill that is due soon is waited for, one whose order did not come is dropped."""
+        self.aim = None
+        if self._kill is not None:
+            self._kill.join()
+            self._kill = None
         taken, self._calls = self._calls, []
         return sorted(taken)
 
@@ -252,6 +278,7 @@ class CallTrace:
                 for load in orders.loads:
                     self._calls.append((began_s, "load asked", load.request_id, 0.0))
                     self._calls.append((now_s, "load ordered", load.request_id, 0.0))
+                    self._ordered("load")
             elif name == "wait_for_save" and orders.stores:
                 for store in orders.stores:
                     self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
@@ -259,6 +286,22 @@ class CallTrace:
                         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         event.record()
                         self._events.put((event, str(store.number)))
+                    self._ordered("store")
+
+    def _ordered(self, what: str) -> None:
+        aim = self.aim
+        if aim is None or aim.what != what:
+            return
+        if aim.skip:
+            self.aim = replace(aim, skip=aim.skip - 1)
+            return
+        self.aim = None
+        self._kill = threading.Timer(aim.delay_s, self._kill_now, (aim.pid,))
+        self._kill.start()
+
+    def _kill_now(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self._calls.append((time.perf_counter(), "killed", str(pid), 0.0))
 
     def _await_steps(self) -> None:
         while True:
