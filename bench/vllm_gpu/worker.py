@@ -23,6 +23,8 @@ import torch
 
 _COPY_BYTES = 64 << 20
 _COPIES = 32
+_POLL_S = 0.0005
+_STORE_TIMEOUT_S = 60.0
 _DUMMY_SPREAD = 1e-3 / 3**0.5  # of vLLM's dummy weights: uniform up to 1e-3
 
 
@@ -71,6 +73,17 @@ class BenchWorker:
     def bench_zero(self, on: bool) -> None:
         """Whether blocks that a request did not compute are zeroed before it goes on."""
         self._bench_block_watch.zero = on
+
+    def bench_store(self, requests: int, tokens: int) -> dict[str, float]:
+        """Store blocks of the cache through the connector, under hashes of nothing, as the prompts of so many requests.
+
+        Returns seconds from the orders until all chunks were committed, bytes and chunks. The engine must be idle.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        side = get_kv_transfer_group()._worker
+        cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
+        return store_burst(side, requests, tokens, cache.block_size, cache.num_gpu_blocks)
 
     def bench_trace(self) -> None:
         """Record when vLLM calls which method of the connector."""
@@ -308,6 +321,45 @@ class CallTrace:
             event, number = self._events.get()
             event.synchronize()
             self._calls.append((time.perf_counter(), "step ended", number, 0.0))
+
+
+def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_count: int) -> dict[str, float]:
+    """side: of kvpool's connector, a WorkerSide that has nothing else to report. raises: ValueError, TimeoutError."""
+    from kvpool.connectors.vllm.orders import StepOrders, StoreOrder, packed, packed_blocks
+    from kvpool.core.chunks import HASH_BYTES
+
+    chunk_tokens = side._settings.chunk_tokens
+    chunks = tokens // chunk_tokens
+    blocks_each = chunks * chunk_tokens // block_tokens
+    if requests * blocks_each >= block_count:  # the first block is vLLM's own
+        raise ValueError(f"{requests} x {tokens} tokens are more than the {block_count} blocks of the cache hold")
+    blocks = (torch.randperm(block_count - 1)[: requests * blocks_each] + 1).view(requests, blocks_each).tolist()
+    orders = [
+        StoreOrder(
+            number=-1 - number,  # the scheduler has none of them
+            request_id=f"bench-{number}",
+            hashes=packed([os.urandom(HASH_BYTES) for _ in range(chunks)]),
+            token_count=tokens,
+            block_ids=packed_blocks(blocks[number]),
+            first_chunk=0,
+            end_chunk=chunks,
+        )
+        for number in range(requests)
+    ]
+    ends: list[Any] = []
+    began_s = time.perf_counter()
+    side.start_stores(StepOrders(step=0, stores=orders))
+    while len(ends) < requests:
+        time.sleep(_POLL_S)
+        ends += side.take_ends()
+        if time.perf_counter() - began_s > _STORE_TIMEOUT_S:
+            raise TimeoutError(f"{len(ends)} of {requests} stores have ended after {_STORE_TIMEOUT_S:g} s")
+    return {
+        "seconds": time.perf_counter() - began_s,
+        "bytes": float(sum(end.size_bytes for end in ends)),
+        "chunks": float(sum(end.stored_chunks for end in ends)),
+        "failed_chunks": float(sum(end.failed_chunks + end.skipped_chunks for end in ends)),
+    }
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
