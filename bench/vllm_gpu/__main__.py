@@ -63,7 +63,7 @@ LISTS = {
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),
         Step("zeroed", "zeroed --kinds kvpool --count 4", 100),
-        Step("kills", "kills --kinds kvpool --kills 20", 1500),
+        Step("kills", "kills --kinds kvpool --kills 20", 1200),
     ],
 }
 
@@ -118,7 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", default="4", help="requests at a time, with commas between: `press` with each")
     parser.add_argument("--clients", default="", help="with commas between: `press` with so many that ask on their own")
     parser.add_argument("--decode", default="32,1024,256", help="requests, tokens in, tokens out")
-    parser.add_argument("--kills", type=int, default=3, help="of each service")
+    parser.add_argument("--kills", type=int, default=3, help="of each service, with a load or store under way")
     parser.add_argument("--salt", type=int, default=0, help="other prompts, and other moments of kills")
     return parser.parse_args()
 

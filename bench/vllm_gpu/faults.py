@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bench.vllm_gpu.samples import Recorder
 
 VICTIMS = ("agent-0", "pagestore-0", "index-0", "redis")
 _BACK_S = 120.0  # `kvpool up` starts a process again at once, or up to 30 s after its last start
+_SPARE = 3  # kills for one that must hit a transfer
 _TRIES = 5  # rounds in which the engine orders nothing of what the kill waits for
 _PROMPTS = 12
 
@@ -61,15 +61,16 @@ class Moment:
 
 
 def moment(what: str, seen: Iterable[Transfer], random: Random) -> Moment:
-    """A random moment of a round like the one in which `seen` ran: in most cases before such a transfer's end."""
-    took_s = [one.ended_s - one.began_s for one in seen if one.what == what and one.ended_s < float("inf")]
+    """A random moment of a round like the one in which `seen` ran, before the end of most such transfers."""
+    took_s = sorted(one.ended_s - one.began_s for one in seen if one.what == what and one.ended_s < float("inf"))
     if not took_s:
         return Moment(what, 0, 0.0)
-    return Moment(what, random.randrange(max(1, len(took_s) // 2)), random.uniform(0.0, statistics.median(took_s)))
+    return Moment(what, random.randrange(max(1, len(took_s) // 2)), random.uniform(0.0, took_s[len(took_s) // 4]))
 
 
 def run_kills(plan: Plan, record: Recorder) -> None:
-    """Prefixes that the GPU cannot hold go round while services are killed in turn, at random moments of a transfer.
+    """Prefixes that the GPU cannot hold go round while services are killed in turn, until each of them has been killed
+    so many times while a load or store was under way: some kills come too late for that.
 
     Every block that was not computed is compared with what was (see BlockWatch). The next kill comes when the engine
     loads again.
@@ -82,15 +83,20 @@ def run_kills(plan: Plan, record: Recorder) -> None:
     asked.go_round()
     asked.go_round()
     killer = _Killer(engine, asked, _cluster(plan.options.agent), Random(plan.salt))
-    for number in range(plan.kills):
+    hit = dict.fromkeys(VICTIMS, 0)
+    for number in range(_SPARE * plan.kills):
         for place, victim in enumerate(VICTIMS):
+            if hit[victim] == plan.kills:
+                continue
             before = asked.requests, asked.answered
             loaded = _loaded_chunks(engine)
             try:
                 kill = killer.kill(victim, ("load", "store")[(number + place) % 2])
                 again_s = killer.await_loads(victim)
                 record.add("killed", victim, 1, run=number, again_s=round(again_s, 1), **kill)
-                record.add("killed in a transfer", victim, float(kill["loads"] + kill["stores"] > 0), run=number)
+                in_transfer = kill["loads"] + kill["stores"] > 0
+                record.add("killed in a transfer", victim, in_transfer, run=number)
+                hit[victim] += in_transfer
             finally:
                 requests, answered = asked.requests - before[0], asked.answered - before[1]
                 record.add("requests beside kills", victim, requests, run=number)
