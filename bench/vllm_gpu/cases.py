@@ -72,7 +72,7 @@ def _press(samples: Samples, found: dict[str, Case]) -> None:
                 found, f"press {kind} {number}", samples.median("press", kind, key=number), plain or control, "tokens/s"
             )
 
-    for name in sorted(samples.names("press of ")):
+    for name in sorted(samples.names("press of ") | samples.names("press closed ")):
         for number in samples.keys(name):
             control = samples.median(name, "control", key=number)
             better = max((samples.median(name, kind, key=number) or 0.0 for kind in _OFFLOADS), default=0.0)
@@ -82,9 +82,11 @@ def _press(samples: Samples, found: dict[str, Case]) -> None:
 
 
 def _decode(samples: Samples, found: dict[str, Case]) -> None:
-    _case(
-        found, "decode", samples.median("decode", "kvpool"), samples.median("decode", "plain"), "tokens/s", least=0.99
-    )
+    kvpool, plain = (samples.median("decode", kind) for kind in ("kvpool", "plain"))
+    _case(found, "decode", kvpool, plain, "tokens/s", least=0.99)
+    paired = samples.paired("decode", "kvpool", "plain")
+    if paired is not None:
+        found["decode"] |= {"ratio": round(paired, 3), "runs": len(samples.values("decode", "kvpool"))}
     left_out = samples.values("counter failed_store_chunks", "kvpool")
     if left_out:
         _case(
@@ -100,8 +102,10 @@ def _decode(samples: Samples, found: dict[str, Case]) -> None:
 def _delays(samples: Samples, found: dict[str, Case]) -> None:
     delays = samples.values("store delay p99", "kvpool")
     _case(found, "store delay p99", max(delays) if delays else None, 100.0, "ms", limit=1.0)
-    memcpy = samples.median("memcpy out", (*_OWN, "kvpool", "reader"))
+    memcpy = samples.median("memcpy out", "kvpool")  # of the same engine
     _case(found, "store rate", samples.median("store rate", "kvpool"), memcpy, "GB/s", least=0.7)
+    if "store rate" in found:
+        found["store rate"]["failed_chunks"] = sum(samples.values("store rate failed chunks", "kvpool"))
 
 
 def _bytes(samples: Samples, found: dict[str, Case]) -> None:
@@ -139,7 +143,11 @@ def _kills(samples: Samples, found: dict[str, Case]) -> None:
         requests = sum(samples.values("requests beside kills", victim))
         failed = sum(samples.values("failed beside kills", victim))
         _case(found, f"kills {victim}", failed, requests, "failed requests", limit=0.0)
-        found[f"kills {victim}"]["kills"] = sum(samples.values("killed", victim))
+        found[f"kills {victim}"] |= {
+            "kills": sum(samples.values("killed", victim)),
+            "in_a_transfer": sum(samples.values("killed in a transfer", victim)),
+            "loaded_chunks": sum(samples.values("chunks loaded beside kills", victim)),
+        }
 
 
 def _least(samples: Samples, name: str, key: int) -> float | None:

@@ -66,7 +66,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of requests asked together: wall time until all had ended, what they generated, tokens found in a cache."""
+    """Of requests: wall time until all had ended, what they generated, tokens found in a cache."""
 
     seconds: float
     tokens: list[list[int]]
@@ -95,13 +95,36 @@ class Engine:
 
     def ask(self, prompts: list[list[int]], new_tokens: int = 1) -> Answer:
         """All at once."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+        sampling = _sampling(new_tokens)
         asked = [{"prompt_token_ids": tokens} for tokens in prompts]
         started_s = time.perf_counter()
         outputs = self._llm.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started_s
+        generated = [list(output.outputs[0].token_ids) for output in outputs]
+        return Answer(seconds, generated, [output.num_cached_tokens or 0 for output in outputs])
+
+    def ask_closed(self, prompts: list[list[int]], clients: int, new_tokens: int = 1) -> Answer:
+        """In order, so many at a time: the next one as soon as any has ended."""
+        sampling, core = _sampling(new_tokens), self._llm.llm_engine
+        left = iter(enumerate(prompts))
+        outputs: list[Any] = []
+
+        def ask_next() -> None:
+            for number, tokens in left:
+                asked = {"type": "token", "prompt_token_ids": tokens}  # as LLM.generate makes of it
+                core.add_request(f"closed-{number}", asked, sampling)
+                return
+
+        started_s = time.perf_counter()
+        for _ in range(clients):
+            ask_next()
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    outputs.append(output)
+                    ask_next()
+        seconds = time.perf_counter() - started_s
+        outputs.sort(key=lambda output: int(output.request_id.rpartition("-")[2]))
         generated = [list(output.outputs[0].token_ids) for output in outputs]
         return Answer(seconds, generated, [output.num_cached_tokens or 0 for output in outputs])
 
@@ -147,6 +170,19 @@ def start_all(kinds: list[str], options: EngineOptions) -> dict[str, Engine]:
     for engine in engines.values():
         engine.warm()
     return engines
+
+
+def _sampling(new_tokens: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=new_tokens,
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,  # as LLM.generate asks for
+    )
 
 
 def with_more(options: EngineOptions, **more: Any) -> EngineOptions:

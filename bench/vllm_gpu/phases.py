@@ -21,7 +21,8 @@ _SETTLE_S = 1.0  # between rounds: stores go on behind the last answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a phase measures. salt: other prompts; count: prompts of each length; runs: alternated ones."""
+    """What a phase measures. count: prompts of each length; runs: alternated ones; concurrency: requests that are asked
+    together; clients: that ask on their own; kills: of each service; salt: other prompts and moments of kills."""
 
     kinds: list[str]
     options: EngineOptions
@@ -32,8 +33,10 @@ class Plan:
     prefixes: int = 24
     prefix_tokens: int = 8192
     concurrency: tuple[int, ...] = (4,)
+    clients: tuple[int, ...] = ()
     decode_requests: int = 32
     decode_tokens: tuple[int, int] = (1024, 256)
+    kills: int = 3
     salt: int = 0
 
 
@@ -119,39 +122,70 @@ def _load_small(plan: Plan, engine: Engine, record: Recorder) -> None:
             record.add("small load", engine.kind, (at_s - asked_s[request]) * 1e3)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the prompts of a round of `press` are asked: so many together, and the next when all of them have ended, or
+    (closed) by so many clients, each of which asks the next one when its own has ended."""
+
+    at_once: int
+    closed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of samples."""
+        return f"press closed {self.at_once}" if self.closed else f"press of {self.at_once}"
+
+    def ask(self, engine: Engine, prompts: list[list[int]]) -> int:
+        """Returns the tokens that were found in a cache."""
+        if self.closed:
+            return sum(engine.ask_closed(prompts, self.at_once, NEW_TOKENS).cached)
+        groups = [prompts[first : first + self.at_once] for first in range(0, len(prompts), self.at_once)]
+        return sum(sum(engine.ask(group, NEW_TOKENS).cached) for group in groups)
+
+
 def run_press(plan: Plan, record: Recorder) -> None:
     """Prefixes that the GPU's cache cannot hold all, asked for round after round. Each run has others."""
     engines = start_all(plan.kinds, plan.options)
     if "kvpool" in engines:
         engines["kvpool"].call("bench_trace")
-    for run, at_once in [(run, at_once) for run in range(plan.runs) for at_once in plan.concurrency]:
-        first_seed = 700_000_000 + 1_000_000 * plan.salt + 10_000 * at_once + 1000 * run
+    loads = [(run, Load(number)) for run in range(plan.runs) for number in plan.concurrency]
+    loads += [(0, Load(number, closed=True)) for number in plan.clients]  # once, as nothing is demanded of it
+    for run, load in loads:
+        first_seed = 700_000_000 + 1_000_000 * plan.salt + 10_000 * load.at_once + 5_000 * load.closed + 100 * run
         heads = [prompt(plan.prefix_tokens, first_seed + number) for number in range(plan.prefixes)]
+        name = "press" if load == Load(plan.concurrency[0]) else load.name
         for kind in _turn(plan.kinds, run):
             for number in range(plan.rounds):
-                _press_round(plan, engines[kind], heads, at_once, run, number, record)
+                _press_round(plan, engines[kind], heads, load, Sampled(name, run, number), record)
                 time.sleep(_SETTLE_S)
     if "kvpool" in engines:
         _note_delays(engines["kvpool"], record)
     _note_counters(engines, record)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Which sample of `press` a round is."""
+
+    name: str
+    run: int
+    number: int
+
+
 def _press_round(
-    plan: Plan, engine: Engine, heads: list[list[int]], at_once: int, run: int, number: int, record: Recorder
+    plan: Plan, engine: Engine, heads: list[list[int]], load: Load, sampled: Sampled, record: Recorder
 ) -> None:
-    cached = 0
-    tokens = len(heads) * (plan.prefix_tokens + TAIL_TOKENS)
+    prompts = [
+        prefix + tail(plan, plan.prefix_tokens, 100 * sampled.run + place, 5 + sampled.number)
+        for place, prefix in enumerate(heads)
+    ]
+    tokens = sum(map(len, prompts))
     started_s = time.perf_counter()
-    for first in range(0, len(heads), at_once):
-        asked = [
-            prefix + tail(plan, plan.prefix_tokens, 100 * run + first + place, 5 + number)
-            for place, prefix in enumerate(heads[first : first + at_once])
-        ]
-        cached += sum(engine.ask(asked, NEW_TOKENS).cached)
-    seconds = time.perf_counter() - started_s
-    share = round(cached / tokens, 3)
-    name = "press" if at_once == plan.concurrency[0] else f"press of {at_once}"
-    record.add(name, engine.kind, tokens / seconds, key=number + 1, run=run, cached=share)
+    cached = load.ask(engine, prompts)
+    rate = tokens / (time.perf_counter() - started_s)
+    record.add(
+        sampled.name, engine.kind, rate, key=sampled.number + 1, run=sampled.run, cached=round(cached / tokens, 3)
+    )
 
 
 def run_decode(plan: Plan, record: Recorder) -> None:
@@ -162,17 +196,19 @@ def run_decode(plan: Plan, record: Recorder) -> None:
 
 
 def _decode(plan: Plan, engines: dict[str, Engine], record: Recorder) -> None:
+    """The kinds take turns; who begins does, too. First each has a go that does not count. No prompt comes twice."""
     kinds = [kind for kind in plan.kinds if kind != "reader"]
     tokens, new_tokens = plan.decode_tokens
-    for run in range(plan.runs):
-        for place, kind in enumerate(_turn(kinds, run)):
-            first = 800_000_000 + 1_000_000 * plan.salt + 10_000 * run + 1_000 * place
+    for run in range(-1, plan.runs):
+        for place, kind in enumerate(_turn(kinds, run + 1)):
+            first = 800_000_000 + 1_000_000 * plan.salt + 10_000 * (run + 1) + 1_000 * place
             answer = engines[kind].ask(
                 [prompt(tokens, first + number) for number in range(plan.decode_requests)], new_tokens
             )
-            rate = plan.decode_requests * new_tokens / answer.seconds
-            record.add("decode", kind, rate, run=run, cached=sum(answer.cached))
-            time.sleep(_SETTLE_S / 2)
+            if run >= 0:
+                rate = plan.decode_requests * new_tokens / answer.seconds
+                record.add("decode", kind, rate, run=run, cached=sum(answer.cached))
+            time.sleep(_SETTLE_S)  # generated chunks are stored at the end
 
 
 def run_bytes(plan: Plan, record: Recorder) -> None:
@@ -246,6 +282,20 @@ def run_timeline(plan: Plan, record: Recorder) -> None:
             ]
             steps.append((round((ended_s - began_s) * 1e3, 2), "first token", float(answer.cached[0])))
             record.note(f"timeline of {what} {number}, {tokens} tokens", _shortened(sorted(steps)))
+
+
+def run_store_rate(plan: Plan, record: Recorder) -> None:
+    """Blocks of the GPU's cache are stored as chunks that the pool does not have, as many as `concurrency` prompts of
+    `prefix_tokens` have, all ordered at once; between memcpys."""
+    engine = start_all(["kvpool"], plan.options)["kvpool"]
+    time.sleep(_SETTLE_S)
+    engine.ask([prompt(40, 97)], 2)  # a step, in which the worker reports its stores so far
+    for run in range(plan.runs):
+        _note_memcpy({"kvpool": engine}, record)
+        stored = engine.call("bench_store", plan.concurrency[0], plan.prefix_tokens)
+        rate = stored["bytes"] / stored["seconds"] / 1e9
+        record.add("store rate", "kvpool", rate, run=run, **stored)
+        record.add("store rate failed chunks", "kvpool", stored["failed_chunks"], run=run)
 
 
 def _shortened(steps: list[tuple[float, str, float]]) -> list[tuple[float, str, float]]:
@@ -327,4 +377,5 @@ PHASES: dict[str, Callable[[Plan, Recorder], None]] = {
     "bytes": run_bytes,
     "zeroed": run_zeroed,
     "timeline": run_timeline,
+    "store-rate": run_store_rate,
 }

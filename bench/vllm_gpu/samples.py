@@ -78,6 +78,18 @@ class Samples:
         values = self.values(name, kind, key=key)
         return statistics.median(values) if values else None
 
+    def paired(self, name: str, kind: str, baseline: str) -> float | None:
+        """The median of the ratios of samples with the same run and key: those were measured one after the other."""
+        found = {
+            one: {(sample.key, sample.run): sample.value for sample in self._samples if self._is(sample, name, one)}
+            for one in (kind, baseline)
+        }
+        ratios = [value / found[baseline][at] for at, value in found[kind].items() if found[baseline].get(at)]
+        return statistics.median(ratios) if ratios else None
+
+    def _is(self, sample: Sample, name: str, kind: str) -> bool:
+        return sample.name == name and sample.kind == kind
+
     def names(self, start: str) -> set[str]:
         """All names that begin so."""
         return {sample.name for sample in self._samples if sample.name.startswith(start)}

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ import torch
 
 _COPY_BYTES = 64 << 20
 _COPIES = 32
+_POLL_S = 0.0005
+_STORE_TIMEOUT_S = 60.0
 _DUMMY_SPREAD = 1e-3 / 3**0.5  # of vLLM's dummy weights: uniform up to 1e-3
 
 
@@ -69,11 +74,29 @@ class BenchWorker:
         """Whether blocks that a request did not compute are zeroed before it goes on."""
         self._bench_block_watch.zero = on
 
+    def bench_store(self, requests: int, tokens: int) -> dict[str, float]:
+        """Store blocks of the cache through the connector, under hashes of nothing, as the prompts of so many requests.
+
+        Returns seconds from the orders until all chunks were committed, bytes and chunks. The engine must be idle.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        side = get_kv_transfer_group()._worker
+        cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
+        return store_burst(side, requests, tokens, cache.block_size, cache.num_gpu_blocks)
+
     def bench_trace(self) -> None:
         """Record when vLLM calls which method of the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self._bench_calls = CallTrace(type(get_kv_transfer_group()))
+
+    def bench_kill(self, pid: int, what: str, skip: int, delay_s: float) -> None:
+        """Kill a process so long after the next order of a load or store, or one that comes after `skip` others.
+
+        `bench_traced` says when; needs `bench_trace`.
+        """
+        self._bench_calls.aim = Aim(pid, what, skip, delay_s)
 
     def bench_traced(self) -> list[tuple[float, str, str, float]]:
         """(time, method, request, what it said) since the last time."""
@@ -191,6 +214,16 @@ class _Request:
         return self._names[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A process to be killed; see BenchWorker.bench_kill."""
+
+    pid: int
+    what: str
+    skip: int
+    delay_s: float
+
+
 class CallTrace:
     """When vLLM called the methods of a connector's class, on the clock of time.perf_counter, which processes share.
 
@@ -203,13 +236,19 @@ class CallTrace:
     def __init__(self, connector: type) -> None:
         self._calls: list[tuple[float, str, str, float]] = []
         self._events: queue.SimpleQueue[tuple[torch.cuda.Event, str]] = queue.SimpleQueue()
+        self.aim: Aim | None = None
+        self._kill: threading.Timer | None = None
         for name in (*self._METHODS, *self._WORKER_METHODS):
             self._wrap(connector, name)
         if torch.cuda.is_available():
             threading.Thread(target=self._await_steps, daemon=True).start()
 
     def take(self) -> list[tuple[float, str, str, float]]:
-        """All since the last time."""
+        """All since the last time; a kill that is due soon is waited for, one whose order did not come is dropped."""
+        self.aim = None
+        if self._kill is not None:
+            self._kill.join()
+            self._kill = None
         taken, self._calls = self._calls, []
         return sorted(taken)
 
@@ -252,6 +291,7 @@ class CallTrace:
                 for load in orders.loads:
                     self._calls.append((began_s, "load asked", load.request_id, 0.0))
                     self._calls.append((now_s, "load ordered", load.request_id, 0.0))
+                    self._ordered("load")
             elif name == "wait_for_save" and orders.stores:
                 for store in orders.stores:
                     self._calls.append((now_s, "store ordered", str(store.number), store.end_chunk - store.first_chunk))
@@ -259,12 +299,67 @@ class CallTrace:
                         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         event.record()
                         self._events.put((event, str(store.number)))
+                    self._ordered("store")
+
+    def _ordered(self, what: str) -> None:
+        aim = self.aim
+        if aim is None or aim.what != what:
+            return
+        if aim.skip:
+            self.aim = replace(aim, skip=aim.skip - 1)
+            return
+        self.aim = None
+        self._kill = threading.Timer(aim.delay_s, self._kill_now, (aim.pid,))
+        self._kill.start()
+
+    def _kill_now(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self._calls.append((time.perf_counter(), "killed", str(pid), 0.0))
 
     def _await_steps(self) -> None:
         while True:
             event, number = self._events.get()
             event.synchronize()
             self._calls.append((time.perf_counter(), "step ended", number, 0.0))
+
+
+def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_count: int) -> dict[str, float]:
+    """side: of kvpool's connector, a WorkerSide that has nothing else to report. raises: ValueError, TimeoutError."""
+    from kvpool.connectors.vllm.orders import StepOrders, StoreOrder, packed, packed_blocks
+    from kvpool.core.chunks import HASH_BYTES
+
+    chunk_tokens = side._settings.chunk_tokens
+    chunks = tokens // chunk_tokens
+    blocks_each = chunks * chunk_tokens // block_tokens
+    if requests * blocks_each >= block_count:  # the first block is vLLM's own
+        raise ValueError(f"{requests} x {tokens} tokens are more than the {block_count} blocks of the cache hold")
+    blocks = (torch.randperm(block_count - 1)[: requests * blocks_each] + 1).view(requests, blocks_each).tolist()
+    orders = [
+        StoreOrder(
+            number=-1 - number,  # the scheduler has none of them
+            request_id=f"bench-{number}",
+            hashes=packed([os.urandom(HASH_BYTES) for _ in range(chunks)]),
+            token_count=tokens,
+            block_ids=packed_blocks(blocks[number]),
+            first_chunk=0,
+            end_chunk=chunks,
+        )
+        for number in range(requests)
+    ]
+    ends: list[Any] = []
+    began_s = time.perf_counter()
+    side.start_stores(StepOrders(step=0, stores=orders))
+    while len(ends) < requests:
+        time.sleep(_POLL_S)
+        ends += side.take_ends()
+        if time.perf_counter() - began_s > _STORE_TIMEOUT_S:
+            raise TimeoutError(f"{len(ends)} of {requests} stores have ended after {_STORE_TIMEOUT_S:g} s")
+    return {
+        "seconds": time.perf_counter() - began_s,
+        "bytes": float(sum(end.size_bytes for end in ends)),
+        "chunks": float(sum(end.stored_chunks for end in ends)),
+        "failed_chunks": float(sum(end.failed_chunks + end.skipped_chunks for end in ends)),
+    }
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:

@@ -158,12 +158,34 @@ async def test_stream_that_is_left_cleans_up_in_its_own_task() -> None:
         assert began_in is ended_in, "a garbage collector's task closed the generator"
 
 
-async def test_write_to_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+FAILED_WRITE = grpc.aio.InternalError()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FAILED_WRITE,
+        ExceptionGroup("of a TaskGroup", [FAILED_WRITE]),
+        ExceptionGroup("of a TaskGroup", [ExceptionGroup("inner", [FAILED_WRITE]), errors.ArenaFull("full")]),
+    ],
+)
+async def test_write_to_a_client_that_left_is_no_error(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     call = Call("/test.Echo/Download", True, context=None)
     with pytest.raises(asyncio.CancelledError):
         async with AioErrors().around(call):
-            raise grpc.aio.InternalError
+            raise error
     assert caplog.text == ""
+
+
+async def test_a_bug_beside_a_failed_write_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    class Left:
+        async def abort(self, *status: object) -> None:
+            raise FAILED_WRITE
+
+    with pytest.raises(asyncio.CancelledError):
+        async with AioErrors().around(Call("/test.Echo/Download", True, context=Left())):
+            raise ExceptionGroup("of a TaskGroup", [FAILED_WRITE, KeyError("bug")])
+    assert "unexpected error" in caplog.text
 
 
 async def test_thread_forgets_the_identity_of_its_last_call() -> None:

@@ -28,9 +28,9 @@ class AioErrors(AioInterceptor):
             yield
         except grpc.aio.AbortError:
             raise  # the handler chose a status itself (health and reflection do)
-        except grpc.aio.InternalError as error:
-            raise _left(call, error) from None
         except Exception as error:
+            if _write_failed(call, error):
+                raise _left(call, error) from None
             status = _status_of(call, error)
             try:
                 await call.context.abort(status.code, status.message, status.trailing_metadata)
@@ -53,7 +53,16 @@ class SyncErrors(SyncInterceptor):
             call.context.abort(status.code, status.message)
 
 
-def _left(call: Call, error: grpc.aio.InternalError) -> asyncio.CancelledError:
+def _write_failed(call: Call, error: Exception) -> bool:
+    """Whether a write did; beside it, in a TaskGroup, nothing failed in an unknown way."""
+    if not isinstance(error, ExceptionGroup):
+        return isinstance(error, grpc.aio.InternalError)
+    failed = [_write_failed(call, member) for member in error.exceptions]
+    known = (_known_error(call, member) is not None for member in error.exceptions)
+    return any(failed) and all(one or other for one, other in zip(failed, known, strict=True))
+
+
+def _left(call: Call, error: Exception) -> asyncio.CancelledError:
     """What a failed write means: the client left before grpc.aio got round to cancelling the handler."""
     _log.debug("client left in the middle of a write", extra=fields(method=call.method, error=error))
     return asyncio.CancelledError()

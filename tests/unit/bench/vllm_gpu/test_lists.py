@@ -1,0 +1,35 @@
+"""The lists of phases of bench.vllm_gpu."""
+
+import sys
+
+import pytest
+
+from bench.vllm_gpu.__main__ import LISTS, Step, _arguments, _plan
+from bench.vllm_gpu.engines import KINDS
+from bench.vllm_gpu.faults import PHASES as FAULTS
+from bench.vllm_gpu.phases import PHASES
+from bench.vllm_gpu.transfers import PHASES as TRANSFERS
+
+STEPS = [pytest.param(step, id=f"{name} {step.name}") for name, steps in LISTS.items() for step in steps]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_are_phases_of_known_engines(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *step.arguments.split()])
+    arguments = _arguments()
+    assert arguments.phase in {**PHASES, **TRANSFERS, **FAULTS}
+    assert set(_plan(arguments).kinds) <= set(KINDS)
+
+
+@pytest.mark.parametrize("name", ["quick", "final-1", "final-2"])
+def test_lists_for_a_gpu_fit_their_time(name: str) -> None:
+    assert sum(step.seconds for step in LISTS[name]) <= 540
+    assert len({step.name for step in LISTS[name]}) == len(LISTS[name])
+
+
+def test_counts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "press", "--concurrency", "4,24", "--clients", "4,8", "--kills", "20"])
+    plan = _plan(_arguments())
+    assert (plan.concurrency, plan.clients, plan.kills) == ((4, 24), (4, 8), 20)
+    monkeypatch.setattr(sys, "argv", ["bench", "press"])
+    assert _plan(_arguments()).clients == ()
