@@ -255,3 +255,51 @@ def test_a_hybrid_models_cache_manager_stays_on(module: Any) -> None:
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)
     assert isinstance(connector, sys.modules[BASE].SupportsHMA)
     assert connector.request_finished_all_groups(SimpleNamespace(request_id="r"), ([1], [2])) == (False, None)
+
+
+class ScriptedScheduler:
+    """What the connector says to a scheduler's side."""
+
+    def __init__(self) -> None:
+        self.ended_requests: list[str] = []
+        self.received_requests: set[str] = set()
+
+    def ended(self, ends: Any) -> None:
+        self.ended_requests += [end.request_id for end in ends]
+
+    def received(self, request_ids: Any) -> None:
+        self.received_requests |= set(request_ids)
+
+
+def a_pair(module: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> tuple[Any, ScriptedScheduler]:
+    """The scheduler's connector of an engine whose worker, in this process, has a load that came in whole."""
+    config = a_config()
+    config.parallel_config.world_size = workers
+    worker = SimpleNamespace(take_arrived=lambda: (SimpleNamespace(request_id="a"),))
+    side = type("Side", (SimpleNamespace,), {"__hash__": object.__hash__})(**vars(worker))
+    monkeypatch.setattr(wiring, "worker_side", lambda *_, **__: (side, lambda: None))
+    scheduler = ScriptedScheduler()
+    monkeypatch.setattr(wiring, "scheduler_side", lambda *_: (scheduler, lambda: None))
+    worker_connector = module.KvPoolConnector(config, Role.WORKER, None)
+    worker_connector.register_kv_caches({})
+    connector = module.KvPoolConnector(config, Role.SCHEDULER, None)
+    connector.worker_connector = worker_connector  # the registry does not keep its side alive
+    return connector, scheduler
+
+
+def test_vllm_goes_on_with_a_load_that_ended_in_its_own_process(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, scheduler = a_pair(module, monkeypatch, workers=1)
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"b"})
+    connector.update_connector_output(output)
+    assert output.finished_recving == {"a", "b"} == scheduler.received_requests
+    assert scheduler.ended_requests == ["a"]
+
+
+def test_with_several_workers_vllm_itself_says_what_all_have_received(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector, scheduler = a_pair(module, monkeypatch, workers=2)
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+    connector.update_connector_output(output)
+    assert output.finished_recving is None
+    assert scheduler.ended_requests == []
