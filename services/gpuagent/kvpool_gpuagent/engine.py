@@ -14,7 +14,7 @@ from kvpool.core.layout import EngineLayout
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.core.bandwidth import Bandwidths
+from kvpool_gpuagent.core.bandwidth import Bandwidths, CopiedBytes
 from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import Rank
@@ -62,7 +62,7 @@ class GpuAgentEngine:
         self.tracer = tracer
         self.config, self.device, self.metrics = config, device, metrics
         self._index, self._pools = index, pools
-        self.bandwidths = Bandwidths()
+        self.bandwidths, self._copied = Bandwidths(), CopiedBytes()
         self.link_bytes_per_s = 0.0  # of a plain copy to the device, measured at the start; 0: not known
         self._sessions: dict[EngineSession, EndStream] = {}
         self._lease_budget = LeaseBudget(config.lease_share)
@@ -119,6 +119,7 @@ class GpuAgentEngine:
             pool=self._pools(opened.keyspace, wanted.spec),
             metrics=self.metrics,
             bandwidths=self.bandwidths,
+            copied=self._copied,
             lease_budget=self._lease_budget,
             events=SessionEvents(len(wanted.events), on_event_waited),
             seen=seen,

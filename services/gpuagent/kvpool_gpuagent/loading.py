@@ -12,7 +12,7 @@ import numpy as np
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, Stopped
 from kvpool.core.grid import shards_in
 from kvpool.core.spans import Bytes, Int32s, Int64s
-from kvpool_gpuagent.core.bandwidth import LoadSource
+from kvpool_gpuagent.core.bandwidth import CopiedBytes, LoadSource
 from kvpool_gpuagent.core.pages import CopyBatch, PageSlots
 from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, page_span, window_of
 from kvpool_gpuagent.events import EnginePassed
@@ -46,10 +46,12 @@ class LoadRun:
         pool: PagePool,
         cache: EngineCache,
         metrics: AgentMetrics,
+        copied: CopiedBytes,
         *,
         layers_per_progress: int = 0,
     ) -> None:
-        """sources: of each chunk. layers_per_progress: report no more often; 0: the engine waits for all layers."""
+        """sources: of each chunk. copied: of all loads of the agent. layers_per_progress: report no more often; 0: the
+        engine waits for all layers."""
         self._rank, self._span = rank, span
         self._pool, self._cache, self._metrics = pool, cache, metrics
         self._remote = [source[0] for source in sources]
@@ -63,7 +65,10 @@ class LoadRun:
         self._error: KvPoolError | None = None
         self._source_of = np.full(span.chunk_count, int(LoadSource.STAGING), dtype=np.uint8)
         self.loaded_bytes = dict.fromkeys(LoadSource, 0)
-        self.copying_s = 0.0  # from the first copy's begin to the last one's end
+        # Of the time from the first copy's begin to the last one's end, the share of its bytes among all that were
+        # copied in it.
+        self.copying_s = 0.0
+        self._copied, self._copied_before = copied, 0
         self._copy_began_s = float("inf")
 
     async def run(
@@ -169,15 +174,16 @@ class LoadRun:
             wanted = positions < self._first_failed
             if wanted.any():
                 chunks = positions[wanted]
-                began_s = loop.time()
+                if self._copy_began_s > (began_s := loop.time()):
+                    self._copy_began_s, self._copied_before = began_s, self._copied.total
                 await self._cache.scatter(
                     CopyBatch(
                         slots.addresses[wanted], shards[wanted], self._span.block_ids[chunks], self._skip_tokens[chunks]
                     )
                 )
-                self._copy_began_s = min(self._copy_began_s, began_s)
-                self.copying_s = loop.time() - self._copy_began_s
                 self._count_pages(chunks, shards[wanted], slots.sources[wanted])
+                share = sum(self.loaded_bytes.values()) / (self._copied.total - self._copied_before)
+                self.copying_s = share * (loop.time() - self._copy_began_s)
         except KvPoolError as error:
             self._fail_pages(positions, error)
         except Exception:
@@ -194,6 +200,7 @@ class LoadRun:
             size_bytes = int(sizes[sources == int(source)].sum())
             if size_bytes:
                 self.loaded_bytes[source] += size_bytes
+                self._copied.total += size_bytes
                 self._metrics.loaded_bytes.labels(source.name.lower()).inc(size_bytes)
 
     def _settle(self, shards: Bytes) -> None:

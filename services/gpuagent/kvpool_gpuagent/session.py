@@ -16,7 +16,7 @@ from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.core.bandwidth import Bandwidths, LoadSource
+from kvpool_gpuagent.core.bandwidth import Bandwidths, CopiedBytes, LoadSource
 from kvpool_gpuagent.core.checks import check_chunks, check_load, check_store
 from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import ChunkSpan, LoadOutcome, Rank, StoreOutcome
@@ -77,6 +77,7 @@ class EngineSession:
         pool: PagePool,
         metrics: AgentMetrics,
         bandwidths: Bandwidths,
+        copied: CopiedBytes,
         lease_budget: LeaseBudget,
         events: SessionEvents,
         seen: SeenChunks,
@@ -90,7 +91,7 @@ class EngineSession:
         self.events = events
         self._layers_per_progress = layers_per_progress
         self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
-        self._metrics, self._bandwidths, self._tracer = metrics, bandwidths, tracer
+        self._metrics, self._bandwidths, self._copied, self._tracer = metrics, bandwidths, copied, tracer
         self._locations = ChainLocations(rank, index, pool, metrics, seen, host_id=config.host_id)
         self._leases = SessionLeases(self.rank, self._locations, pool, lease_budget, config, metrics)
         self._cache: EngineCache | None = None
@@ -195,6 +196,7 @@ class EngineSession:
                 self._pool,
                 cache,
                 self._metrics,
+                self._copied,
                 layers_per_progress=self._layers_per_progress,
             )
             outcome = await run.run(report, running.stop, started_s + wait_s, passed)

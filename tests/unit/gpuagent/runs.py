@@ -17,6 +17,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout_presets import contiguous_layout
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
+from kvpool_gpuagent.core.bandwidth import CopiedBytes
 from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, Rank, StoreOutcome
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -85,6 +86,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
         self.metrics = AgentMetrics(self.registry)
+        self.copied = CopiedBytes()
         self.pool = MemoryPool(self.cluster, SPEC, grid=self.grid, window_pages=self.window_pages, faults=self.faults)
         self.cache = MemoryCache(lambda shard: payload_bytes(SPEC, self.grid, shard), faults=self.faults)
         self.gathered: list[int] = []
@@ -141,6 +143,7 @@ class Bench:
             self.pool,
             self.cache,
             self.metrics,
+            self.copied,
             layers_per_progress=layers_per_progress,
         )
 

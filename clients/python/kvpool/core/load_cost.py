@@ -3,7 +3,7 @@
 load_ms    = latency_ms + (queued bytes + own bytes) / bandwidth of their source
 compute_ms = tokens / prefill speed
 load, if load_ms < 0.9 * compute_ms, or something of both is not known yet, or it is time to try again,
-or the link alone would take less than half of compute_ms and copies lately reached a quarter of its speed
+or the link would copy it in less than half of compute_ms, and copies lately reached a quarter of its speed
 """
 
 from __future__ import annotations
@@ -162,11 +162,12 @@ class LoadCost:
             gain_ms = inf if load_ms is None or compute_ms is None else _MARGIN * compute_ms - load_ms
             if gain_ms > 0 and gain_ms >= best_gain_ms:
                 best, best_gain_ms = count, gain_ms
-        return sum(run.chunk_count for run in runs[: max(best, self._runs_of_link(runs, queued_bytes))])
+        return sum(run.chunk_count for run in runs[: max(best, self._runs_of_link(runs))])
 
-    def _runs_of_link(self, runs: Sequence[LoadRun], queued_bytes: int) -> int:
+    def _runs_of_link(self, runs: Sequence[LoadRun]) -> int:
         """Leading runs that the link would bring in half of the time of computing them: what else a load took lately,
-        a busy machine or a queue, must not keep an engine from loads that pay."""
+        a busy machine or a queue, must not keep an engine from loads that pay. Computing has a queue, too: what one
+        request computes all others wait for, while loads hold up nothing."""
         speed = self._sources.get(self.local_source, _Source()).bytes_per_s.value
         if not self.link_bytes_per_s or (speed is not None and speed < _HEALTHY_SHARE * self.link_bytes_per_s):
             return 0
@@ -175,7 +176,7 @@ class LoadCost:
             if run.source != self.local_source:
                 break
             size_bytes, tokens = size_bytes + run.size_bytes, tokens + run.token_count
-            link_ms = (queued_bytes + size_bytes) / self.link_bytes_per_s * 1e3
+            link_ms = size_bytes / self.link_bytes_per_s * 1e3
             if link_ms < _LINK_SHARE * (self.compute_ms(tokens) or 0.0):
                 count = number
         return count

@@ -816,7 +816,9 @@ class EngineLoadDone(_message.Message):
     loaded_chunks: _builtins.int
     """Leading chunks that are completely in."""
     copy_ms: _builtins.float
-    """Milliseconds from the beginning of the first copy into the engine's memory to the end of the last; 0 if nothing was copied."""
+    """Milliseconds that copying took, from the beginning of the first copy into the engine's memory to the end of the last;
+    of time in which other loads were copied, too, the share of this one's bytes. 0 if nothing was copied.
+    """
     @_builtins.property
     def failed_chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions (in the request) of chunks that are not usable: the first that failed and all after it."""

@@ -15,6 +15,13 @@ class LoadSource(IntEnum):
 
 
 @dataclass(slots=True)
+class CopiedBytes:
+    """What all loads of an agent have copied so far: they share its link."""
+
+    total: int = 0
+
+
+@dataclass(slots=True)
 class _Sums:
     size_bytes: float = 0.0
     duration_s: float = 0.0

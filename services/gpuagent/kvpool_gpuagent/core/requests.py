@@ -139,8 +139,8 @@ class StoreOutcome:
 class LoadOutcome:
     """End of a load: leading chunks that are in; everything after them is failed, `error` says why the first one is.
 
-    tokens: of loaded chunks, by the slowest source that a chunk needed. copying_s: from the beginning of the first
-    copy to the end of the last one.
+    tokens: of loaded chunks, by the slowest source that a chunk needed. copying_s: what copying
+    it takes alone: of the time from the first copy's begin to the last one's end, the share of its bytes.
     """
 
     chunk_count: int
