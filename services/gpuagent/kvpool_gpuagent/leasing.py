@@ -148,8 +148,9 @@ class SessionLeases:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._running
 
-    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float) -> LeaseOutcome:
-        """Begin a lease; it goes on when this returns. hold_s: 0 or less: as long as may be.
+    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
+        """Begin a lease; it goes on when this returns. hold_s: 0 or less: as long as may be. hold_only: what cannot be
+        held is not staged either.
 
         Raises NotServed without a local pagestore, Overloaded when leases hold as much as they may.
         """
@@ -165,7 +166,7 @@ class SessionLeases:
         run: LeaseRun | None = None
         try:
             sources = await self._locations.sources_of(span, running.stop, ends_at_s)
-            run = LeaseRun(self._rank, span, sources, self._pool, self._share(sources))
+            run = LeaseRun(self._rank, span, sources, self._pool, self._share(sources, hold_only))
             outcome = await run.take(running.stop, ends_at_s)
         except BaseException:
             if run is not None:
@@ -202,10 +203,16 @@ class SessionLeases:
     def _forget(self, request_id: int) -> None:
         self._running.pop(request_id).ended.set()
 
-    def _share(self, sources: Sequence[ChunkSource]) -> LeaseShare:
+    def _share(self, sources: Sequence[ChunkSource], hold_only: bool) -> LeaseShare:
         sizes = self._rank.page_sizes
         needs = [PageNeed.of(sizes[list(shards_in(readable))]) for _, readable in sources]
-        return self._budget.share(self, needs, window_pages=self._pool.window_pages, arena_bytes=self._pool.arena_bytes)
+        return self._budget.share(
+            self,
+            needs,
+            window_pages=self._pool.window_pages,
+            arena_bytes=self._pool.arena_bytes,
+            hold_only=hold_only,
+        )
 
     def _count(self, outcome: LeaseOutcome, chunk_count: int) -> None:
         self._metrics.leased_pages.set(self._budget.page_count)

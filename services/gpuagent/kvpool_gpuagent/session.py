@@ -207,14 +207,14 @@ class EngineSession:
             self._locations.forget(span)
         return outcome
 
-    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float) -> LeaseOutcome:
+    async def lease(self, request_id: int, span: ChunkSpan, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
         """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises InvalidRequest first."""
         if self._closing is not None:
             raise Stopped("the session is closing")
         check_chunks(span, self._config.max_request_chunks)
         if request_id in self._running:
             raise InvalidRequest(f"request id {request_id} is that of a running load or store")
-        return await self._leases.lease(request_id, span, hold_s)
+        return await self._leases.lease(request_id, span, hold_s, hold_only=hold_only)
 
     def cancel(self, request_id: int) -> None:
         """Make a running load, store or lease end early; unknown ones are ignored (they may have ended)."""

@@ -256,8 +256,8 @@ class EngineStream:
         return Response(load_done=load_done_to_proto(outcome))
 
     async def _lease(self, session: EngineSession, request: Request) -> Response:
-        span = leased_from_proto(request.lease)
-        outcome = await session.lease(request.request_id, span, request.lease.hold_ms / 1e3)
+        span, hold_s = leased_from_proto(request.lease), request.lease.hold_ms / 1e3
+        outcome = await session.lease(request.request_id, span, hold_s, hold_only=request.lease.hold_only)
         held = gpuagent_pb2.EngineLeaseHeld(held_chunks=outcome.held_chunks, staged_chunks=outcome.staged_chunks)
         return Response(lease_held=held)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.client.engine_items import EngineSource
 from kvpool.connectors.vllm.engine_facts import WeightsEpoch
 from kvpool.connectors.vllm.leases import AGAIN_S, AT_ONCE, HOLD_S
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
@@ -54,6 +55,14 @@ def test_a_request_that_waits_for_loads_before_it_has_a_lease() -> None:
     assert leased(world) == []
     world.build()
     assert leased(world) == [range(3)]
+
+
+@pytest.mark.parametrize(("source", "hold_only"), [(EngineSource.STAGING, True), (EngineSource.DISK, False)])
+def test_only_what_is_not_in_memory_is_brought_there(source: EngineSource, hold_only: bool) -> None:
+    pool = FakePool(3)
+    pool.source = source
+    waiting(World(pool))
+    assert [lease.hold_only for lease in pool.leases] == [hold_only]
 
 
 def test_a_request_that_was_not_asked_about_in_a_step_keeps_its_lease() -> None:

@@ -57,6 +57,7 @@ class FakeLease:
     """What a pool gave for a lease."""
 
     chunks: range
+    hold_only: bool = False
     ended: bool = False
 
     def end(self) -> None:
@@ -70,6 +71,7 @@ class FakePool:
         self.chunk_count, self.estimated_ms, self.error = chunk_count, estimated_ms, error
         self.session = SimpleNamespace(hash_key=HASH_KEY, link_bytes_per_s=0.0)
         self.asked: list[tuple[Chain, int]] = []
+        self.source = EngineSource.STAGING
         self.leases: list[FakeLease] = []
         self.lease_error: KvPoolError | None = None
 
@@ -78,15 +80,17 @@ class FakePool:
         if self.error is not None:
             return PrefixMatch(held_chunks, 0, error=self.error)
         matched = max(held_chunks, min(self.chunk_count, chain.chunk_count))
-        runs = (EngineMatchRun(matched - held_chunks, EngineSource.STAGING, self.estimated_ms),)
+        runs = (EngineMatchRun(matched - held_chunks, self.source, self.estimated_ms),)
         return PrefixMatch(matched, chain.usable_tokens(matched), runs if matched > held_chunks else ())
 
-    async def lease(self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float) -> FakeLease | None:
+    async def lease(
+        self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
+    ) -> FakeLease | None:
         assert 0 <= first_chunk < end_chunk <= chain.chunk_count
         assert hold_s > 0
         if self.lease_error is not None:
             raise self.lease_error
-        self.leases.append(FakeLease(range(first_chunk, end_chunk)))
+        self.leases.append(FakeLease(range(first_chunk, end_chunk), hold_only))
         return self.leases[-1]
 
 

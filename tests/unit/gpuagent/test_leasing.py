@@ -33,8 +33,10 @@ class Leased:
         made = GpuAgentConfig(**values, **config)  # type: ignore[arg-type]
         self.leases = SessionLeases(RANK, locations, bench.pool, self.budget, made, bench.metrics)
 
-    async def lease(self, count: int, number: int = 1, hold_s: float = LONG_S) -> LeaseOutcome:
-        return await self.leases.lease(number, span(range(count)), hold_s)
+    async def lease(
+        self, count: int, number: int = 1, hold_s: float = LONG_S, *, hold_only: bool = False
+    ) -> LeaseOutcome:
+        return await self.leases.lease(number, span(range(count)), hold_s, hold_only=hold_only)
 
     async def end(self) -> None:
         self.leases.stop_all()
@@ -66,6 +68,15 @@ async def test_chunks_beyond_the_share_are_staged_and_let_go() -> None:
     assert bench.pool.slots_out == 3 * len(SHARDS)
     assert bench.pool.most_reads == 4 * len(SHARDS)
     assert {page.key.chunk_hash for page in bench.pool.asked} == {chunk_hash(number) for number in range(12)}
+    await leased.end()
+
+
+async def test_chunks_beyond_the_share_are_left_alone_if_so_asked() -> None:
+    bench = Bench()
+    bench.offer(range(12))
+    leased = Leased(bench, pages=16)
+    assert await leased.lease(12, hold_only=True) == LeaseOutcome(held_chunks=4, staged_chunks=4)
+    assert {page.key.chunk_hash for page in bench.pool.asked} == {chunk_hash(number) for number in range(4)}
     await leased.end()
 
 

@@ -196,7 +196,9 @@ class EngineLease:
     staged_chunks: int
 
 
-def lease_to_proto(chain: Chain, chunks: range, hold_ms: int) -> gpuagent_pb2.EngineLeaseRequest:
+def lease_to_proto(
+    chain: Chain, chunks: range, hold_ms: int, *, hold_only: bool = False
+) -> gpuagent_pb2.EngineLeaseRequest:
     """A lease on consecutive chunks of a prompt."""
     return gpuagent_pb2.EngineLeaseRequest(
         chunk_hashes=chain.packed_hashes(chunks.start, chunks.stop),
@@ -204,6 +206,7 @@ def lease_to_proto(chain: Chain, chunks: range, hold_ms: int) -> gpuagent_pb2.En
         parent_hash=chain.parent_hash(chunks.start),
         group_head_hashes=hashes_to_bytes(chain.group_head_hashes(chunks.start, len(chunks))),
         hold_ms=hold_ms,
+        hold_only=hold_only,
     )
 
 

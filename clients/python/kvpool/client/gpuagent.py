@@ -210,12 +210,14 @@ class EngineSession:
         await self._begin(_Request(load=load), handle, after)
         return handle
 
-    async def lease(self, chain: Chain, chunks: range, *, hold_s: float) -> LeaseHandle:
+    async def lease(self, chain: Chain, chunks: range, *, hold_s: float, hold_only: bool = False) -> LeaseHandle:
         """Begin to keep chunks of a prompt in staging memory until the lease is ended, for hold_s at most.
+
+        hold_only: leave alone what cannot be kept, rather than have it brought there from disk and other nodes.
 
         More than `max_request_chunks` are refused. raises: what ended the session."""
         handle = LeaseHandle(self._stream.send_soon, self._stream.broken)
-        lease = lease_to_proto(chain, chunks, max(1, round(hold_s * 1e3)))
+        lease = lease_to_proto(chain, chunks, max(1, round(hold_s * 1e3)), hold_only=hold_only)
         # As in `_begin`: a cancelled caller has no request unknown to it.
         handle.request_id = await self._stream.submit(_Request(lease=lease), handle)
         return handle

@@ -156,11 +156,14 @@ class KvPool:
             )
         )
 
-    async def lease(self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float) -> LeaseHandle | None:
+    async def lease(
+        self, chain: Chain, *, first_chunk: int, end_chunk: int, hold_s: float, hold_only: bool = False
+    ) -> LeaseHandle | None:
         """Keep chunks [first_chunk, end_chunk) in this host's memory for a load to come, and bring them there from disk
         and other nodes, until the lease is ended, for hold_s at most. As many leading ones as one request may name.
 
-        None if the agent cannot be asked. raises: InvalidRequest for a range outside of the chain.
+        hold_only: see EngineSession.lease. None if the agent cannot be asked. raises: InvalidRequest for a range outside
+        of the chain.
         """
         if not 0 <= first_chunk < end_chunk <= chain.chunk_count:
             raise InvalidRequest(
@@ -170,7 +173,7 @@ class KvPool:
         try:
             async with asyncio.timeout(self._config.call_timeout_s):
                 chunks = range(first_chunk, min(end_chunk, first_chunk + most))
-                return await self._session.lease(chain, chunks, hold_s=hold_s)
+                return await self._session.lease(chain, chunks, hold_s=hold_s, hold_only=hold_only)
         except (TimeoutError, KvPoolError):
             return None
 

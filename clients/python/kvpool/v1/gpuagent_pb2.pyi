@@ -865,6 +865,7 @@ class EngineLeaseRequest(_message.Message):
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     GROUP_HEAD_HASHES_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
+    HOLD_ONLY_FIELD_NUMBER: _builtins.int
     chunk_hashes: _builtins.bytes
     """Concatenated 16-byte hashes of consecutive chunks."""
     first_chunk_index: _builtins.int
@@ -875,6 +876,8 @@ class EngineLeaseRequest(_message.Message):
     """Heads of the chain groups that the chunks fall into, in order, concatenated 16-byte hashes."""
     hold_ms: _builtins.int
     """The lease ends so many milliseconds after it came; 0, and what exceeds the agent's own limit, means that limit."""
+    hold_only: _builtins.bool
+    """Chunks that cannot be kept are left alone: a match found all of them in staging memory."""
     def __init__(
         self,
         *,
@@ -883,10 +886,11 @@ class EngineLeaseRequest(_message.Message):
         parent_hash: _builtins.bytes = ...,
         group_head_hashes: _builtins.bytes = ...,
         hold_ms: _builtins.int = ...,
+        hold_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "hold_ms", b"hold_ms", "parent_hash", b"parent_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "hold_ms", b"hold_ms", "hold_only", b"hold_only", "parent_hash", b"parent_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

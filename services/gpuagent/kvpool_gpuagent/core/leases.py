@@ -74,8 +74,16 @@ class LeaseBudget:
         """Pages that leases may hold now."""
         return self._used.page_count
 
-    def share(self, session: Hashable, needs: Sequence[PageNeed], *, window_pages: int, arena_bytes: int) -> LeaseShare:
-        """A share for a lease on chunks that need so much, each. Raises Overloaded if none of them fits."""
+    def share(
+        self,
+        session: Hashable,
+        needs: Sequence[PageNeed],
+        *,
+        window_pages: int,
+        arena_bytes: int,
+        hold_only: bool = False,
+    ) -> LeaseShare:
+        """A share for a lease on chunks that need so much, each. hold_only: none is staged that is not held. Raises Overloaded if none of them fits."""
         all_leases = PageNeed(window_pages, arena_bytes).part(self._share)
         own = self._used_by.get(session, PageNeed())
         need, count = PageNeed(), 0
@@ -90,7 +98,9 @@ class LeaseBudget:
         window = min(need.page_count // largest.page_count, min(need.size_bytes, WINDOW_BYTES) // largest.size_bytes)
         window = max(1, min(window, count // 4))
         staged = count
-        if count < len(needs) and largest.fits(need):  # the others pass through the last window of the share
+        if (
+            count < len(needs) and largest.fits(need) and not hold_only
+        ):  # the others pass through the last window of the share
             count -= max(1, window)
             staged_bytes = need.size_bytes
             while staged < len(needs) and staged_bytes + needs[staged].size_bytes <= all_leases.size_bytes:

@@ -86,7 +86,14 @@ class Leases:
         pool = self._link.pool
         if count <= 0 or pool is None:
             return
-        lease = partial(pool.lease, plan.chain, first_chunk=first_chunk, end_chunk=first_chunk + count, hold_s=HOLD_S)
+        lease = partial(
+            pool.lease,
+            plan.chain,
+            first_chunk=first_chunk,
+            end_chunk=first_chunk + count,
+            hold_s=HOLD_S,
+            hold_only=plan.staged,
+        )
         try:
             handle = self._link.start(lease, plan.trace)
         except KvPoolError:

@@ -37,6 +37,7 @@ class LoadPlan:
     load_ms: float | None
     queued_bytes: int
     trace: TraceParent | None = None
+    staged: bool = False  # the match found all of it in the memory of this host
     must_wait: bool = False  # as many bytes as may be are in flight: it is to be planned again in a later step
 
 
@@ -118,9 +119,17 @@ class LoadPlans:
         token_count = chain.usable_tokens(end_chunk) - held_tokens
         if not chunks or token_count < max(1, self._settings.min_load_tokens):
             return None
-        load_ms = self.cost.load_ms(leading(runs, chunks), self._queued_bytes)
+        chosen = leading(runs, chunks)
         return LoadPlan(
-            chain, held_tokens, end_chunk, token_count, load_ms, self._queued_bytes, lookup.trace, must_wait=bool(full)
+            chain,
+            held_tokens,
+            end_chunk,
+            token_count,
+            self.cost.load_ms(chosen, self._queued_bytes),
+            self._queued_bytes,
+            lookup.trace,
+            staged=all(run.source == EngineSource.STAGING for run in chosen),
+            must_wait=bool(full),
         )
 
     def begin(self, request_id: str, plan: LoadPlan, block_ids: Sequence[int], token_count: int) -> LoadOrder:
