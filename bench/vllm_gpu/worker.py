@@ -89,7 +89,8 @@ class BenchWorker:
         """Record when vLLM calls which method of the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._bench_calls = CallTrace(type(get_kv_transfer_group()))
+        group = get_kv_transfer_group()
+        self._bench_calls = CallTrace(type(group), type(getattr(group, "_worker", None)))
 
     def bench_kill(self, pid: int, what: str, skip: int, delay_s: float) -> None:
         """Kill a process so long after the next order of a load or store, or one that comes after `skip` others.
@@ -227,19 +228,24 @@ class Aim:
 class CallTrace:
     """When vLLM called the methods of a connector's class, on the clock of time.perf_counter, which processes share.
 
+    Where kvpool's scheduler and worker share a process, the one asks the other itself which loads have come in.
+
     A step's end on the GPU is waited for by a thread of its own, as the engine does not wait for it.
     """
 
     _METHODS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
     _WORKER_METHODS = ("start_load_kv", "wait_for_save", "get_finished", "build_connector_worker_meta")
 
-    def __init__(self, connector: type) -> None:
+    def __init__(self, connector: type, worker: type) -> None:
+        """worker: the class of what the connector's worker side is; of others than kvpool's there is nothing to see."""
         self._calls: list[tuple[float, str, str, float]] = []
         self._events: queue.SimpleQueue[tuple[torch.cuda.Event, str]] = queue.SimpleQueue()
         self.aim: Aim | None = None
         self._kill: threading.Timer | None = None
         for name in (*self._METHODS, *self._WORKER_METHODS):
             self._wrap(connector, name)
+        if hasattr(worker, "take_arrived"):
+            self._wrap(worker, "take_arrived")
         if torch.cuda.is_available():
             threading.Thread(target=self._await_steps, daemon=True).start()
 
@@ -278,6 +284,10 @@ class CallTrace:
         elif name == "get_finished":
             for request_id in (answer[1] or ()) if answer else ():
                 self._calls.append((now_s, "received", request_id, 0.0))
+        elif name == "take_arrived":
+            for end in answer:
+                self._calls.append((now_s, "received", end.request_id, 0.0))
+                self._calls.append((now_s, "load ended", end.request_id, end.duration_s * 1e3))
         elif name == "build_connector_worker_meta":
             for end in getattr(answer, "ends", ()):
                 stored = hasattr(end, "stored_chunks")
@@ -325,7 +335,7 @@ class CallTrace:
 
 def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_count: int) -> dict[str, float]:
     """side: of kvpool's connector, a WorkerSide that has nothing else to report. raises: ValueError, TimeoutError."""
-    from kvpool.connectors.vllm.orders import StepOrders, StoreOrder, packed, packed_blocks
+    from kvpool.connectors.vllm.orders import StepOrders, StoreOrder, packed_blocks
     from kvpool.core.chunks import HASH_BYTES
 
     chunk_tokens = side._settings.chunk_tokens
@@ -338,7 +348,7 @@ def store_burst(side: Any, requests: int, tokens: int, block_tokens: int, block_
         StoreOrder(
             number=-1 - number,  # the scheduler has none of them
             request_id=f"bench-{number}",
-            hashes=packed([os.urandom(HASH_BYTES) for _ in range(chunks)]),
+            hashes=os.urandom(chunks * HASH_BYTES),
             token_count=tokens,
             block_ids=packed_blocks(blocks[number]),
             first_chunk=0,

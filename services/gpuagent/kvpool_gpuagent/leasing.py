@@ -53,11 +53,11 @@ class LeaseRun:
         """Have chunks staged, leading ones first, and hold as many of them as the share allows. Never raises
         KvPoolError: what was not to be had ends the lease before it."""
         held = await self._take_range(range(self._share.held_chunks), stop, ends_at_s, keeps=True)
-        if held < self._share.held_chunks:
-            return LeaseOutcome(held_chunks=held, staged_chunks=held)
-        rest = range(held, self._share.staged_chunks)
-        staged = await self._take_range(rest, stop, ends_at_s, keeps=False)
-        return LeaseOutcome(held_chunks=held, staged_chunks=held + staged)
+        staged = held
+        if held == self._share.held_chunks:
+            staged += await self._take_range(range(held, self._share.staged_chunks), stop, ends_at_s, keeps=False)
+        self._share.keep_only(held)
+        return LeaseOutcome(held_chunks=held, staged_chunks=staged)
 
     async def keep(self, stop: asyncio.Event, ends_at_s: float) -> None:
         """Hold what was taken until `stop`, the time's end, or the end of the pool's session."""
@@ -116,7 +116,8 @@ class LeaseRun:
             came = int(positions[missing].min()) if missing.any() else len(chunks)
             for some in slots:
                 kept = positions[some.pages] < (came if keeps else 0)
-                self._slots.append(some.where(kept))
+                if kept.any():
+                    self._slots.append(some.where(kept))
                 await self._pool.release(some.where(~kept))
         return came
 
@@ -204,8 +205,11 @@ class SessionLeases:
         self._running.pop(request_id).ended.set()
 
     def _share(self, sources: Sequence[ChunkSource], hold_only: bool) -> LeaseShare:
-        sizes = self._rank.page_sizes
-        needs = [PageNeed.of(sizes[list(shards_in(readable))]) for _, readable in sources]
+        sizes, needed = self._rank.page_sizes, dict[int, PageNeed]()
+        for _, readable in sources:
+            if readable not in needed:  # nearly always all are alike
+                needed[readable] = PageNeed.of(sizes[list(shards_in(readable))])
+        needs = [needed[readable] for _, readable in sources]
         return self._budget.share(
             self,
             needs,

@@ -22,6 +22,8 @@ def test_workers_hear_whether_their_step_computes() -> None:
     world = World(FakePool(3))
     assert not world.load(a_request(120)).computes
     assert world.build({"r": 24}).computes
+    assert world.build().computes, "the step before may still run"
+    assert not world.build().computes
 
 
 def test_a_prompts_last_token_is_always_computed() -> None:

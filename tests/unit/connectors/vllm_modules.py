@@ -97,7 +97,7 @@ class VllmConfig:
     speculative_config: Any = None
     device_config: Any = field(default_factory=lambda: SimpleNamespace(device_type="cuda"))
     cache_config: Any = field(default_factory=lambda: SimpleNamespace(block_size=16))
-    parallel_config: Any = field(default_factory=lambda: SimpleNamespace(world_size=1))
+    parallel_config: Any = field(default_factory=lambda: SimpleNamespace(world_size=1, data_parallel_size=1))
     batches: int = 1
     num_prefill_lookahead_tokens: int = 0
 

@@ -190,3 +190,31 @@ async def test_what_leases_hold_together_is_bounded() -> None:
         await leased.lease(1, 2)
     assert 2 not in leased.leases
     await leased.end()
+
+
+async def test_a_lease_that_holds_nothing_is_over() -> None:
+    bench = Bench()
+    bench.offer([0], shards=[0, 1, 3])  # one page of the first chunk is gone
+    bench.offer([1, 2, 3])
+    leased = Leased(bench)
+    assert await leased.lease(4) == LeaseOutcome(held_chunks=0, staged_chunks=0)
+    await eventually(lambda: 1 not in leased.leases)
+    assert leased.budget.page_count == 0
+
+
+async def test_a_lease_takes_of_the_budget_what_it_holds() -> None:
+    bench = Bench()
+    bench.offer([0])
+    leased = Leased(bench, pages=64)
+    assert await leased.lease(12) == LeaseOutcome(held_chunks=1, staged_chunks=1)
+    assert leased.budget.page_count == len(SHARDS)
+    await leased.end()
+
+
+async def test_a_lease_that_only_stages_is_over_when_it_has() -> None:
+    bench = Bench()
+    bench.offer(range(6))
+    leased = Leased(bench, pages=4)  # of one session: one chunk, through which the others pass
+    assert await leased.lease(6) == LeaseOutcome(held_chunks=0, staged_chunks=6)
+    await eventually(lambda: 1 not in leased.leases)
+    assert leased.budget.page_count == 0

@@ -162,8 +162,8 @@ class KvPool:
         """Keep chunks [first_chunk, end_chunk) in this host's memory for a load to come, and bring them there from disk
         and other nodes, until the lease is ended, for hold_s at most. As many leading ones as one request may name.
 
-        hold_only: see EngineSession.lease. None if the agent cannot be asked. raises: InvalidRequest for a range outside
-        of the chain.
+        hold_only: see EngineSession.lease. None if the agent cannot be asked. raises: InvalidRequest for a range
+        that is not within the chain.
         """
         if not 0 <= first_chunk < end_chunk <= chain.chunk_count:
             raise InvalidRequest(

@@ -51,12 +51,18 @@ class LeaseShare:
     window_chunks: int
     _budget: LeaseBudget
     _session: Hashable
+    _needs: Sequence[PageNeed]  # of each chunk
     _need: PageNeed
+
+    def keep_only(self, chunk_count: int) -> None:
+        """So many leading chunks are held, and none is staged any more: give back what they do not need."""
+        need = sum(self._needs[:chunk_count], PageNeed())
+        given_back, self._need = self._need - need, need
+        self._budget.give_back(self._session, given_back)
 
     def end(self) -> None:
         """Give the share back. Idempotent."""
-        need, self._need = self._need, PageNeed()
-        self._budget.give_back(self._session, need)
+        self.keep_only(0)
 
 
 class LeaseBudget:
@@ -83,7 +89,8 @@ class LeaseBudget:
         arena_bytes: int,
         hold_only: bool = False,
     ) -> LeaseShare:
-        """A share for a lease on chunks that need so much, each. hold_only: none is staged that is not held. Raises Overloaded if none of them fits."""
+        """A share for a lease on chunks that need so much, each. hold_only: none is staged that is not held. Raises
+        Overloaded if none of them fits."""
         all_leases = PageNeed(window_pages, arena_bytes).part(self._share)
         own = self._used_by.get(session, PageNeed())
         need, count = PageNeed(), 0
@@ -98,16 +105,15 @@ class LeaseBudget:
         window = min(need.page_count // largest.page_count, min(need.size_bytes, WINDOW_BYTES) // largest.size_bytes)
         window = max(1, min(window, count // 4))
         staged = count
-        if (
-            count < len(needs) and largest.fits(need) and not hold_only
-        ):  # the others pass through the last window of the share
+        passes = count < len(needs) and largest.fits(need) and not hold_only
+        if passes:  # the others pass through the last window of the share
             count -= max(1, window)
             staged_bytes = need.size_bytes
             while staged < len(needs) and staged_bytes + needs[staged].size_bytes <= all_leases.size_bytes:
                 staged_bytes += needs[staged].size_bytes
                 staged += 1
         self._used, self._used_by[session] = self._used + need, own + need
-        return LeaseShare(count, staged, window, self, session, need)
+        return LeaseShare(count, staged, window, self, session, needs, need)
 
     def give_back(self, session: Hashable, need: PageNeed) -> None:
         """See LeaseShare.end."""

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench.vllm_gpu.faults import transfers, under_way
 from bench.vllm_gpu.worker import Aim, CallTrace, store_burst
 from kvpool.connectors.vllm.orders import StepOrders, StoreEnd, StoreOrder
 
@@ -79,7 +81,7 @@ def test_a_process_is_killed_after_the_order_that_was_aimed_at(monkeypatch: pyte
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     made: Any = connector()
-    trace, engine = CallTrace(made), made()
+    trace, engine = CallTrace(made, object), made()
     trace.aim = Aim(1234, "store", skip=1, delay_s=0.0)
     engine.start_load_kv()
     engine.wait_for_save()
@@ -97,8 +99,22 @@ def test_a_process_is_killed_after_the_order_that_was_aimed_at(monkeypatch: pyte
 def test_an_aim_that_met_no_order_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("nothing was ordered"))
     made: Any = connector()
-    trace, engine = CallTrace(made), made()
+    trace, engine = CallTrace(made, object), made()
     trace.aim = Aim(1234, "load", skip=0, delay_s=0.0)
     trace.take()
     engine.start_load_kv()
     assert [what for _, what, _, _ in trace.take()] == ["load asked", "load ordered"]
+
+
+def test_loads_that_the_scheduler_hears_of_in_its_own_process_are_seen() -> None:
+    class Worker:
+        def take_arrived(self) -> tuple[object, ...]:
+            return (SimpleNamespace(request_id="a", duration_s=0.5),)
+
+    made: Any = connector()
+    trace = CallTrace(made, Worker)
+    made().start_load_kv()
+    Worker().take_arrived()
+    seen = transfers(trace.take())
+    assert under_way(seen, "load", time.perf_counter()) == 0
+    assert [one.ended_s < float("inf") for one in seen] == [True]

@@ -120,6 +120,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             kv_caches,
             self._agents,
             loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
+            idle_wait=self._alone and self._vllm_config.parallel_config.data_parallel_size == 1,
         )
         self._close.append(close)
         if self._alone:
@@ -257,9 +258,9 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         worker = same_process.worker_of(self._engine_id) if self._alone else None
         arrived = worker.take_arrived() if worker is not None else ()
         if arrived:  # vLLM goes on with these requests in its next step
-            self._scheduler.ended(arrived)
             told = connector_output.finished_recving or ()
             connector_output.finished_recving = {*told, *(end.request_id for end in arrived)}
+            self._scheduler.ended(arrived)
         self._scheduler.received(connector_output.finished_recving or ())
 
     @_guarded(otherwise=())
@@ -312,5 +313,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def shutdown(self) -> None:
         """See the base class."""
+        if self._alone:
+            same_process.remove_worker(self._engine_id)
         while self._close:
             self._close.pop()()

@@ -84,7 +84,7 @@ class StepOrders:
     cancel:    requests whose loads nobody needs any more.
     release:   finished requests whose blocks the engine holds until their stores have let go of them.
     preempted: requests whose blocks the engine uses again from this step on.
-    computes:  whether the step computes anything.
+    computes:  whether this step computes anything, or the one before did: it may still run.
     """
 
     step: int

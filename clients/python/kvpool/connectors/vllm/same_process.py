@@ -20,6 +20,11 @@ def add_worker(engine_id: str, worker: WorkerSide) -> None:
     _workers[engine_id] = worker
 
 
+def remove_worker(engine_id: str) -> None:
+    """The engine has ended. Does nothing for one that has no worker here."""
+    _workers.pop(engine_id, None)
+
+
 def worker_of(engine_id: str) -> WorkerSide | None:
     """None if it is in another process, or there are several."""
     return _workers.get(engine_id)

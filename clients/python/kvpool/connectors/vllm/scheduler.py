@@ -184,6 +184,7 @@ class SchedulerSide:
         self._lookups.new_step()
         self._loads.new_step()
         self._leases.new_step()
+        computes = bool(scheduled or self._computing)
         self._computing = set(scheduled)
         self._follow_weights()
         waits_for_layers = self._settings.layerwise and bool(self._orders)
@@ -195,7 +196,7 @@ class SchedulerSide:
             stores=self._stores,
             release=self._release,
             preempted=list(preempted),
-            computes=bool(scheduled),
+            computes=computes,
         )
         self._orders, self._cancel, self._stores, self._release = [], [], [], []
         for request_id in orders.preempted:

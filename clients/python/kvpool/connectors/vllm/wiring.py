@@ -106,9 +106,10 @@ def worker_side(
     agents: AgentChoice,
     *,
     loads_wait: bool,
+    idle_wait: bool,
 ) -> tuple[WorkerSide, Callable[[], object]]:
-    """And what closes it. loads_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest, PartitionRefused,
-    StartupFailed."""
+    """And what closes it. loads_wait, idle_wait: see WorkerSide. raises: GeometryUnsupported, InvalidRequest,
+    PartitionRefused, StartupFailed."""
     facts = cache_facts(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     # The geometry is needed now, before vLLM captures addresses; the weights' digest may come later.
@@ -156,6 +157,7 @@ def worker_side(
         load_only=part.load_only,
         split=memory.split,
         loads_wait=loads_wait,
+        idle_wait=idle_wait,
     )
 
     def close() -> None:

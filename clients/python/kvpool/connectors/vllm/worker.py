@@ -56,10 +56,12 @@ class WorkerSide:
         load_only: bool,
         split: int = 1,
         loads_wait: bool = True,
+        idle_wait: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """chunk_bytes: of this rank. split: blocks of the tensors in one of vLLM's. loads_wait: for GPU work that was
-        launched before, as it may still write to their blocks."""
+        launched before, as it may still write to their blocks. idle_wait: a step of an engine that computes nothing may
+        wait a moment for the end of a load: no other rank waits for this one then."""
         self._settings, self._link, self._work = settings, link, work
         self._block_tokens, self._chunk_bytes = block_tokens, chunk_bytes
         self._split, self._loads_wait, self._now_s = split, loads_wait, now_s
@@ -67,7 +69,7 @@ class WorkerSide:
         self._loads: dict[str, _Load] = {}  # that have not ended, by request
         self._waiting: deque[_Load] = deque()  # for an event
         self._turns = Turns(count=_LOADS_MAX, size_bytes=1 << 62)
-        self._step_computes = True
+        self._idle_wait, self._engine_computes = idle_wait, True
         self._ended = threading.Event()  # a load has, since it was last looked at
         self._received: set[str] = set()
         self._scheduler_asks = False  # for what came in whole
@@ -100,7 +102,7 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Begin them, and end early what is not needed any more; each ends in `take_received`, whatever happens."""
         self._spoiled_blocks = set()
-        self._step_computes = orders.computes
+        self._engine_computes = orders.computes
         self._work.new_step()
         for order in orders.loads:
             load = self._loads[order.request_id] = _Load(order, self._now_s())
@@ -164,9 +166,9 @@ class WorkerSide:
         self._stores.hold(orders.release)
 
     def take_received(self) -> set[str]:
-        """Requests whose loads have ended: nothing touches their blocks any more. In a step that computes nothing it
-        waits a moment for one."""
-        if self._loads and not self._done and not self._step_computes:
+        """Requests whose loads have ended: nothing touches their blocks any more. May wait a moment for one, see
+        `idle_wait`."""
+        if self._idle_wait and self._loads and not self._done and not self._engine_computes:
             self._ended.wait(_IDLE_WAIT_S)
         self._ended.clear()
         self._run_done()
