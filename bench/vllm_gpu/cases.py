@@ -47,8 +47,8 @@ def _ttft(samples: Samples, token_bytes: int, found: dict[str, Case]) -> None:
 
 def _small(samples: Samples, found: dict[str, Case]) -> None:
     memcpy = samples.median("memcpy in", (*_OWN, "kvpool", "reader"))
-    size_ms = samples.median("small load bytes", "kvpool")
-    baseline = size_ms / memcpy / 1e6 if size_ms and memcpy else None
+    size_bytes = samples.median("small load bytes", "kvpool")
+    baseline = size_bytes / memcpy / 1e6 if size_bytes and memcpy else None  # ms, of GB/s
     _case(found, "small load", samples.median("small load", "kvpool"), baseline, "ms")
     loaded, own = (samples.median(f"small ttft {what}", "kvpool") for what in ("loaded", "own cache"))
     _case(found, "small load ttft", loaded, own, "ms")

@@ -210,8 +210,9 @@ def run_beside(plan: Plan, record: Recorder) -> None:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_serve, args=(theirs, plan.options.agent), daemon=True)
     process.start()
-    (kind,) = plan.kinds
-    engine = start_all([kind], plan.options)[kind]
+    if plan.kinds != ["plain"]:
+        raise ValueError("beside measures a plain engine: --kinds plain")
+    engine = start_all(["plain"], plan.options)["plain"]
     assert ours.recv() == "ready"
     tokens, new_tokens = plan.decode_tokens
     seed = int.from_bytes(b"beside", "little")

@@ -84,8 +84,8 @@ class GpuAgentConfig(TlsSettings):
             raise ValueError(f"device_ordinal must be >= 0, got {self.device_ordinal}")
         if self.prepare_s < 0:
             raise ValueError(f"prepare_s must be >= 0, got {self.prepare_s}")
-        if not 0.0 <= self.lease_share <= 0.5:
-            raise ValueError(f"lease_share must lie in [0, 0.5]: loads need the rest; got {self.lease_share}")
+        if not 0.0 <= self.lease_share <= 0.9:
+            raise ValueError(f"lease_share must lie in [0, 0.9]: loads need the rest; got {self.lease_share}")
         if self.replica_bytes < 0:
             raise ValueError(f"replica_bytes must be >= 0, got {self.replica_bytes}")
         for name in _POSITIVE:

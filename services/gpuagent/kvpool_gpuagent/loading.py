@@ -65,8 +65,8 @@ class LoadRun:
         self._error: KvPoolError | None = None
         self._source_of = np.full(span.chunk_count, int(LoadSource.STAGING), dtype=np.uint8)
         self.loaded_bytes = dict.fromkeys(LoadSource, 0)
-        # Of the time from the first copy's begin to the last one's end, the share of its bytes among all that were
-        # copied in it.
+        # Seconds from the first copy's begin to the last one's end, times this load's share of the bytes that were
+        # copied in them: other loads at the same time do not count.
         self.copying_s = 0.0
         self._copied, self._copied_before = copied, 0
         self._copy_began_s = float("inf")
@@ -91,7 +91,7 @@ class LoadRun:
         most_pages = max(1, self._pool.window_pages // 2)
         pages = window_of(self._rank, most_pages, FIRST_WINDOW_BYTES)
         largest = window_of(self._rank, most_pages, WINDOW_BYTES)
-        # Together they never ask for more than the pool's window (invariant 8).
+        # Together they never ask for more than the pool's window: a larger request would wait for its own pages.
         places = asyncio.Semaphore(max(1, self._pool.window_pages // largest))
         tasks: list[asyncio.Task[None]] = []
         start, count = 0, int(self._positions.size)

@@ -208,7 +208,8 @@ class EngineSession:
         return outcome
 
     async def lease(self, request_id: int, span: ChunkSpan, hold_s: float, *, hold_only: bool = False) -> LeaseOutcome:
-        """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises InvalidRequest first."""
+        """Keep chunks in staging for a load to come; see SessionLeases.lease. Raises Stopped while the session
+        closes, InvalidRequest, NotServed, Overloaded."""
         if self._closing is not None:
             raise Stopped("the session is closing")
         check_chunks(span, self._config.max_request_chunks)

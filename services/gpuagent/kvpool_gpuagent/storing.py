@@ -109,7 +109,7 @@ class StoreRun:
         return self._ended
 
     def _places(self) -> int:
-        """Windows at a time: together they never ask for more than the pool's window (invariant 8)."""
+        """Windows at a time: together they never ask for more than the pool's window."""
         return max(1, min(WINDOWS, self._pool.window_pages // self._shards.size))
 
     def _windows(self) -> list[range]:

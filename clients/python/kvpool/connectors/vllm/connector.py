@@ -41,7 +41,7 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return method(*args, **kwargs)
-            except KvPoolError as error:  # says what to do; where it was raised helps nobody
+            except KvPoolError as error:  # its text says what to do: a traceback adds nothing
                 if _seldom.due(method.__name__):
                     more = _seldom.more(method.__name__)
                     _log.error("kvpool: %s: the engine goes on without it: %s%s", method.__name__, error, more)
@@ -57,7 +57,7 @@ def _guarded(otherwise: Any = None) -> Callable[[AnyCall], AnyCall]:
     return guard
 
 
-class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there then
+class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Shared prefixes through a kvpool agent. One instance in the scheduler's process, one in each worker's.
 
     SupportsHMA: a model with several KV cache groups is not shared, but without it vLLM would give up the cache manager
@@ -71,10 +71,10 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._off = compatibility.switched_off(vllm_config)  # why; then both sides stay None
         self._agents = AgentChoice(self._settings.agent)
         self._outer_config = outer_config(vllm_config)
-        # Of a MultiConnector's children, and of several workers, vLLM itself puts together what was said.
+        # With several workers, or under MultiConnector, vLLM itself combines what all of them have received.
         one_worker = not self._off and vllm_config.parallel_config.world_size == 1
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id) if one_worker else ""
-        self._alone = one_worker and self._outer_config is vllm_config
+        self._asks_worker = one_worker and self._outer_config is vllm_config
         self._weight_version = WeightVersion()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -120,10 +120,10 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             kv_caches,
             self._agents,
             loads_wait=self._settings.layerwise or loads_wait_for_work(self._vllm_config, self._outer_config),
-            idle_wait=self._alone and self._vllm_config.parallel_config.data_parallel_size == 1,
+            idle_wait=self._asks_worker and self._vllm_config.parallel_config.data_parallel_size == 1,
         )
         self._close.append(close)
-        if self._alone:
+        if self._asks_worker:
             same_process.add_worker(self._engine_id, self._worker)
 
     def get_handshake_metadata(self) -> WorkerAgent | None:
@@ -255,11 +255,11 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.heard(report.step, report.ends, report.ready)
-        worker = same_process.worker_of(self._engine_id) if self._alone else None
+        worker = same_process.worker_of(self._engine_id) if self._asks_worker else None
         arrived = worker.take_arrived() if worker is not None else ()
         if arrived:  # vLLM goes on with these requests in its next step
-            told = connector_output.finished_recving or ()
-            connector_output.finished_recving = {*told, *(end.request_id for end in arrived)}
+            reported = connector_output.finished_recving or ()
+            connector_output.finished_recving = {*reported, *(end.request_id for end in arrived)}
             self._scheduler.ended(arrived)
         self._scheduler.received(connector_output.finished_recving or ())
 
@@ -313,7 +313,7 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded()
     def shutdown(self) -> None:
         """See the base class."""
-        if self._alone:
+        if self._asks_worker:
             same_process.remove_worker(self._engine_id)
         while self._close:
             self._close.pop()()

@@ -36,8 +36,8 @@ class _Lease:
 
 
 class Leases:
-    """Of a scheduler. A request that gets blocks in the step that plans its load, as on an engine that is not busy, has
-    none: no message is sent for it."""
+    """Leases of the requests that wait in one scheduler. A request that gets blocks in the step that plans its load, as
+    on an engine that is not busy, has none: no message is sent for it."""
 
     def __init__(self, link: PoolLink, *, bytes_max: int, chunk_bytes: int, now_s: Callable[[], float]) -> None:
         """bytes_max: of all leases. chunk_bytes: of all ranks."""
@@ -67,8 +67,8 @@ class Leases:
             self.end(request_id)
 
     def new_step(self) -> None:
-        """Begin leases for the requests that were planned in the step that ends, and wait on: leading chunks, as far as
-        the bytes go."""
+        """A step has been scheduled: begin leases for the requests that were planned in it and got no blocks (leading
+        chunks, as far as the bytes go), and end those that are over, to be taken again."""
         wanted, self._wanted = self._wanted, {}
         now_s = self._now_s()
         for request_id, lease in list(self._leases.items()):

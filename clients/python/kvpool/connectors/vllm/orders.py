@@ -109,8 +109,8 @@ class ChunksChanged:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEnd:
     """How a load ended on one rank. late: it was given up at its deadline. cancelled: by order. gone: the pool does not
-    have its first failed chunk, or a damaged one; after other failures it may have it still. copy_s: that copying all
-    of it takes, by its later layers; 0 if that was not seen."""
+    have its first failed chunk, or a damaged one; after other failures it may have it still. copy_s: of copying alone,
+    as the agent measured it; 0 if nothing was copied."""
 
     request_id: str
     chunk_count: int  # that came in

@@ -1,7 +1,7 @@
-"""An engine's worker where it runs in the scheduler's own process, as vLLM runs a single one.
+"""The worker's side of engines whose only worker runs in the engine core's process (vLLM's UniProcExecutor).
 
-vLLM's scheduler hears of what ended on a worker with the output of a step, up to two steps later: with steps of 7 ms a
-request goes on some 15 ms after its load has ended. In one process the scheduler's side asks the worker's side itself.
+vLLM delivers `finished_recving` with the output of a step, up to two steps late with asynchronous scheduling: about
+15 ms with steps of 7 ms. `KvPoolConnector.update_connector_output` asks the worker's side itself, by `take_arrived`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class _State:
 
 
 class SchedulerSide:
-    """See KvPoolConnector for what calls what."""
+    """Called by KvPoolConnector: get_num_new_matched_tokens calls matched_tokens; update_state_after_alloc: allocated
+    or not_chosen; build_connector_meta: build; request_finished: finished; update_connector_output: heard, ended and
+    received; take_events: take_changes; reset_cache: forget."""
 
     def __init__(
         self,
@@ -114,7 +116,8 @@ class SchedulerSide:
             self._lookups.begin(state.lookup, asked, self._hashing(state, asked), request.num_tokens, match=bool(pool))
 
     def matched_tokens(self, request: Request, held_tokens: int) -> int | None:
-        """Tokens after the held ones that will be loaded; None while that is not known yet."""
+        """Tokens after the held ones (vLLM's num_computed_tokens) that will be loaded. None, to be asked again in a
+        later step: the lookup has not ended, another request loads the same chunk, or too many bytes are in flight."""
         state = self._states.get(request.request_id)
         if state is None:
             return 0

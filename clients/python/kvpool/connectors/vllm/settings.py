@@ -30,7 +30,7 @@ class VllmSettings:
     # itself there for the worker's GPU.
     agent: str = ""
     model_id: str = ""  # empty: what vLLM was told to serve
-    model_revision: str = ""  # empty: the hub's commit, or for a directory a digest over all its files
+    model_revision: str = ""  # empty: the hub's commit, or for a directory a digest of its weight files and config.json
     keyspace_name: str = ""  # what operators see; empty: made of model, revision, element type and chunk_tokens
     salt: str = ""  # engines with unequal salts share nothing
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS  # a power of two and a multiple of the engine's block size

@@ -1,4 +1,4 @@
-"""One worker's side: loads and stores between the engine's blocks and the pool, none of which the engine waits for.
+"""One worker's side: asynchronous loads and stores between the engine's KV cache blocks and the pool.
 
 Orders come and ends are fetched on the engine's thread; what runs in between runs on the pool's loop.
 """
@@ -29,8 +29,8 @@ from kvpool.connectors.vllm.worker_stores import WorkerStores
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, PageCorrupt, PageMissing, ServiceUnavailable, Stopped
 
 _LOADS_MAX = 40  # at once: an agent takes 64 loads and stores of a session
-# An engine that computes nothing asks every few milliseconds whether a load has ended, and pauses in between. It waits
-# here instead: it hears of the end at once, and leaves the interpreter to the thread that receives it.
+# With nothing to execute, vLLM's engine core asks for finished loads and sleeps 1 ms between two steps. Waiting here
+# instead ends as soon as a load does, and leaves the GIL to the thread that receives the agent's answer.
 _IDLE_WAIT_S = 0.002
 
 
@@ -42,7 +42,9 @@ class _Load:
 
 
 class WorkerSide:
-    """All methods on the engine's thread; none blocks, none raises for trouble of the cache. Each load ends in
+    """All methods on the engine's thread; none raises for trouble of the cache. None blocks, except that
+    `take_received` may wait a moment (see `idle_wait`), and that layerwise loads are waited for by `wait_layers`,
+    `start_stores` and `take_failed_blocks`. Each load ends in
     `take_received` and each held request in `take_released`, whatever happens: the engine waits for that."""
 
     def __init__(

@@ -31,7 +31,8 @@ class _Store:
 
 @dataclass(slots=True)
 class _Request:
-    """What still reads blocks of a request. held: the engine keeps its blocks until it hears that nothing does."""
+    """What still reads blocks of a request. held_since_s: since when a finished request's blocks are kept from the
+    engine; None while it runs."""
 
     stores: list[_Store] = field(default_factory=list)
     held_since_s: float | None = None
