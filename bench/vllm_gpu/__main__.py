@@ -58,7 +58,7 @@ LISTS = {
         Step("press", "press --kinds control,offload,kvpool --runs 3 --clients 4", 235),
         Step("store-rate", "store-rate --runs 5", 45),
         Step("kills", "kills --kinds kvpool", 130),
-        Step("press-simple", "press --kinds simple,kvpool --runs 2 --salt 1", 115),
+        Step("press-simple", "press --kinds simple --salt 1", 50),
     ],
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),
