@@ -54,6 +54,7 @@ class LedgerModel(RuleBasedStateMachine):
     def start(self) -> None:
         self.visible: dict[PageKey, bool] = {}  # key: whether it is dirty
         self.deferred: dict[PageKey, None] = {}  # dirty, and giving way to writers, the oldest first
+        self.kept_dirty: set[PageKey] = set()  # dirty again, whatever the cap: a caller waits for the write
         self.records: dict[PageKey, PageRecord] = {}  # of the visible pages
         self.peers: list[Peer] = []
         self.session_count = 0
@@ -187,7 +188,8 @@ class LedgerModel(RuleBasedStateMachine):
         assert space.used_bytes == sum(slot.size_bytes for slot in slots if slot.state is not SlotState.FREE)
         assert space.quarantined_bytes == sum(slot.size_bytes for slot in slots if id(slot) in ended)
         assert self.ledger.dirty_bytes == sum(SIZES[key.shard] for key, dirty in self.visible.items() if dirty)
-        assert self.ledger.writer_bytes == self.writer_bytes() <= WRITER_BYTES
+        assert self.ledger.writer_bytes == self.writer_bytes()
+        assert self.writer_bytes() - sum(SIZES[key.shard] for key in self.kept_dirty) <= WRITER_BYTES
         for segment in space.segments:
             if segment.state is SegmentState.LIVE:
                 assert segment.idle_count == sum(slot.evictable for slot in segment.slots)

@@ -151,9 +151,10 @@ class WriteBack:
     # Inside
 
     def _urge(self, pages: Sequence[DirtyPage]) -> None:
+        """Write these pages next. Until that has ended they stay, unless they are dropped on purpose."""
         for page in pages:
             if page.wanted:
-                self._ledger.undefer(page.slot)
+                self._ledger.keep_dirty(page.slot)
         self._queue.urge(pages, self._clock.monotonic_s())
 
     def _pump(self) -> None:

@@ -26,7 +26,8 @@ class LedgerLimits:
     arena_bytes: int
     segment_bytes: int
     first_segment_id: int
-    # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading.
+    # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading, and
+    # for pages that a caller waits for.
     writer_bytes: int
     silence_limit_s: float
     grace_s: float
@@ -166,8 +167,20 @@ class StagedPages:
         self._deferred[slot] = None
 
     def undefer(self, slot: Slot) -> None:
-        """The page is being written, or a caller waits for that: as long as it is dirty it stays."""
+        """The page is being written: as long as it is dirty it stays so."""
         self._deferred.pop(slot, None)
+
+    def keep_dirty(self, slot: Slot) -> None:
+        """A caller waits for the disk write of a page: it cannot be evicted before `make_clean`.
+
+        A page that gave way to writers, or could not be written before, is dirty again, even beyond the cap: until
+        enough is clean, writers get no room.
+        """
+        assert slot.state is SlotState.READY and not slot.doomed
+        self._deferred.pop(slot, None)
+        if not slot.dirty:
+            self._soil(slot)
+            self.space.settle(slot)
 
     def make_fleeting(self, slot: Slot) -> None:
         """The page is safe elsewhere and not to be kept: its slot comes back after its last use, at once if unused."""
