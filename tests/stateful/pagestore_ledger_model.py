@@ -53,8 +53,6 @@ class LedgerModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.visible: dict[PageKey, bool] = {}  # key: whether it is dirty
-        self.deferred: dict[PageKey, None] = {}  # dirty, and giving way to writers, the oldest first
-        self.kept_dirty: set[PageKey] = set()  # dirty again, whatever the cap: a caller waits for the write
         self.records: dict[PageKey, PageRecord] = {}  # of the visible pages
         self.peers: list[Peer] = []
         self.session_count = 0
@@ -90,13 +88,6 @@ class LedgerModel(RuleBasedStateMachine):
         in_writing = [held for peer in self.peers for held in peer.writes.values()] + self.committing
         dirty = sum(SIZES[key.shard] for key, is_dirty in self.visible.items() if is_dirty)
         return sum(SIZES[held.key.shard] for held in in_writing) + dirty
-
-    def relieve(self, size_bytes: int) -> None:
-        """A writer is about to ask for so much: as many deferred pages as need be count as clean."""
-        while self.deferred and self.writer_bytes() + size_bytes > WRITER_BYTES:
-            key = next(iter(self.deferred))
-            del self.deferred[key]
-            self.visible[key] = False
 
     def absorb_evictions(self) -> None:
         """Pages may leave staging unasked only if nobody holds them and they are clean."""
@@ -188,8 +179,7 @@ class LedgerModel(RuleBasedStateMachine):
         assert space.used_bytes == sum(slot.size_bytes for slot in slots if slot.state is not SlotState.FREE)
         assert space.quarantined_bytes == sum(slot.size_bytes for slot in slots if id(slot) in ended)
         assert self.ledger.dirty_bytes == sum(SIZES[key.shard] for key, dirty in self.visible.items() if dirty)
-        assert self.ledger.writer_bytes == self.writer_bytes()
-        assert self.writer_bytes() - sum(SIZES[key.shard] for key in self.kept_dirty) <= WRITER_BYTES
+        assert self.ledger.writer_bytes == self.writer_bytes() <= WRITER_BYTES
         for segment in space.segments:
             if segment.state is SegmentState.LIVE:
                 assert segment.idle_count == sum(slot.evictable for slot in segment.slots)

@@ -26,8 +26,7 @@ class LedgerLimits:
     arena_bytes: int
     segment_bytes: int
     first_segment_id: int
-    # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading, and
-    # for pages that a caller waits for.
+    # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading.
     writer_bytes: int
     silence_limit_s: float
     grace_s: float
@@ -61,11 +60,15 @@ class StagedPages:
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
-        self._deferred: dict[Slot, None] = {}  # dirty slots whose pages give way to writers, the oldest first
         self._tick = 0
         self._ready: dict[PageKey, Slot] = {}
         self._writing: dict[PageKey, Slot] = {}
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
+
+    @property
+    def is_half_dirty(self) -> bool:
+        """Whether the pages that are not yet durable take more than half of what writers may have."""
+        return 2 * self.dirty_bytes > self._limits.writer_bytes
 
     @property
     def ready_count(self) -> int:
@@ -144,7 +147,6 @@ class StagedPages:
 
     def make_clean(self, slot: Slot) -> None:
         """The page is durable, or writing it was given up for now: it no longer stands in the way of eviction."""
-        self._deferred.pop(slot, None)
         if slot.dirty:
             slot.dirty = False
             self.dirty_bytes -= slot.size_bytes
@@ -154,33 +156,11 @@ class StagedPages:
     def make_dirty(self, slot: Slot) -> bool:
         """A clean page is to go to disk after all. False if too much is on its way already: ask at its next use."""
         assert slot.state is SlotState.READY and not slot.dirty
-        self._relieve(slot.size_bytes)
         if self.writer_bytes + slot.size_bytes > self._limits.writer_bytes:
             return False
         self._soil(slot)
         self.space.settle(slot)
         return True
-
-    def defer(self, slot: Slot) -> None:
-        """No caller waits for the disk write of a dirty page: it may be evicted first if writers need the room."""
-        assert slot.dirty
-        self._deferred[slot] = None
-
-    def undefer(self, slot: Slot) -> None:
-        """The page is being written: as long as it is dirty it stays so."""
-        self._deferred.pop(slot, None)
-
-    def keep_dirty(self, slot: Slot) -> None:
-        """A caller waits for the disk write of a page: it cannot be evicted before `make_clean`.
-
-        A page that gave way to writers, or could not be written before, is dirty again, even beyond the cap: until
-        enough is clean, writers get no room.
-        """
-        assert slot.state is SlotState.READY and not slot.doomed
-        self._deferred.pop(slot, None)
-        if not slot.dirty:
-            self._soil(slot)
-            self.space.settle(slot)
 
     def make_fleeting(self, slot: Slot) -> None:
         """The page is safe elsewhere and not to be kept: its slot comes back after its last use, at once if unused."""
@@ -238,11 +218,6 @@ class StagedPages:
         slot.dirty = True
         self.dirty_bytes += slot.size_bytes
         self.writer_bytes += slot.size_bytes
-
-    def _relieve(self, slot_bytes: int) -> None:
-        """Make room for a writer under the cap: deferred pages no longer stand in the way of eviction."""
-        while self._deferred and self.writer_bytes + slot_bytes > self._limits.writer_bytes:
-            self.make_clean(next(iter(self._deferred)))
 
     def _use(self, slot: Slot) -> None:
         slot.uses += 1
