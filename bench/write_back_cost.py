@@ -3,10 +3,10 @@
 One pagestore process a case, all in the same run, taking turns: without a disk tier (baseline), with write-back at its
 budget, and with write-back as fast as the disk takes pages. This process does what an agent with a CPU device does: it
 reserves spans, copies payloads into the arena, commits them unsealed, leases them and copies them out again. In each
-turn it stores fresh pages for some seconds, then loads the last of them for as long, while what was stored is sealed
-and written. Before the next turn everything is flushed.
+turn it stores a burst of fresh pages, less than what lifts the budget, then loads them for some time, while they are
+sealed and written. Before the next turn everything is flushed.
 
-Run: python -m bench.write_back_cost [--seconds 4] [--rounds 5] [--budget 268435456] [--json FILE]
+Run: python -m bench.write_back_cost [--seconds 0.3] [--rounds 30] [--budget 268435456] [--json FILE]
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ PAYLOAD_BYTES = payload_bytes(SPEC, ShardGrid.of(SPEC), SHARD)
 KEYSPACE = keyspace_id(encode_keyspace("default", SPEC))
 SPAN_PAGES = 16
 ARENA_BYTES = 2 << 30
+BURST_SPANS = 3  # 384 MiB; the budget holds up to a quarter of the arena
 CASES = {"no disk": ("--disk-bytes", "0"), "budget": (), "no limit": ("--write-back-bytes-per-s", "0")}
 
 
@@ -99,12 +100,11 @@ class Case:
 
     async def turn(self, seconds: float, buffer: memoryview, *, counts: bool) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        spans: list[PageSpan] = []
+        spans = [fresh_span() for _ in range(BURST_SPANS)]
         moved_bytes, began_s, written_bytes = 0, time.perf_counter(), self._written_bytes()
         turn_began_s = began_s
-        while time.perf_counter() - began_s < seconds:
-            spans = [*spans[-7:], fresh_span()]
-            granted = (await self.session.reserve_span(spans[-1])).granted
+        for span in spans:
+            granted = (await self.session.reserve_span(span)).granted
             await asyncio.to_thread(_copy, self.session.addresses(granted), address, True)
             assert await self.session.commit(granted.lease_ids, sealed=False) == []
             moved_bytes += granted.count * PAYLOAD_BYTES
@@ -160,8 +160,8 @@ async def measure(stores: dict[str, tuple[str, int]], seconds: float, rounds: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of loads in a turn")
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=int, default=0, help="bytes per second; 0: the pagestore's default")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -53,7 +53,6 @@ class LedgerModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.visible: dict[PageKey, bool] = {}  # key: whether it is dirty
-        self.deferred: dict[PageKey, None] = {}  # dirty, and giving way to writers, the oldest first
         self.records: dict[PageKey, PageRecord] = {}  # of the visible pages
         self.peers: list[Peer] = []
         self.session_count = 0
@@ -89,13 +88,6 @@ class LedgerModel(RuleBasedStateMachine):
         in_writing = [held for peer in self.peers for held in peer.writes.values()] + self.committing
         dirty = sum(SIZES[key.shard] for key, is_dirty in self.visible.items() if is_dirty)
         return sum(SIZES[held.key.shard] for held in in_writing) + dirty
-
-    def relieve(self, size_bytes: int) -> None:
-        """A writer is about to ask for so much: as many deferred pages as need be count as clean."""
-        while self.deferred and self.writer_bytes() + size_bytes > WRITER_BYTES:
-            key = next(iter(self.deferred))
-            del self.deferred[key]
-            self.visible[key] = False
 
     def absorb_evictions(self) -> None:
         """Pages may leave staging unasked only if nobody holds them and they are clean."""

@@ -42,9 +42,6 @@ class LedgerMachine(LedgerModel):
             answer = self.ledger.reserve(peer.session, record)
             return (peer.tenant, SIZES[key.shard]) if answer is SpaceNeed.SEGMENT else answer
 
-        is_new = key not in self.visible and key not in self.writing() and key not in self.filling
-        if is_new and len(peer.writes) < WINDOW:
-            self.relieve(SIZES[key.shard])
         answer = self.allocate(ask)
         over_cap = self.writer_bytes() + SIZES[key.shard] > WRITER_BYTES
         if key in self.visible:
@@ -197,29 +194,10 @@ class LedgerMachine(LedgerModel):
                 assert slot is not None
                 self.ledger.make_clean(slot)
                 self.visible[key] = False
-                self.deferred.pop(key, None)
-
-    @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=5), waits=st.booleans())
-    def defer(self, picks: list[int], waits: bool) -> None:
-        """Dirty pages that give way to writers, until somebody waits for their writes."""
-        for pick in picks:
-            dirty = sorted(key for key, is_dirty in self.visible.items() if is_dirty)
-            if not dirty:
-                return
-            key = dirty[pick % len(dirty)]
-            slot = self.ledger.find(key)
-            assert slot is not None
-            if waits:
-                self.ledger.undefer(slot)
-                self.deferred.pop(key, None)
-            else:
-                self.ledger.defer(slot)
-                self.deferred[key] = None
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key: PageKey) -> None:
         assert self.ledger.drop(key) is (key in self.visible)
-        self.deferred.pop(key, None)
         if key in self.visible:
             del self.visible[key]
             assert self.events.pop() == (key, False)

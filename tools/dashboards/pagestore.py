@@ -114,7 +114,7 @@ DISK = Row(
         ),
         Panel(
             title="Pages written back",
-            description="Failed ones are tried again; dropped ones were evicted or cleared before their turn.",
+            description="Failed ones stay dirty and are tried again.",
             queries=(Query(rate("kvpool_pagestore_written_pages_total", by="outcome", where=HERE), "{{outcome}}"),),
         ),
         Panel(

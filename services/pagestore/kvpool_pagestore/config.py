@@ -45,7 +45,7 @@ class PageStoreConfig(TlsSettings):
         int, "size of a segment that is made at the start; 0: 1/16 of the arena, at least segment_bytes, at most 1GiB"
     ] = 0
     shm_dir: Annotated[Path, "shared-memory file system for the arena"] = Path("/dev/shm")
-    dirty_bytes: Annotated[int, "pages being written or kept until they are durable, at most; 0: half of the arena"] = 0
+    dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
     batch_pages: Annotated[int, "pages written to disk together, at most"] = 64
     batch_bytes: Annotated[int, "bytes written to disk together, about; a small disk tier takes less"] = 64 << 20
@@ -63,7 +63,9 @@ class PageStoreConfig(TlsSettings):
         tuple[str, ...], "bytes of staging and disk together, tenant=bytes, comma separated; * for all other tenants"
     ] = ()
     write_back_bytes_per_s: Annotated[
-        int, "rate at which dirty pages go to disk while no caller waits for them; 0: as fast as the disk takes them"
+        int,
+        "rate at which dirty pages go to disk while no caller waits for them and they are at most half of dirty_bytes; "
+        "0: as fast as the disk takes them",
     ] = 1 << 30
     linger_ms: Annotated[int, "a dirty page waits this long for others to join its batch"] = 20
     write_retry_ms: Annotated[int, "first wait after a failed write to disk; doubles"] = 500

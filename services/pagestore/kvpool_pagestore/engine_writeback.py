@@ -84,8 +84,6 @@ class WriteBack:
         page = self._queue.add(slot, now_s)
         if urgent:
             self._queue.urge([page], now_s)
-        else:
-            self._ledger.defer(slot)
         page.cause = self._tracer.here()
         return page
 
@@ -108,7 +106,7 @@ class WriteBack:
 
         A page that failed stays visible in staging and is tried again as long as it is not evicted.
         """
-        self._urge(pages)
+        self._queue.urge(pages, self._clock.monotonic_s())
         self.start_due()
         while not self._stopped and any(_undecided(page, failures_before) for page in pages):
             await self._next_progress()
@@ -121,7 +119,7 @@ class WriteBack:
         """
         wanted = [page for page in self._queue.pending if page.record.key.keyspace in keyspaces and page.wanted]
         before = {page.number: page.failures for page in wanted}
-        self._urge(wanted)
+        self._queue.urge(wanted, self._clock.monotonic_s())
         self._pump()
         waiting = wanted
         while not self._stopped and (waiting := [page for page in waiting if _undecided(page, before[page.number])]):
@@ -150,12 +148,6 @@ class WriteBack:
 
     # Inside
 
-    def _urge(self, pages: Sequence[DirtyPage]) -> None:
-        for page in pages:
-            if page.wanted:
-                self._ledger.undefer(page.slot)
-        self._queue.urge(pages, self._clock.monotonic_s())
-
     def _pump(self) -> None:
         """Start what is due, and have those who wait look again: also pages that are no longer wanted are progress."""
         self.start_due()
@@ -170,14 +162,12 @@ class WriteBack:
         if self._stopped:
             return
         now_s = self._clock.monotonic_s()
-        while batch := self._queue.next_batch(now_s):
+        in_budget = not self._ledger.is_half_dirty
+        while batch := self._queue.next_batch(now_s, in_budget=in_budget):
             for page in batch:  # at once: before the task has begun, its slot could be cleared and handed on
                 self._ledger.pin(page.slot)
-                self._ledger.undefer(page.slot)
             self._tasks.start(self._write(batch), "write-back")
-        if dropped_count := self._queue.take_dropped():
-            self._metrics.written_pages.labels("dropped").inc(dropped_count)
-        due_s = self._queue.next_due_s(now_s)
+        due_s = self._queue.next_due_s(now_s, in_budget=in_budget)
         if due_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
 

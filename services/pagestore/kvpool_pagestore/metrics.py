@@ -47,7 +47,7 @@ _GAUGE_HELP = {
     "arena_segment_bytes": "Arena segments that exist, those of an earlier process included.",
     "arena_used_bytes": "Slots that hold a page or a lease.",
     "arena_quarantined_bytes": "Slots and old segments that a vanished peer may still touch.",
-    "arena_dirty_bytes": "Slots of pages that stay until they are durable.",
+    "arena_dirty_bytes": "Slots of pages that are not yet durable.",
     "arena_prepared_bytes": "Arena memory that was put in place before it was needed, since the start.",
     "arena_prepare_seconds": "How long that took, or has taken so far.",
     "staging_pages": "Pages ready in staging.",
@@ -153,10 +153,7 @@ class PageStoreMetrics:
             f"{prefix}_evicted_pages", "Pages thrown out to make room, by tier.", ["tier"], registry=registry
         )
         self.written_pages = Counter(
-            f"{prefix}_written_pages",
-            "Pages that were to go to disk, by outcome; dropped: evicted or cleared before.",
-            ["outcome"],
-            registry=registry,
+            f"{prefix}_written_pages", "Pages written back to disk, by outcome.", ["outcome"], registry=registry
         )
         self.write_back_lag = Histogram(
             f"{prefix}_write_back_lag_seconds",
@@ -209,7 +206,7 @@ class PageStoreMetrics:
             (self.reserved_pages, ("RESERVED", "EXISTS", "PENDING", "REJECTED")),
             (self.verification_failures, ("commit", "reader", "disk", "peer")),
             (self.evicted_pages, ("staging", "disk")),
-            (self.written_pages, ("written", "failed", "dropped")),
+            (self.written_pages, ("written", "failed")),
             (self.ended_sessions, ("closed", "abnormal")),
             (self.moved_pages, ("replica", "hot", "drain", "rebalance")),
             (self.moved_bytes, ("replica", "hot", "drain", "rebalance")),

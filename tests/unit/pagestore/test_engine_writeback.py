@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import ArenaFull, StoreFault
-from kvpool.core.outcome import Tier
+from kvpool.core.errors import ArenaFull, Draining, StoreFault
+from kvpool.core.eviction import PolicyName
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
 from kvpool_pagestore import engine_writeback
 from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.core.writeback import DirtyPage
+from kvpool_pagestore.engine import PageStoreEngine
+from kvpool_pagestore.engine_evict import WantedGone
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
+from tests.fixtures.movement import cluster_of
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
@@ -35,7 +38,7 @@ from tests.fixtures.pagestore import (
     page_key,
     running_engine,
 )
-from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store
+from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store, wanted
 from tests.fixtures.patience import PATIENCE_S
 
 PATIENT_MS = 60_000  # nothing is written before somebody asks
@@ -246,21 +249,42 @@ async def test_a_page_that_is_to_be_durable_takes_its_group_along_and_no_more() 
             assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
 
 
-async def test_stores_go_on_while_pages_wait_for_the_disk_and_the_oldest_are_evicted_unwritten() -> None:
+async def test_the_budget_is_lifted_while_more_than_half_of_the_cap_waits() -> None:
     with new_world() as world:
         async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
             engine, peer = running.engine, await open_session(running)
             await store(running, peer, [0])
             await eventually(lambda: engine.gauges().disk_pages == 1)
-            for number in range(1, 101):  # the arena has 64 slots, half of them for dirty pages
+            half = running.config.writer_bytes // 2
+            within, beyond = half // SLOT_BYTES, 100
+            for number in range(1, 1 + within):
                 assert await store(running, peer, [number]) == [None]
-            assert engine.gauges().arena_dirty_bytes <= running.config.writer_bytes
-            assert world.index.shards(100, Tier.STAGING) == 1
-            assert world.index.shards(1, Tier.STAGING) == 0
+            assert engine.gauges().arena_dirty_bytes == within * SLOT_BYTES
+            for number in range(1 + within, beyond):  # the arena has 64 slots
+                assert await store(running, peer, [number]) == [None]
+                await eventually(lambda: engine.gauges().arena_dirty_bytes <= half)
+            waiting_count = engine.dirty_page_count
+            assert 0 < engine.gauges().disk_pages == beyond - waiting_count
             async with asyncio.timeout(PATIENCE_S):
-                written_count, failed_count = await engine.flush(TENANT, b"")
-            assert failed_count == 0 and 32 <= written_count <= 64
-            assert 0 < running.metric("written_pages_total", outcome="dropped") <= 100 - written_count
+                assert await engine.flush(TENANT, b"") == (waiting_count, 0)
+        assert {found.key for found in world.memory.scan()} == {page_key(number) for number in range(beyond)}
+
+
+async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> None:
+    with new_world() as world:
+        async with running_engine(world, **ONE_PAGE_AND_NO_MORE) as running:
+            engine, peer = running.engine, await open_session(running)
+            world.memory.gate = gate = Gate()
+            stored = range(running.config.writer_bytes // SLOT_BYTES)
+            for number in stored:
+                assert await store(running, peer, [number]) == [None]
+            (refused,) = await engine.pages.reserve(peer, [reserve_item(100)])
+            assert isinstance(refused, ArenaFull)
+            assert engine.dirty_page_count == len(stored)
+            gate.set()
+            async with asyncio.timeout(PATIENCE_S):
+                await engine.flush(TENANT, b"")
+            assert {found.key for found in world.memory.scan()} == {page_key(number) for number in stored}
 
 
 async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> None:
@@ -269,3 +293,65 @@ async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> No
             (answer,) = await write.running.engine.pages.reserve(write.peer, [reserve_item(3)])
             assert isinstance(answer, ArenaFull)
             assert await write.end() == (2, 0)
+
+
+async def flush_all(engine: PageStoreEngine) -> None:
+    _, failed_count = await engine.flush(TENANT, b"")
+    assert failed_count == 0
+
+
+async def drain(engine: PageStoreEngine) -> None:
+    async for _ in engine.movement.drain.watch():
+        pass
+
+
+@pytest.mark.parametrize("wait_for_all", [flush_all, drain])
+@pytest.mark.parametrize("policy", [PolicyName.CHAIN, PolicyName.LRU])
+async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
+    policy: PolicyName, wait_for_all: Callable[[PageStoreEngine], Awaitable[None]]
+) -> None:
+    changes: dict[str, Any] = {"batch_pages": 4, "write_threads": 1, "eviction_policy": policy, **ONE_PAGE_AND_NO_MORE}
+    async with cluster_of(2, linger_ms=PATIENT_MS, **changes) as cluster:
+        world, running = cluster.members[0].world, cluster.members[0].run
+        engine, peer = running.engine, await open_session(running)
+        on_disk_alone, unwritten = range(60), range(100, 132)  # of 64 slots, half of them for dirty pages
+        for number in on_disk_alone:
+            assert await store(running, peer, [number]) == [None]
+            await flush_all(engine)
+        hashes = [page_key(number).chunk_hash for number in on_disk_alone]
+        await engine.evicting.evict(TENANT, WantedGone(keyspace=KEYSPACE, chunk_hashes=hashes, staging_only=True))
+        world.memory.gate = gate = Gate()
+        for number in unwritten:
+            assert await store(running, peer, [number]) == [None]
+        assert engine.dirty_page_count == len(unwritten)
+        waiting = asyncio.ensure_future(wait_for_all(engine))
+        await eventually(gate.reached.is_set)
+        promoted = await acquire(running, peer, [wanted(number) for number in on_disk_alone])
+        (refused,) = await engine.pages.reserve(peer, [reserve_item(200)])
+        gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await waiting
+        assert {found.key for found in world.memory.scan()} >= {page_key(number) for number in unwritten}
+        assert sum(one.grant is not None for one in promoted) == 64 - len(unwritten)
+        assert isinstance(refused, ArenaFull | Draining)
+        assert engine.gauges().arena_dirty_bytes == 0
+
+
+async def test_pages_that_a_flush_could_not_write_give_way_to_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = {"linger_ms": PATIENT_MS, "write_retry_ms": PATIENT_MS, "write_retry_max_ms": PATIENT_MS}
+    with new_world() as world:
+
+        def broken(*_: object) -> None:
+            raise OSError("nobody thought of this")
+
+        async with running_engine(world, batch_pages=100, **patient) as running:
+            engine, peer = running.engine, await open_session(running)
+            for number in range(32):
+                assert await store(running, peer, [number]) == [None]
+            with monkeypatch.context() as patch:
+                patch.setattr(world.memory, "put_batch", broken)
+                async with asyncio.timeout(PATIENCE_S):
+                    assert await engine.flush(TENANT, b"") == (0, 32)
+            assert engine.gauges().arena_dirty_bytes == 0
+            for number in range(100, 132):
+                assert await store(running, peer, [number]) == [None]

@@ -145,6 +145,18 @@ def test_batches_keep_to_the_budget_and_save_none_of_it_up() -> None:
     assert numbers(waiting.next_batch(24.0)) == [8, 9, 10, 11]
 
 
+def test_batches_outside_the_budget_wait_for_none_and_cost_none() -> None:
+    waiting = queue(*(slot(number) for number in range(16)), bytes_per_s=100)
+    assert numbers(waiting.next_batch(10.0)) == [0, 1, 2, 3]
+    assert waiting.next_due_s(10.0, in_budget=False) is None, "all is due already"
+    assert numbers(waiting.next_batch(10.0, in_budget=False)) == [4, 5, 6, 7]
+    waiting.batch_ended()
+    assert numbers(waiting.next_batch(13.0, in_budget=False)) == [8, 9, 10, 11]
+    waiting.batch_ended()
+    assert waiting.next_batch(13.0) == [] and waiting.next_due_s(13.0) == 14.0
+    assert numbers(waiting.next_batch(14.0)) == [12, 13, 14, 15]
+
+
 def test_a_page_that_lingers_beyond_the_pause_is_not_asked_for_earlier() -> None:
     waiting = queue(slot(1), bytes_per_s=1000)
     assert waiting.next_batch(1.0)
@@ -179,13 +191,12 @@ def test_an_urgent_page_does_not_wait_after_a_failure() -> None:
     assert numbers(waiting.next_batch(2.0)) == [1], "who waited for it has its error"
 
 
-def test_pages_that_left_are_counted_and_cost_no_budget() -> None:
+def test_pages_that_left_cost_no_budget() -> None:
     gone, kept = slot(1), slot(2)
     waiting = queue(gone, kept, bytes_per_s=100)
     assert waiting.waiting_bytes() == 200
     gone.record = None
     assert numbers(waiting.next_batch(1.0)) == [2]
-    assert waiting.take_dropped() == 1 and waiting.take_dropped() == 0
     assert waiting.next_batch(2.0) == []
     assert waiting.waiting_bytes() == 100
 
@@ -203,12 +214,3 @@ def test_a_deep_queue_is_not_walked_for_each_batch(monkeypatch: pytest.MonkeyPat
         assert len(waiting.next_batch(float(now_s))) == 4
         waiting.batch_ended()
     assert len(looks) == 400
-
-
-def test_pages_that_left_do_not_pile_up_behind_those_that_stay() -> None:
-    waiting = queue(*(slot(number) for number in range(100)))
-    waiting.hold(KEYSPACE)  # as good as a budget that is used up
-    for number in range(100, 10_000):
-        page = waiting.add(slot(number), 0.0)
-        page.slot.record = None
-        assert len(waiting.pending) <= 300

@@ -63,7 +63,6 @@ class Ledger(StagedPages):
             return Admission.PENDING
         if len(session.writes) >= session.max_leases:
             return SessionBusy(f"the session holds {session.max_leases} write leases, its window")
-        self._relieve(slot_bytes)
         if self.writer_bytes + slot_bytes > self._limits.writer_bytes:
             return ArenaFull(f"{self.writer_bytes} bytes are being written or not yet durable, the cap")
         refused = self.admit(record, slot_bytes)

@@ -60,11 +60,15 @@ class StagedPages:
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
-        self._deferred: dict[Slot, None] = {}  # dirty slots whose pages give way to writers, the oldest first
         self._tick = 0
         self._ready: dict[PageKey, Slot] = {}
         self._writing: dict[PageKey, Slot] = {}
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
+
+    @property
+    def is_half_dirty(self) -> bool:
+        """Whether the pages that are not yet durable take more than half of what writers may have."""
+        return 2 * self.dirty_bytes > self._limits.writer_bytes
 
     @property
     def ready_count(self) -> int:
@@ -143,7 +147,6 @@ class StagedPages:
 
     def make_clean(self, slot: Slot) -> None:
         """The page is durable, or writing it was given up for now: it no longer stands in the way of eviction."""
-        self._deferred.pop(slot, None)
         if slot.dirty:
             slot.dirty = False
             self.dirty_bytes -= slot.size_bytes
@@ -153,21 +156,11 @@ class StagedPages:
     def make_dirty(self, slot: Slot) -> bool:
         """A clean page is to go to disk after all. False if too much is on its way already: ask at its next use."""
         assert slot.state is SlotState.READY and not slot.dirty
-        self._relieve(slot.size_bytes)
         if self.writer_bytes + slot.size_bytes > self._limits.writer_bytes:
             return False
         self._soil(slot)
         self.space.settle(slot)
         return True
-
-    def defer(self, slot: Slot) -> None:
-        """No caller waits for the disk write of a dirty page: it may be evicted first if writers need the room."""
-        assert slot.dirty
-        self._deferred[slot] = None
-
-    def undefer(self, slot: Slot) -> None:
-        """The page is being written, or a caller waits for that: as long as it is dirty it stays."""
-        self._deferred.pop(slot, None)
 
     def make_fleeting(self, slot: Slot) -> None:
         """The page is safe elsewhere and not to be kept: its slot comes back after its last use, at once if unused."""
@@ -225,11 +218,6 @@ class StagedPages:
         slot.dirty = True
         self.dirty_bytes += slot.size_bytes
         self.writer_bytes += slot.size_bytes
-
-    def _relieve(self, slot_bytes: int) -> None:
-        """Make room for a writer under the cap: deferred pages no longer stand in the way of eviction."""
-        while self._deferred and self.writer_bytes + slot_bytes > self._limits.writer_bytes:
-            self.make_clean(next(iter(self._deferred)))
 
     def _use(self, slot: Slot) -> None:
         slot.uses += 1

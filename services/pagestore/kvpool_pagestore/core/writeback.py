@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +25,7 @@ class WriteBackLimits:
     max_batches: int  # in flight at once
     retry_first_s: float  # after a failure; doubles
     retry_last_s: float
-    bytes_per_s: int = 0  # handed to the disk on average while no caller waits for it; 0: as fast as it takes them
+    bytes_per_s: int = 0  # the budget: handed to the disk on average; 0: as fast as it takes them
 
 
 class WriteState(Enum):
@@ -78,12 +77,10 @@ class WriteQueue:
         self._urgent: dict[int, DirtyPage] = {}  # of fresh and again
         self._groups: dict[tuple[bytes, bytes], dict[int, DirtyPage]] = {}  # of fresh and again, the oldest first
         self._by_key: dict[PageKey, DirtyPage] = {}  # the one added last, until it is done
-        self._look_again: deque[DirtyPage] = deque()  # whether they are still wanted, a few at each `add`
         self._fresh_bytes = 0
         self._last_number = 0
         self._held: set[bytes] = set()  # keyspaces that are being cleared
         self.batches_in_flight = 0
-        self._dropped_count = 0  # pages that left staging before their turn came
 
     @property
     def pending(self) -> list[DirtyPage]:
@@ -107,8 +104,6 @@ class WriteQueue:
         self._fresh[page.number] = page
         self._fresh_bytes += page.record.page_bytes
         self._groups.setdefault(_group(page), {})[page.number] = page
-        self._drop_some()
-        self._look_again.append(page)
         return page
 
     def find(self, slot: Slot) -> DirtyPage | None:
@@ -145,26 +140,30 @@ class WriteQueue:
     def unhold(self, keyspace: bytes) -> None:
         self._held.discard(keyspace)
 
-    def next_batch(self, now_s: float) -> list[DirtyPage]:
-        """Pages to write together now; empty if it is not time yet or enough batches are in flight."""
+    def next_batch(self, now_s: float, *, in_budget: bool = True) -> list[DirtyPage]:
+        """Pages to write together now; empty if it is not time yet or enough batches are in flight.
+
+        in_budget: False if pages that no caller waits for may start whatever the budget says, and cost none of it.
+        """
         if self.batches_in_flight >= self._limits.max_batches:
             return []
         self._take_delayed(now_s)
         if self._urgent and (batch := self._start(self._gather(self._urgent.values(), then_others=False))):
             return batch
-        if self._pause_s(now_s) or not self._is_due(now_s):
+        pace = self._pace if in_budget else None
+        if (pace is not None and pace.wait_s(0, now_s)) or not self._is_due(now_s):
             return []
         batch = self._start(self._gather(self._again.values(), then_others=True))
-        if self._pace is not None:
-            self._pace.wait_s(sum(page.record.page_bytes for page in batch), now_s)
+        if pace is not None:
+            pace.wait_s(sum(page.record.page_bytes for page in batch), now_s)
         return batch
 
-    def next_due_s(self, now_s: float) -> float | None:
+    def next_due_s(self, now_s: float, *, in_budget: bool = True) -> float | None:
         """When `next_batch`, which had nothing now, is worth asking again; None if only a change can help."""
         if self.batches_in_flight >= self._limits.max_batches:
             return None
         delayed = self._delayed[0][0] if self._delayed else None
-        pause_s = self._pause_s(now_s)
+        pause_s = self._pace.wait_s(0, now_s) if self._pace is not None and in_budget else 0.0
         if pause_s:
             oldest = next(iter(self._fresh.values()), None)
             fresh = now_s if self._again or self._is_full() else oldest.due_s if oldest is not None else None
@@ -172,11 +171,6 @@ class WriteQueue:
             fresh = next((page.due_s for page in self._fresh.values() if page.due_s > now_s), None)
         due_s = min((due_s for due_s in (fresh, delayed) if due_s is not None), default=None)
         return max(due_s, now_s + pause_s) if due_s is not None else None
-
-    def take_dropped(self) -> int:
-        """Pages that left staging before their turn came, since this was asked last."""
-        dropped_count, self._dropped_count = self._dropped_count, 0
-        return dropped_count
 
     def written(self, page: DirtyPage) -> None:
         """The page is durable."""
@@ -206,10 +200,6 @@ class WriteQueue:
         self.batches_in_flight += bool(batch)
         return batch
 
-    def _pause_s(self, now_s: float) -> float:
-        """How long the budget still holds the next batch back."""
-        return self._pace.wait_s(0, now_s) if self._pace is not None else 0.0
-
     def _is_due(self, now_s: float) -> bool:
         oldest = next(iter(self._fresh.values()), None)
         return bool(self._again) or self._is_full() or (oldest is not None and oldest.due_s <= now_s)
@@ -225,24 +215,9 @@ class WriteQueue:
                 self._urgent[page.number] = page
             self._groups.setdefault(_group(page), {})[page.number] = page
 
-    def _drop_some(self) -> None:
-        """Let go of pages that were evicted before their turn: where more is stored than the budget writes, they would
-        be most of the queue. Two looks at each `add` keep them below the number of pages that are still there."""
-        for _ in range(min(2, len(self._look_again))):
-            page = self._look_again.popleft()
-            if page.state is WriteState.WAITING and not page.wanted and self._is_queued(page):
-                self._drop(page)
-            elif page.state is not WriteState.DONE:
-                self._look_again.append(page)
-
     def _is_queued(self, page: DirtyPage) -> bool:
         """It waits for nothing but its turn."""
         return page.number in self._fresh or page.number in self._again
-
-    def _drop(self, page: DirtyPage) -> None:
-        self._dequeue(page)
-        self._done(page)
-        self._dropped_count += 1
 
     def _hurry_delayed(self, now_s: float, *, only_urgent: bool) -> None:
         self._delayed = [
@@ -282,7 +257,8 @@ class WriteQueue:
                 continue
             break
         for page in gone:
-            self._drop(page)
+            self._dequeue(page)
+            self._done(page)
         return list(batch.values())
 
     def _done(self, page: DirtyPage) -> None:
