@@ -46,19 +46,21 @@ LISTS = {
         Step("press-simple", "press --kinds simple", 45),
     ],
     "final-1": [
-        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 205),
-        Step("load", "load --kinds kvpool --count 8", 50),
+        Step("ttft", "ttft --kinds plain,kvpool,reader --count 10 --runs 5", 230),
+        Step("load", "load --kinds kvpool --count 8", 60),
         Step("bytes", "bytes --rounds 2 --prefixes 24", 90),
         Step("zeroed", "zeroed --count 4", 40),
-        Step("timeline", "timeline", 35),
-        Step("beside", "beside --kinds plain", 75),
-        Step("layouts", "layouts --kinds plain", 40),
+        Step("timeline", "timeline", 50),
     ],
     "final-2": [
         Step("press", "press --kinds control,offload,kvpool --runs 3 --clients 4", 235),
         Step("store-rate", "store-rate --runs 5", 45),
         Step("kills", "kills --kinds kvpool", 130),
         Step("press-simple", "press --kinds simple --salt 1", 50),
+    ],
+    "transfers": [  # at link speed nothing reaches a disk: `kvpool up --disk-bytes 0`
+        Step("layouts", "layouts --kinds plain", 40),
+        Step("beside", "beside --kinds plain", 130),
     ],
     "cpu": [
         Step("bytes", "bytes --kinds kvpool --rounds 2 --prefixes 24", 150),

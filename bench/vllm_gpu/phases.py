@@ -58,12 +58,13 @@ def tail(plan: Plan, tokens: int, number: int, asked: int) -> list[int]:
 def run_ttft(plan: Plan, record: Recorder) -> None:
     """TTFT of prompts that no cache has, on each kind in turn; kvpool stores them. Plain: of a repetition, too.
 
-    With a `reader`, another engine asks for each prompt of 8,192 tokens or more one second after it was computed.
+    The prompts that `load` begins with come last. With a `reader`, another engine asks for each prompt of 8,192 tokens or more one second after it was computed.
     """
     engines = start_all(plan.kinds, plan.options)
     _note_memcpy(engines, record)
     computing = [kind for kind in plan.kinds if kind != "reader"]
-    for number in range(plan.count):
+    _decode(plan, engines, record)  # its chunks are the oldest: `load` must find the prompts
+    for number in reversed(range(plan.count)):
         for tokens in plan.lengths:
             prefix = head(plan, tokens, number)
             for kind in _turn(computing, number):
@@ -83,7 +84,6 @@ def run_ttft(plan: Plan, record: Recorder) -> None:
         for number in range(20):
             engines["kvpool"].ask([small_head(plan, number) + tail(plan, SMALL_TOKENS, number, 0)])
         time.sleep(_SETTLE_S)
-    _decode(plan, engines, record)
     _note_counters(engines, record)
 
 
