@@ -58,7 +58,8 @@ def tail(plan: Plan, tokens: int, number: int, asked: int) -> list[int]:
 def run_ttft(plan: Plan, record: Recorder) -> None:
     """TTFT of prompts that no cache has, on each kind in turn; kvpool stores them. Plain: of a repetition, too.
 
-    The prompts that `load` begins with come last. With a `reader`, another engine asks for each prompt of 8,192 tokens or more one second after it was computed.
+    The prompts that `load` begins with come last. With a `reader`, another engine asks for each prompt of 8,192 tokens
+    or more one second after it was computed.
     """
     engines = start_all(plan.kinds, plan.options)
     _note_memcpy(engines, record)
