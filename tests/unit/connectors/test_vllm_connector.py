@@ -250,6 +250,22 @@ def test_workers_say_which_agents_serve_them_also_of_a_pipeline(module: Any, cap
     assert "pp 0 tp 0 on a CPU is served by no agent yet" in caplog.text
 
 
+def test_a_child_of_a_multiconnector_hands_other_connectors_nothing(
+    module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MultiConnector gives what its first child says to all of them, and NIXL's connector raises for what is not its
+    own."""
+    caplog.set_level(logging.INFO)
+    outer = a_config()
+    made = vllm_modules.multi_connector().make
+    worker = made(outer, a_config().kv_transfer_config, module.KvPoolConnector, Role.WORKER)
+    assert worker.get_handshake_metadata() is None
+    scheduler = made(outer, a_config().kv_transfer_config, module.KvPoolConnector, Role.SCHEDULER)
+    caplog.clear()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(agent_metadata_bytes=b"")})
+    assert not caplog.records
+
+
 def test_a_hybrid_models_cache_manager_stays_on(module: Any) -> None:
     """vLLM turns it off for connectors that are not of this class; one that shares nothing must not cost that."""
     connector = module.KvPoolConnector(a_config(), Role.WORKER, None)

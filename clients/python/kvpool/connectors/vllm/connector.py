@@ -127,8 +127,11 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             same_process.add_worker(self._engine_id, self._worker)
 
     def get_handshake_metadata(self) -> WorkerAgent | None:
-        """See the base class."""
-        return None if self._off else WorkerAgent(self._agents.endpoint, self._agents.gpu)
+        """See the base class. MultiConnector hands what its first child says to all of them, and NIXL's connector stops
+        the engine for what is not its own: a child says nothing."""
+        if self._off or self._outer_config is not self._vllm_config:
+            return None
+        return WorkerAgent(self._agents.endpoint, self._agents.gpu)
 
     @_guarded()
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -189,6 +192,8 @@ class KvPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """See the base class, whose own refuses pipelines. For who looks where a worker's pages go."""
         for (pp_rank, tp_rank), agent in sorted(metadata.items()):
+            if not isinstance(agent, WorkerAgent):  # another child's of a MultiConnector
+                continue
             endpoint, gpu = agent.endpoint or "no agent yet", agent.gpu or "a CPU"
             _log.info("kvpool: worker pp %d tp %d on %s is served by %s", pp_rank, tp_rank, gpu, endpoint)
 
