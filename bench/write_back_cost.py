@@ -55,7 +55,7 @@ CASES = {"no disk": ("--disk-bytes", "0"), "budget": (), "no limit": ("--write-b
 
 
 def fresh_span() -> PageSpan:
-    """The first chunks of a chain that nobody has."""
+    """The first chunks of a chain that is not stored yet."""
     hashes = secrets.token_bytes(16 * SPAN_PAGES)
     return PageSpan(
         keyspace=KEYSPACE,

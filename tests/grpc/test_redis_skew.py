@@ -114,7 +114,7 @@ async def test_keys_of_another_layout_are_refused_on_every_connection() -> None:
         server.flush()
         await store.check_layout()
         assert await store.nodes.snapshot() == []
-        mark(server, ANOTHER)  # as if it had failed over to a Redis of others: those who connect anew find out
+        mark(server, ANOTHER)  # as if it had failed over to a Redis of others: new connections find out
         server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         with pytest.raises(StoreUnavailable, match=f"have layout '{ANOTHER}'"):
             await eventually_raises(store)

@@ -114,8 +114,8 @@ class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are th
         process.alive = False
         process.ready.clear()
         self._not_runnable(process)
-        for told in process.on_kill:
-            told()
+        for listener in process.on_kill:
+            listener()
 
     def pause(self, process: Process) -> None:
         process.paused = True
@@ -252,22 +252,22 @@ class SimLoop(_AnyLoop):  # type: ignore[misc]  # of its many methods few are th
 
         As with true threads, a caller that is cancelled meanwhile does not stop it.
         """
-        told: asyncio.Future[T] = asyncio.Future(loop=self)
+        outcome: asyncio.Future[T] = asyncio.Future(loop=self)
 
         def tell(work: Callable[[], None]) -> None:
-            if not told.done():
+            if not outcome.done():
                 work()
 
         def run() -> None:
             try:
                 result = function(*args)
             except Exception as error:
-                self.call_later(self._thread_delay_s(), tell, partial(told.set_exception, error))
+                self.call_later(self._thread_delay_s(), tell, partial(outcome.set_exception, error))
             else:
-                self.call_later(self._thread_delay_s(), tell, partial(told.set_result, result))
+                self.call_later(self._thread_delay_s(), tell, partial(outcome.set_result, result))
 
         self.call_later(self._thread_delay_s(), run)
-        return told
+        return outcome
 
     def _thread_delay_s(self) -> float:
         return self.rng.random() * _THREAD_DELAY_S

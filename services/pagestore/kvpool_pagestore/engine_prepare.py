@@ -108,7 +108,7 @@ class Preparation:
                 self._log_progress("being prepared")
 
     async def _make(self) -> int:
-        """Bytes of a segment that was made; 0 if there is no more to make."""
+        """Bytes of a segment that was made; 0 if there is nothing left to make."""
         try:
             return await self._space.prepare(self._segment_bytes, self._workers, lambda: not self._is_stopped)
         except (KvPoolError, OSError) as error:

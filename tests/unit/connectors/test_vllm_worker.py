@@ -111,6 +111,21 @@ class World:
         self.side.start_stores(StepOrders(step=1, stores=[order], release=["r"] if release else []))
 
 
+def an_unknown_load() -> LoadOrder:
+    """Of which nothing is known but its blocks, all of them."""
+    return LoadOrder(
+        request_id="r",
+        hashes=b"",
+        token_count=0,
+        block_ids=packed_blocks(BLOCKS),
+        first_chunk=0,
+        end_chunk=0,
+        first_token=0,
+        end_token=128,
+        timeout_s=0.0,
+    )
+
+
 def end_of(world: World) -> LoadEnd | StoreEnd:
     (end,) = world.side.take_ends()
     return end
@@ -310,17 +325,6 @@ def test_a_load_that_failed_is_heard_of_together_with_its_blocks() -> None:
 def test_a_load_of_which_nothing_is_known_did_not_come_in_whole() -> None:
     world = World(Pool())
     world.side.take_arrived()
-    nothing = LoadOrder(
-        request_id="r",
-        hashes=b"",
-        token_count=0,
-        block_ids=packed_blocks(BLOCKS),
-        first_chunk=0,
-        end_chunk=0,
-        first_token=0,
-        end_token=128,
-        timeout_s=0.0,
-    )
-    world.side.start_loads(StepOrders(step=1, loads=[nothing]))
+    world.side.start_loads(StepOrders(step=1, loads=[an_unknown_load()]))
     assert world.side.take_arrived() == ()
     assert (world.side.take_received(), world.side.take_failed_blocks()) == ({"r"}, set(BLOCKS))

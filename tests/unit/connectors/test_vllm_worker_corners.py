@@ -19,7 +19,7 @@ from kvpool.connectors.vllm.worker import WorkerSide
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, PageMissing, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
 from kvpool.testing import ManualClock
-from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool
+from tests.unit.connectors.test_vllm_worker import BLOCK, BLOCKS, CHUNK, CHUNK_BYTES, HASHES, Pool, an_unknown_load
 from tests.unit.connectors.vllm_fakes import FakeLink
 
 
@@ -174,18 +174,7 @@ def test_a_gpu_that_cannot_record_costs_each_order_but_loses_none() -> None:
 
 def test_a_load_of_which_nothing_is_known_ends() -> None:
     worker = a_worker(Pool())
-    order = LoadOrder(
-        request_id="r",
-        hashes=b"",
-        token_count=0,
-        block_ids=packed_blocks(BLOCKS),
-        first_chunk=0,
-        end_chunk=0,
-        first_token=0,
-        end_token=128,
-        timeout_s=0.0,
-    )
-    worker.start_loads(StepOrders(step=1, loads=[order]))
+    worker.start_loads(StepOrders(step=1, loads=[an_unknown_load()]))
     assert (worker.take_received(), worker.take_failed_blocks()) == ({"r"}, set(BLOCKS))
 
 

@@ -108,27 +108,28 @@ async def test_a_lease_ends_with_its_time_which_the_agent_bounds() -> None:
     await leased.end()
 
 
-async def test_a_lease_that_is_cancelled_while_it_waits_for_pages_holds_nothing() -> None:
+async def taking_pages() -> tuple[Leased, asyncio.Future[LeaseOutcome]]:
+    """A lease of four chunks that waits for a page of the third one."""
     bench = Bench()
     bench.offer(range(4))
     bench.faults.gates["page 2 1"] = asyncio.Event()
     leased = Leased(bench)
     taking = asyncio.ensure_future(leased.lease(4))
     await eventually(lambda: "page 2 1" in bench.faults.steps)
+    return leased, taking
+
+
+async def test_a_lease_that_is_cancelled_while_it_waits_for_pages_holds_nothing() -> None:
+    leased, taking = await taking_pages()
     leased.leases.cancel(1)
     assert (await taking).held_chunks == 2
     await eventually(lambda: 1 not in leased.leases)
-    bench.nothing_is_out()
+    leased.bench.nothing_is_out()
     await leased.end()
 
 
 async def test_a_session_that_closes_waits_for_leases_that_still_take_pages() -> None:
-    bench = Bench()
-    bench.offer(range(4))
-    bench.faults.gates["page 2 1"] = asyncio.Event()
-    leased = Leased(bench)
-    taking = asyncio.ensure_future(leased.lease(4))
-    await eventually(lambda: "page 2 1" in bench.faults.steps)
+    leased, taking = await taking_pages()
     await leased.end()
     await taking
 

@@ -113,7 +113,7 @@ async def test_a_write_that_fails_in_an_unforeseen_way_is_tried_again(monkeypatc
             with monkeypatch.context() as patch:
 
                 def broken(*_: object) -> None:
-                    raise OSError("nobody thought of this")
+                    raise OSError("an unforeseen fault")
 
                 patch.setattr(world.memory, "put_batch", broken)
                 async with asyncio.timeout(PATIENCE_S):
@@ -186,7 +186,7 @@ async def test_a_page_pinned_while_it_is_written_is_durable_with_its_pin(monkeyp
             assert pinned_until_us(world) == {page_key(1): PINNED_FOREVER_US, page_key(2): 0}
 
 
-@pytest.mark.parametrize("error", [StoreFault("the disk fails"), OSError("nobody thought of this")], ids=repr)
+@pytest.mark.parametrize("error", [StoreFault("the disk fails"), OSError("an unforeseen fault")], ids=repr)
 async def test_a_page_is_not_durable_before_the_pin_it_got_meanwhile_is(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ async def test_pages_that_a_flush_could_not_write_give_way_to_writers(monkeypatc
     with new_world() as world:
 
         def broken(*_: object) -> None:
-            raise OSError("nobody thought of this")
+            raise OSError("an unforeseen fault")
 
         async with running_engine(world, batch_pages=100, **patient) as running:
             engine, peer = running.engine, await open_session(running)

@@ -19,7 +19,7 @@ class DirectSession:
     """Belongs to one event loop.
 
     A new session is opened only when nothing uses the broken one any more: by then no copy touches its arena, which is
-    what `drained` tells the pagestore (invariant 3). That happens as soon as it can, also while the engine is idle:
+    what `drained` says to the pagestore. That happens as soon as it can, also while the engine is idle:
     until then a pagestore that came back after a crash lacks the memory that is mapped here.
     """
 

@@ -37,9 +37,9 @@ class ArenaLink:
     """The session of one agent with its pagestore, and who may have how many of its leases.
 
     Opened when first needed, and again after a break: only when every slot of the broken session was handed back, as by
-    then no copy touches the old arena, which is what `drained` tells the pagestore (invariant 3). That happens as soon
-    as it can, whether or not an engine asks for pages: until then a pagestore that came back after a crash lacks the
-    memory that is mapped here.
+    then no copy touches the old arena, which is what `drained` says to the pagestore. That happens as soon as it can,
+    whether or not an engine asks for pages: until then a pagestore that came back after a crash lacks the memory that
+    is mapped here.
     """
 
     def __init__(self, plan: SessionPlan, config: ClientConfig, *, on_map: MapHook | None = None) -> None:

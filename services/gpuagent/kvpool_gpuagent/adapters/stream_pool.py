@@ -80,7 +80,7 @@ class StreamPool:
         self._sizes_bytes = [page_bytes(size_bytes) for size_bytes in self._payload_bytes]
         self._index, self._buffers, self._peers, self._host_id = index, buffers, peers, host_id
         self._reports: set[asyncio.Task[None]] = set()
-        self.broken = asyncio.Event()  # there is no session that could end
+        self.broken = asyncio.Event()  # never set: streams are opened as they are needed
         fitting = buffers.writes.capacity_bytes // max(self._sizes_bytes)
         self.window_pages = max(1, min(_WINDOW_PAGES_MAX, fitting))
 

@@ -241,7 +241,7 @@ class SchedulerSide:
         if sample is not None:
             self.cost.note_prefill(*sample)
         self.ended(ends)
-        if self._settings.layerwise:  # nobody else says so: the step has waited for its loads
+        if self._settings.layerwise:  # vLLM reports none of the loads that a step has waited for as received
             self.received({end.request_id for end in ends if isinstance(end, LoadEnd)})
 
     def ended(self, ends: Sequence[LoadEnd | StoreEnd]) -> None:

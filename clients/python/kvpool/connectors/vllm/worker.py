@@ -44,8 +44,8 @@ class _Load:
 class WorkerSide:
     """All methods on the engine's thread; none raises for trouble of the cache. None blocks, except that
     `take_received` may wait a moment (see `idle_wait`), and that layerwise loads are waited for by `wait_layers`,
-    `start_stores` and `take_failed_blocks`. Each load ends in
-    `take_received` and each held request in `take_released`, whatever happens: the engine waits for that."""
+    `start_stores` and `take_failed_blocks`. Each load ends in `take_received` or `take_arrived`, each held request in
+    `take_released`, whatever happens: the engine waits for that."""
 
     def __init__(
         self,
@@ -119,9 +119,7 @@ class WorkerSide:
                     self._waiting.appendleft(load)
                     return
             except Exception as error:
-                failed_blocks = self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
-                if self._settings.layerwise:  # this step computes from them
-                    self._spoiled_blocks |= failed_blocks
+                self._end_load(load, self._now_s() - load.started_s, None, str(error) or repr(error))
 
     def _begin(self, load: _Load) -> bool:
         """False: no event is free, and the load can wait for one. raises: whatever keeps it from being begun."""
@@ -129,16 +127,16 @@ class WorkerSide:
         if not order.hashes:
             raise InvalidRequest("nothing is known of this load")
         if load.stop.asked:
-            raise Stopped("nobody needs the load any more")
+            raise Stopped("the load is no longer needed")
         pool = self._link.pool
         if pool is None:
             raise unreachable()
         if waited_s > order.timeout_s:
             raise DeadlineExceeded("no event became free for this load: the agent waits for work that has not ended")
         point = self._work.point() if self._loads_wait else WorkPoint()
-        if point is None and self._settings.layerwise:
-            raise ServiceUnavailable("no event is free: the agent waits for work that has not ended")
         if point is None:
+            if self._settings.layerwise:
+                raise ServiceUnavailable("no event is free: the agent waits for work that has not ended")
             return False
         try:
             if self._settings.layerwise:
@@ -218,7 +216,7 @@ class WorkerSide:
 
     def _layer_load_ended(self, order: LoadOrder, duration_s: float, report: LoadReport | None, failure: str) -> None:
         load = self._loads.get(order.request_id) or _Load(order, self._now_s())
-        self._spoiled_blocks |= self._end_load(load, duration_s, report, failure)
+        self._end_load(load, duration_s, report, failure)
 
     def _span(self, order: LoadOrder) -> dict[str, Any]:
         return {
@@ -261,8 +259,7 @@ class WorkerSide:
         else:
             self._end_load(load, duration_s, report, str(report.error) if report.error is not None else "")
 
-    def _end_load(self, load: _Load, duration_s: float, report: LoadReport | None, failure: str) -> set[int]:
-        """The blocks that did not come."""
+    def _end_load(self, load: _Load, duration_s: float, report: LoadReport | None, failure: str) -> None:
         order = load.order
         end_chunk = report.end_chunk if report is not None else order.first_chunk
         if self._loads.get(order.request_id) is load:
@@ -287,13 +284,14 @@ class WorkerSide:
             gone=report is not None and isinstance(report.error, (PageCorrupt, PageMissing)),
             failure=failure,
         )
-        if self._scheduler_asks and not failed_blocks and not self._settings.layerwise:
+        if self._settings.layerwise:
+            self._spoiled_blocks |= failed_blocks  # this step computes from them
+            self._ends.append(end)
+        elif self._scheduler_asks and not failed_blocks:
             self._arrived.append(end)
         else:
             self._ends.append(end)
-            if not self._settings.layerwise:
-                self._received.add(order.request_id)
-        return failed_blocks
+            self._received.add(order.request_id)
 
 
 async def _ask(stop: LoadStop) -> None:
