@@ -108,6 +108,18 @@ async def test_a_lease_ends_with_its_time_which_the_agent_bounds() -> None:
     await leased.end()
 
 
+async def test_a_lease_lets_go_of_its_slots_when_the_session_of_its_pool_breaks() -> None:
+    """The next session opens only when all slots of the broken one are back: until then the engines go without."""
+    bench = Bench()
+    bench.offer(range(2))
+    leased = Leased(bench, lease_ms_max=10_000_000)
+    await leased.lease(2)
+    assert bench.pool.slots_out == 2 * len(SHARDS)
+    bench.pool.broken.set()
+    await eventually(lambda: 1 not in leased.leases)
+    bench.nothing_is_out()
+
+
 async def taking_pages() -> tuple[Leased, asyncio.Future[LeaseOutcome]]:
     """A lease of four chunks that waits for a page of the third one."""
     bench = Bench()
