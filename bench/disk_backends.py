@@ -1,17 +1,17 @@
-"""How fast do the page backends make pages durable and read them, beside plain files with equal durability and threads?
+"""How fast does the disk tier make pages durable and read them, beside plain files with equal durability and threads?
 
 Every way has its space already (blocks reserved and written once before) and writes over it, as a tier at its cap does:
 a group of old pages is deleted, a group of new ones written and synced. Ways take turns within a round; a ratio is the
 median over the rounds of what the way did beside the best plain way of the same round.
 
-write  extents, tables    RocksPageStore: deletion, page bytes, records, all synced
+write  extents            RocksPageStore: deletion, page bytes, records, all synced
        plain direct       one reserved file, O_DIRECT, one fdatasync a group
        plain buffered     the same through the page cache
-read   extents, tables    RocksPageStore into aligned slots, every sum verified; cold
+read   extents            RocksPageStore into aligned slots, every sum verified; cold
        plain direct       preadv past the page cache, nothing verified
        plain buffered     preadv through the page cache, which was emptied before; nothing verified
        plain verified     plain direct, then every sum verified
-scan   records a second that a start takes (see disk_scan for a million)
+scan   records a second that a start takes (see full_disk for a million)
 
 Run: python -m bench.disk_backends [--directory DIR] [--mib 512] [--rounds 5] [--json FILE]
 """
@@ -34,7 +34,7 @@ from pathlib import Path
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey, page_bytes, seal, slot_bytes, verify
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageWrite
 from kvpool_server.process import tune_process
 
@@ -52,7 +52,7 @@ def key(number: int) -> PageKey:
 
 
 class Workbench:
-    """Sealed pages of one size in aligned memory, a store of each kind and a plain file that hold them all."""
+    """Sealed pages of one size in aligned memory, a store and a plain file that hold them all."""
 
     def __init__(self, directory: Path, size: int, total_bytes: int) -> None:
         self._size, self._slot_bytes = size, slot_bytes(size)
@@ -67,12 +67,7 @@ class Workbench:
         self._destinations = [memoryview(mmap.mmap(-1, self._slot_bytes)) for _ in range(max(READERS))]
         for destination in self._destinations:
             destination[:] = bytes(len(destination))
-        self.stores = {
-            # Extents at the cap; tables with room, so that volumes are not emptied while they are measured.
-            way: RocksPageStore(directory / way, total_bytes * (5 if way == "tables" else 1) + (96 << 20),
-                                page_bytes=PageBytes(way))
-            for way in ("extents", "tables")
-        }  # fmt: skip
+        self.stores = {"extents": RocksPageStore(directory / "extents", total_bytes + (96 << 20))}
         for store in self.stores.values():
             store.open()
         self._directory = directory
@@ -181,13 +176,13 @@ def measure(bench: Workbench, size: int, rounds: int, found: Cases) -> None:
     groups = [(threads, mib) for threads in WRITERS for mib in GROUPS_MIB if (mib << 20) >= size]
     for number in range(rounds + 1):
         for threads, mib in groups if number else groups[:1]:
-            for way in random.sample(stores + plain, 4):
+            for way in random.sample(stores + plain, 3):
                 rate = bench.write(way, threads, mib)
                 if number:
                     case = found.setdefault(f"write {label}, groups of {mib} MiB, {threads} threads", {})
                     case.setdefault(way, []).append(rate / 1e9)
         for threads in READERS if number else ():
-            for way in random.sample([*stores, *plain, "plain verified"], 5):
+            for way in random.sample([*stores, *plain, "plain verified"], 4):
                 case = found.setdefault(f"read {label}, cold, {threads} threads", {})
                 case.setdefault(way, []).append(bench.read(way, threads) / 1e9)
 

@@ -7,7 +7,7 @@ free is scattered. Every page that is read is verified.
 written_bytes counts what this process had the kernel write to the device (/proc/self/io), RocksDB's files included.
 The files are measured every 100 ms as the file system counts them.
 
-Run: python -m bench.disk_churn [--way extents] [--minutes 60] [--rate-mb-s 80] [--capacity-mib 4096] [--json FILE]
+Run: python -m bench.disk_churn [--minutes 60] [--rate-mb-s 80] [--capacity-mib 4096] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey, page_bytes, seal, slot_bytes, verify
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageWrite
 from kvpool_server.process import tune_process
 
@@ -188,9 +188,8 @@ def report(arguments: argparse.Namespace, churn: Churn, seconds: float, written_
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": "2-core virtual machine, shared with other work",
-        "command": f"python -m bench.disk_churn --way {arguments.way} --minutes {arguments.minutes} "
+        "command": f"python -m bench.disk_churn --minutes {arguments.minutes} "
         f"--rate-mb-s {arguments.rate_mb_s} --capacity-mib {arguments.capacity_mib}",
-        "way": arguments.way,
         "seconds": round(seconds),
         "page_bytes_put": churn.put_bytes,
         "pages_put": churn.put_pages,
@@ -212,7 +211,6 @@ def report(arguments: argparse.Namespace, churn: Churn, seconds: float, written_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--way", choices=[way.value for way in PageBytes], default="extents")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate-mb-s", type=float, default=80)
     parser.add_argument("--capacity-mib", type=int, default=4096)
@@ -221,7 +219,7 @@ def main() -> None:
     tune_process()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         capacity_bytes = arguments.capacity_mib << 20
-        store = RocksPageStore(Path(directory) / "disk", capacity_bytes, page_bytes=PageBytes(arguments.way))
+        store = RocksPageStore(Path(directory) / "disk", capacity_bytes)
         store.open()
         churn = Churn(store, capacity_bytes, arguments.rate_mb_s * 1e6, seed=4)
         churn.wait_full()

@@ -28,9 +28,8 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool_pagestore.adapters.extent_layout import ExtentRecord
-from kvpool_pagestore.adapters.rocks import RocksPageStore
-from kvpool_pagestore.adapters.rocks_layout import RECORDS
+from kvpool_pagestore.adapters.page_store import RocksPageStore
+from kvpool_pagestore.adapters.records import RECORDS, PageRecord
 from kvpool_pagestore.core.disk_budget import page_blocks
 from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
@@ -63,12 +62,12 @@ def build(directory: Path, count: int) -> None:
     blocks = page_blocks(PAGE_BYTES)
     with (directory / "extents" / "1.pages").open("wb") as file:
         file.truncate((count + 1) * blocks * BLOCK_BYTES)
-    database = store._database  # the one way to write records without their pages
+    database = store._pages.database  # the one way to write records without their pages
     batch = WriteBatch(raw_mode=True)
     for number in range(count):
         key = PageKey(KEYSPACE, os.urandom(16), 0)
         metadata = PageMetadata(parent_hash=os.urandom(16), chunk_index=number, group_head_hash=os.urandom(16))
-        record = ExtentRecord(PAGE_BYTES, number, (Extent(1, number * blocks, blocks),), metadata)
+        record = PageRecord(PAGE_BYTES, number, (Extent(1, number * blocks, blocks),), metadata)
         batch.put(key.pack(), record.encode(), database.handle(RECORDS))
         if len(batch) == 4096:
             database.write(batch, sync=False)

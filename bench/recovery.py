@@ -29,7 +29,7 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.page import PageKey, page_bytes, seal
 from kvpool.core.payload import payload_bytes
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageWrite
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(2, 1, 32),), dtype=Dtype.FP32, chunk_tokens=32)

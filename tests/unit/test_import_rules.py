@@ -164,7 +164,7 @@ def test_the_repository_keeps_the_rules() -> None:
         ("kvpool_index.engine", "from kvpool_index.adapters import memory", "is not in its row"),
         ("kvpool_index.core.match", "from kvpool_index.ports import Store", "is not in its row"),
         ("kvpool_index.core.match", "async def f(): ...", "async def is not pure"),
-        ("kvpool_pagestore.adapters.rocks", "import rocksdict\nimport kvpool.client", "more than one of"),
+        ("kvpool_pagestore.adapters.page_store", "import rocksdict\nimport kvpool.client", "more than one of"),
         ("kvpool_pagestore.servicer", "import pickle", "is allowed nowhere"),
         ("kvpool.kernels.gather", "import kvpool.core", "is not in its row"),
         ("kvpool.client.gpu", "from kvpool.kernels import gather", "inside functions only"),

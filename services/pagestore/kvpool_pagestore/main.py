@@ -19,8 +19,8 @@ from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.adapters.arena import TmpfsArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
-from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
+from kvpool_pagestore.adapters.page_store import largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.adapters.peer import GrpcPeerPages
 from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig

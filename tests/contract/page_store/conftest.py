@@ -1,4 +1,4 @@
-"""Every page store: the RocksDB one in each of its ways, the fake in memory, and that of the simulation."""
+"""Every page store: the one on disk, the fake in memory, and that of the simulation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 
 from kvpool.core.errors import StoreFault
 from kvpool.testing.page_store import MemoryPageStore
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.adapters.rocks_tables import TableVolumes
 from kvpool_pagestore.ports import PageStore, StoredPage
 from tests.contract.page_store.pages import Reopen
 from tests.sim.disk import SimDisk, SimPageStore
@@ -30,7 +29,7 @@ def sim_disk() -> SimDisk:
     return SimDisk()
 
 
-@pytest.fixture(params=[*(way.value for way in PageBytes), "memory", "simulated"])
+@pytest.fixture(params=["rocks", "memory", "simulated"])
 def reopen(
     request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPage], sim_disk: SimDisk
 ) -> Iterator[Reopen]:
@@ -43,8 +42,7 @@ def reopen(
         if request.param == "simulated":
             store = SimPageStore(sim_disk)
         elif request.param != "memory":
-            way = PageBytes(request.param)
-            store = RocksPageStore(tmp_path / "disk", 256 << 20, volume_bytes=1 << 20, page_bytes=way)
+            store = RocksPageStore(tmp_path / "disk", 256 << 20)
         store.open()
         opened.append(store)
         return store
@@ -52,6 +50,20 @@ def reopen(
     yield open_again
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+def reopen_without_index(request: pytest.FixtureRequest, tmp_path: Path, reopen: Reopen) -> Reopen:
+    """Close the store, lose whatever names its pages apart from the pages, and open it again."""
+
+    def open_again() -> PageStore:
+        reopen().close()
+        for path in (tmp_path / "disk").glob("*"):
+            if path.is_file():
+                path.unlink()
+        return reopen()
+
+    return open_again
 
 
 @pytest.fixture
@@ -84,7 +96,6 @@ def failing_disk(
             if request.param == "sync":
                 patch.setattr(os, "fdatasync", _no_sync)
                 patch.setattr(os, "fsync", _no_sync)
-                patch.setattr(TableVolumes, "append", _no_write)  # RocksDB syncs table files itself
             else:
                 patch.setattr(RocksDatabase, "write", _no_write)
             yield

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageWrite
 
-VOLUME_BYTES = 1 << 20
 PAGE_BYTES = 200_000
 
 
@@ -27,10 +26,8 @@ def page_write(number: int, content: bytes | None = None) -> PageWrite:
     return PageWrite(key=key(number), page=memoryview(page(number) if content is None else content), metadata=metadata)
 
 
-def opened(
-    directory: Path, way: str, volume_bytes: int = VOLUME_BYTES, capacity_bytes: int = 200 << 20
-) -> RocksPageStore:
-    store = RocksPageStore(directory, capacity_bytes, volume_bytes=volume_bytes, page_bytes=PageBytes(way))
+def opened(directory: Path, capacity_bytes: int = 200 << 20) -> RocksPageStore:
+    store = RocksPageStore(directory, capacity_bytes)
     store.open()
     return store
 

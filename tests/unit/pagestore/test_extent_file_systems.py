@@ -17,7 +17,7 @@ PRELUDE = """
 import fcntl, os, struct, sys
 from pathlib import Path
 from kvpool.core.errors import KvPoolError, StoreFault
-from kvpool_pagestore.adapters.direct_io import allows_direct
+from kvpool_pagestore.adapters.file_io import allows_direct
 from tests.unit.pagestore.rocks_pages import get, opened, page, page_write, put, scanned
 mount = Path(sys.argv[1])
 def put_failing(store, *numbers):
@@ -48,7 +48,7 @@ def refused(call):
 """
 
 FULL = """
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 put(store, *range(50))
 assert store.used_bytes() <= 60 << 20
 fill()
@@ -61,13 +61,13 @@ assert all(get(store, number) == page(number) for number in range(50))
 store.probe()
 put(store, *range(50, 60))
 store.close()
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 assert scanned(store) == set(range(60)) and all(get(store, number) == page(number) for number in range(60))
 store.close()
 """
 
 NO_ROOM_TO_GROW = """
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 fill()
 os.truncate(mount / "filler", os.stat(mount / "filler").st_size - (8 << 20))
 assert put_failing(store, 1) == {StoreFault} and probe_fails(store)
@@ -80,7 +80,7 @@ store.close()
 """
 
 FAILING = """
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 put(store, *range(50))
 descriptor = os.open(mount, os.O_RDONLY)
 fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 1))  # EXT4_IOC_SHUTDOWN: every transfer fails from now on
@@ -90,12 +90,12 @@ os._exit(0)
 """
 
 WITHOUT_DIRECT = """
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 put(store, *range(50))
 store.delete_batch([page_write(number).key for number in range(0, 50, 2)])
 put(store, *range(50, 80))
 store.close()
-store = opened(mount / "disk", "extents", capacity_bytes=60 << 20)
+store = opened(mount / "disk", capacity_bytes=60 << 20)
 kept = {*range(1, 50, 2), *range(50, 80)}
 assert scanned(store) == kept and all(get(store, number) == page(number) for number in kept)
 store.close()

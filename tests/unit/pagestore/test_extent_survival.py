@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import BLOCK_BYTES
 from kvpool_pagestore.ports import PageWrite
@@ -21,14 +21,14 @@ COUNT = 300
 
 def filled(directory: Path) -> None:
     """COUNT small pages, of which each tenth was deleted; records in tables and in the log."""
-    store = opened(directory, "extents")
+    store = opened(directory)
     store.remember_keyspace(b"a keyspace")
     for start in range(0, COUNT, 50):
         pages = [page_write(number, b"page %d" % number) for number in range(start, start + 50)]
         store.put_batch(pages, lambda _, failure: None)
         if start == 150:
             store.close()
-            store = opened(directory, "extents")
+            store = opened(directory)
     store.delete_batch([key(number) for number in range(0, COUNT, 10)])
     store.close()
 
@@ -77,13 +77,13 @@ def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path
     filled(tmp_path)
     damaged = max(tmp_path.glob(kind), key=lambda path: path.stat().st_size)
     HARMS[harm](damaged)
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     found = right(store)
     assert found >= LIVE  # deleted ones may be back where nothing tells of their deletion any more
     assert list(store.keyspaces()) == [b"a keyspace"]
     store.put_batch([page_write(0, b"page 0")], lambda _, failure: None)
     store.close()
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     assert right(store) == found | {0}
     store.close()
 
@@ -91,7 +91,7 @@ def test_no_page_is_lost_whatever_file_of_the_database_is_damaged(tmp_path: Path
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Path, harm: str) -> None:
     filled(tmp_path)
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     for number in range(0, COUNT, 10):
         store.put_batch([page_write(number, b"page %d" % number)], lambda _, failure: None)
     # As a kill leaves it: copied while it is open.
@@ -102,7 +102,7 @@ def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Pat
             (copy / path.relative_to(tmp_path)).write_bytes(path.read_bytes())
     store.close()
     HARMS[harm](max(copy.glob("*.log"), key=lambda path: path.stat().st_size))
-    store = opened(copy, "extents")
+    store = opened(copy)
     assert right(store) >= LIVE
     store.close()
 
@@ -112,7 +112,7 @@ def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         if path.is_file():
             path.unlink()
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     assert right(store) >= LIVE
     kept = {found.metadata.chunk_index: found.metadata for found in store.scan()}
     assert kept[7] == page_write(7).metadata
@@ -123,25 +123,25 @@ def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
 
 def test_pages_that_were_cleared_do_not_come_back_when_the_database_is_lost(tmp_path: Path) -> None:
     filled(tmp_path)
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     store.delete_keyspace(b"k" * 16)
     put(store, 7)
     store.close()
     for path in tmp_path.iterdir():
         if path.is_file():
             path.unlink()
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     assert scanned(store) == {7}
     store.close()
 
 
 def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
     """A tenant may write anything into its pages: blocks of somebody else's, with all that lies behind them."""
-    other = opened(tmp_path / "other", "extents")
+    other = opened(tmp_path / "other")
     put(other, 5)
     other.close()
     blocks = next((tmp_path / "other" / "extents").glob("*.pages")).read_bytes()[: 60 * 4096]
-    store = opened(tmp_path / "disk", "extents")
+    store = opened(tmp_path / "disk")
     store.put_batch(
         [PageWrite(key=PageKey(b"x" * 16, bytes(16), 0), page=memoryview(blocks), metadata=page_write(1).metadata)],
         lambda _, failure: None,
@@ -150,21 +150,21 @@ def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path:
     for path in (tmp_path / "disk").iterdir():
         if path.is_file():
             path.unlink()
-    store = opened(tmp_path / "disk", "extents")
+    store = opened(tmp_path / "disk")
     assert [found.key.keyspace for found in store.scan()] == [b"x" * 16]
     store.close()
 
 
 @pytest.mark.parametrize("harm", ["flipped in the middle", "cut", "emptied", "removed", "noise"])
 def test_a_damaged_file_of_pages_costs_the_pages_in_it(tmp_path: Path, harm: str) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=220 << 20)
+    store = opened(tmp_path, capacity_bytes=220 << 20)
     for start in range(0, 600, 50):  # two files
         put(store, *range(start, start + 50))
     store.close()
     files = sorted((tmp_path / "extents").glob("*.pages"))
     assert len(files) == 2
     HARMS[harm](files[0])
-    store = opened(tmp_path, "extents", capacity_bytes=220 << 20)
+    store = opened(tmp_path, capacity_bytes=220 << 20)
 
     def kept(number: int) -> bool:
         try:
@@ -184,7 +184,7 @@ def test_a_damaged_file_of_pages_costs_the_pages_in_it(tmp_path: Path, harm: str
 
 
 def test_a_fragmented_page_survives_as_any_other(tmp_path: Path) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     small = [page_write(number, b"x" * 9000) for number in range(1200)]
     failures: list[object] = []
     for start in range(0, 1200, 100):
@@ -196,7 +196,7 @@ def test_a_fragmented_page_survives_as_any_other(tmp_path: Path) -> None:
     put(store, *range(2000, 2000 + 12))
     assert all(get(store, number) == page(number) for number in range(2000, 2012))
     store.close()
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     assert all(get(store, number) == page(number) for number in range(2000, 2012))
     assert len(scanned(store)) == 612
     store.close()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.errors import KvPoolError
-from kvpool_pagestore.adapters.extent_files import ExtentFiles
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.extents import ExtentFiles
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.core import disk_budget
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.patience import PATIENCE_S
@@ -46,7 +46,7 @@ def running(gate: Gate, work: Callable[[], None]) -> Iterator[None]:
 
 def test_nobody_waits_for_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_budget, "_FILE_BYTES_MIN", 4 << 20)
-    store, gate = opened(tmp_path, "extents", capacity_bytes=60 << 20), Gate()
+    store, gate = opened(tmp_path, capacity_bytes=60 << 20), Gate()
     put(store, 1, 2)
     posix_fallocate = os.posix_fallocate
 
@@ -78,7 +78,7 @@ def put_small(store: RocksPageStore, keyspace: bytes, count: int) -> None:
 
 
 def test_a_keyspace_is_cleared_while_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, gate = opened(tmp_path, "extents", capacity_bytes=28 << 20), Gate()
+    store, gate = opened(tmp_path, capacity_bytes=28 << 20), Gate()
     mine, other = b"m" * 16, b"o" * 16
     put_small(store, mine, 300)
     keep = ExtentFiles.keep
@@ -95,6 +95,6 @@ def test_a_keyspace_is_cleared_while_others_are_written(tmp_path: Path, monkeypa
         put_small(store, mine, 300)
         store.delete_keyspace(mine)
     store.close()
-    store = opened(tmp_path, "extents", capacity_bytes=28 << 20)
+    store = opened(tmp_path, capacity_bytes=28 << 20)
     assert len(list(store.scan())) == 10
     store.close()

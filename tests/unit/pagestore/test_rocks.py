@@ -14,21 +14,16 @@ import pytest
 
 from kvpool.core.errors import KvPoolError, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.rocks import PageBytes, RocksPageStore
+from kvpool_pagestore.adapters import rocks_database
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, put_each, scanned
-
-
-@pytest.fixture(params=["extents", "tables"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
 
 # ---- space
 
 
-def test_space_comes_back_and_live_pages_stay_right_through_long_churn(tmp_path: Path, way: str) -> None:
+def test_space_comes_back_and_live_pages_stay_right_through_long_churn(tmp_path: Path) -> None:
     capacity_bytes = 60 << 20
-    store = opened(tmp_path, way, volume_bytes=4 << 20, capacity_bytes=capacity_bytes)
+    store = opened(tmp_path, capacity_bytes=capacity_bytes)
     live: list[int] = []
     limit_pages = store.live_limit_bytes // store.charged_bytes(PAGE_BYTES)
     highest_bytes = 0
@@ -45,7 +40,7 @@ def test_space_comes_back_and_live_pages_stay_right_through_long_churn(tmp_path:
     assert scanned(store) == set(live)
     assert all(get(store, number) == page(number) for number in live)
     store.close()
-    store = opened(tmp_path, way, capacity_bytes=capacity_bytes)
+    store = opened(tmp_path, capacity_bytes=capacity_bytes)
     assert scanned(store) == set(live)
     assert all(get(store, number) == page(number) for number in live)
     store.delete_keyspace(b"k" * 16)
@@ -56,8 +51,8 @@ def test_space_comes_back_and_live_pages_stay_right_through_long_churn(tmp_path:
     store.close()
 
 
-def test_readers_never_miss_a_page_that_is_being_moved(tmp_path: Path, way: str) -> None:
-    store = opened(tmp_path, way)
+def test_readers_never_miss_a_page_that_is_being_moved(tmp_path: Path) -> None:
+    store = opened(tmp_path)
     kept = [0, 9, 18, 27]
     stop, failures = threading.Event(), []
 
@@ -80,8 +75,8 @@ def test_readers_never_miss_a_page_that_is_being_moved(tmp_path: Path, way: str)
     store.close()
 
 
-def test_writers_at_once_are_all_kept(tmp_path: Path, way: str) -> None:
-    store = opened(tmp_path, way)
+def test_writers_at_once_are_all_kept(tmp_path: Path) -> None:
+    store = opened(tmp_path)
     threads = [
         threading.Thread(target=lambda first=first: put_each(store, range(first, first + 8)))
         for first in range(0, 32, 8)
@@ -95,7 +90,7 @@ def test_writers_at_once_are_all_kept(tmp_path: Path, way: str) -> None:
     store.close()
 
 
-def test_memory_and_files_stay_small_whatever_was_written(tmp_path: Path, way: str) -> None:
+def test_memory_and_files_stay_small_whatever_was_written(tmp_path: Path) -> None:
     script = """
 import ctypes
 import sys
@@ -105,7 +100,7 @@ from tests.unit.pagestore.rocks_pages import opened, page_write, get
 def resident_mib():
     return sum(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
 tune_process()
-store = opened(Path(sys.argv[1]), sys.argv[2])
+store = opened(Path(sys.argv[1]))
 ctypes.CDLL(None).malloc_trim(0)
 before = resident_mib()
 for start in range(0, 600, 10):
@@ -115,7 +110,7 @@ for number in range(600):
 ctypes.CDLL(None).malloc_trim(0)
 print(resident_mib() - before)
 """
-    command = [sys.executable, "-c", script, str(tmp_path), way]
+    command = [sys.executable, "-c", script, str(tmp_path)]
     environment = {"PYTHONPATH": ":".join(sys.path)}
     output = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout
     assert float(output) < 20
@@ -125,15 +120,15 @@ print(resident_mib() - before)
 # ---- refusals
 
 
-def refused(directory: Path, page_bytes: PageBytes = PageBytes.EXTENTS) -> str:
+def refused(directory: Path) -> str:
     with pytest.raises(StartupFailed) as raised:
-        RocksPageStore(directory, 64 << 20, page_bytes=page_bytes).open()
+        RocksPageStore(directory, 64 << 20).open()
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_a_directory_in_use_is_refused_and_named(tmp_path: Path) -> None:
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     message = refused(tmp_path)
     assert str(tmp_path) in message and "in use by another process" in message
     put(store, 1)
@@ -145,12 +140,11 @@ def test_a_directory_that_cannot_be_made_is_refused_and_named(tmp_path: Path) ->
     assert str(tmp_path / "file" / "disk") in refused(tmp_path / "file" / "disk")
 
 
-def test_a_directory_of_another_format_is_refused(tmp_path: Path, way: str) -> None:
-    store = opened(tmp_path, way)
-    store.close()
-    other = PageBytes.TABLES if way == "extents" else PageBytes.EXTENTS
-    assert other.value in refused(tmp_path, other)
-    opened(tmp_path, way).close()
+def test_a_directory_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rocks_database, "_FORMAT", b"of another version")
+        opened(tmp_path).close()
+    assert "of another version" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +157,7 @@ def test_a_directory_of_another_format_is_refused(tmp_path: Path, way: str) -> N
     ],
 )
 def test_a_closed_store_is_a_fault_not_a_miss(tmp_path: Path, call: Callable[[RocksPageStore], object]) -> None:
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     store.close()
     with pytest.raises(StoreFault):
         call(store)
@@ -174,19 +168,15 @@ def no_space(*_: object) -> int:
 
 
 def test_a_write_that_fails_is_reported_once_per_page_and_leaves_nothing(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened(tmp_path, way)
+    store = opened(tmp_path)
     put(store, 1)
     failures: list[tuple[PageKey, KvPoolError | None]] = []
-    if way == "tables":
-        (tmp_path / "incoming").rmdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", no_space)
         store.put_batch([page_write(2), page_write(3)], lambda page_key, failure: failures.append((page_key, failure)))
     assert [(page_key, type(failure)) for page_key, failure in failures] == [(key(2), StoreFault), (key(3), StoreFault)]
-    if way == "tables":
-        (tmp_path / "incoming").mkdir()
     put(store, 3)
     assert scanned(store) == {1, 3}
     store.close()

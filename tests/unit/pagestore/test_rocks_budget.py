@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.errors import KvPoolError, QuotaExceeded, StartupFailed
-from kvpool_pagestore.adapters.disk_tier import largest_batch_bytes, live_page_bytes, open_disk_tier
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore, largest_batch_bytes, live_page_bytes, open_disk_tier
 from kvpool_pagestore.core.disk_budget import ExtentBudget
 from kvpool_pagestore.core.extents import BLOCK_BYTES
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 CAPACITY_BYTES = 64 << 20
-
-
-@pytest.fixture(params=["extents", "tables"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 class Watch:
@@ -49,8 +43,8 @@ class Watch:
         self.highest_bytes = max(self.highest_bytes, self._store.used_bytes())
 
 
-def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp_path: Path, way: str) -> None:
-    store = opened(tmp_path, way, volume_bytes=2 << 20, capacity_bytes=CAPACITY_BYTES)
+def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp_path: Path) -> None:
+    store = opened(tmp_path, capacity_bytes=CAPACITY_BYTES)
     each_pages = store.live_limit_bytes // store.charged_bytes(PAGE_BYTES) // 2
 
     def churn(first: int) -> None:
@@ -74,7 +68,7 @@ def test_the_files_never_outgrow_the_capacity_while_several_write_and_delete(tmp
 
 def test_small_pages_are_charged_for_their_records(tmp_path: Path) -> None:
     """Records, logs and tables of as many of the smallest pages as may be, written again and again, fit beside them."""
-    store = opened(tmp_path, "extents", capacity_bytes=CAPACITY_BYTES)
+    store = opened(tmp_path, capacity_bytes=CAPACITY_BYTES)
     count, told = store.live_limit_bytes // store.charged_bytes(1), list[KvPoolError | None]()
     with Watch(store) as watch:
         for first in range(0, 6 * count, count):
@@ -104,11 +98,11 @@ def test_a_budget_without_room_is_refused_with_the_cure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smaller_bytes", [100 << 20, 40 << 20])
 def test_a_smaller_budget_shrinks_the_tier_before_it_serves(tmp_path: Path, smaller_bytes: int) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=200 << 20)
+    store = opened(tmp_path, capacity_bytes=200 << 20)
     for start in range(0, 600, 20):
         put(store, *range(start, start + 20))
     store.close()
-    store = opened(tmp_path, "extents", capacity_bytes=smaller_bytes)
+    store = opened(tmp_path, capacity_bytes=smaller_bytes)
     assert store.used_bytes() <= smaller_bytes
     kept = scanned(store)
     assert len(kept) * PAGE_BYTES > 0.8 * ExtentBudget(smaller_bytes).block_count * BLOCK_BYTES
@@ -121,10 +115,10 @@ def test_a_smaller_budget_shrinks_the_tier_before_it_serves(tmp_path: Path, smal
 
 
 def test_a_larger_budget_is_used(tmp_path: Path) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     put(store, *range(40))
     store.close()
-    store = opened(tmp_path, "extents", capacity_bytes=100 << 20)
+    store = opened(tmp_path, capacity_bytes=100 << 20)
     for start in range(40, 200, 20):
         put(store, *range(start, start + 20))
     assert scanned(store) == set(range(200))
@@ -133,7 +127,7 @@ def test_a_larger_budget_is_used(tmp_path: Path) -> None:
 
 
 def test_pages_beyond_the_budget_are_refused_and_the_tier_is_well(tmp_path: Path) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     put(store, *range(60))
     failures: list[KvPoolError | None] = []
     store.put_batch([page_write(number) for number in range(60, 90)], lambda _, failure: failures.append(failure))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.errors import KvPoolError, StoreFault
-from kvpool_pagestore.adapters.rocks import RocksPageStore
+from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from tests.fixtures.patience import PATIENCE_S
-from tests.unit.pagestore.rocks_pages import PAGE_BYTES, VOLUME_BYTES, get, key, opened, page, page_write, put, scanned
+from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 
 def no_space(*_: object) -> int:
@@ -31,7 +31,7 @@ def put_failing(store: RocksPageStore, *numbers: int) -> list[KvPoolError | None
 
 def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells of lost writes once per open file: whoever shares a descriptor with another may miss it."""
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     put(store, 1)
     both, told_of = threading.Barrier(2, timeout=PATIENCE_S), set[int]()
 
@@ -59,7 +59,7 @@ def test_a_failed_sync_fails_every_batch_that_it_may_concern(tmp_path: Path, mon
 
 
 def test_writes_that_fail_half_way_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     put(store, 1)
     before_bytes = store.used_bytes()
     pwritev = os.pwritev
@@ -80,7 +80,7 @@ def test_writes_that_fail_half_way_take_no_space(tmp_path: Path, monkeypatch: py
 
 
 def test_writes_whose_records_cannot_be_synced_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     put(store, 1)
 
     def failing(_: RocksDatabase) -> None:
@@ -97,7 +97,7 @@ def test_writes_whose_records_cannot_be_synced_take_no_space(tmp_path: Path, mon
 
 
 def test_a_transfer_that_ends_early_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     pwritev, preadv = os.pwritev, os.preadv
 
     def some(buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -116,7 +116,7 @@ def test_a_transfer_that_ends_early_is_taken_up_where_it_ended(tmp_path: Path, m
 def test_a_file_that_could_not_be_made_does_not_stand_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", no_space)
         assert isinstance(put_failing(store, 1)[0], StoreFault)
@@ -135,7 +135,7 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: py
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    store = opened(tmp_path / "deep" / "tier", "extents")
+    store = opened(tmp_path / "deep" / "tier")
     put(store, 1)
     store.close()
     parents = [tmp_path, tmp_path / "deep", tmp_path / "deep" / "tier", tmp_path / "deep" / "tier" / "extents"]
@@ -145,7 +145,7 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, monkeypatch: py
 def test_blocks_of_a_page_that_is_being_read_are_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = opened(tmp_path, "extents", capacity_bytes=40 << 20)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
     put(store, *range(70))
     begun, go_on, found = threading.Event(), threading.Event(), list[bytes | None]()
     preadv = os.preadv
@@ -169,23 +169,8 @@ def test_blocks_of_a_page_that_is_being_read_are_not_used_again(
     store.close()
 
 
-def test_space_that_was_dead_when_the_process_ended_comes_back_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(tmp_path, "tables")
-    for start in range(0, 60, 6):
-        put(store, *range(start, start + 6))
-    with monkeypatch.context() as patch:
-        patch.setattr(RocksPageStore, "_reclaim", lambda _: None)
-        store.delete_batch([key(number) for number in range(60)])
-    store.close()
-    store = opened(tmp_path, "tables")
-    assert store.used_bytes() < 3 * VOLUME_BYTES
-    store.close()
-
-
 def test_a_directory_that_cannot_be_measured_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(tmp_path, "extents")
+    store = opened(tmp_path)
 
     def failing(_: str) -> None:
         raise OSError(errno.EIO, "Input/output error")

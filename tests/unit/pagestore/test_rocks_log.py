@@ -13,11 +13,9 @@ import pytest
 from rocksdict import WriteBatch
 
 from kvpool.core.errors import StoreFault
+from kvpool_pagestore.adapters.records import RECORDS, VALUES
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.adapters.rocks_layout import RECORDS
 from tests.fixtures.patience import PATIENCE_S
-
-FORMAT = b"of a test"
 
 
 class LossyDisk:
@@ -58,7 +56,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LossyDisk:
 
 @pytest.fixture
 def database(tmp_path: Path, disk: LossyDisk) -> Iterator[RocksDatabase]:
-    opened = RocksDatabase(tmp_path / "db", FORMAT)
+    opened = RocksDatabase(tmp_path / "db")
     yield opened
     opened.close()
 
@@ -76,7 +74,7 @@ def write(database: RocksDatabase, number: int) -> None:
 def after_power_loss(disk: LossyDisk, copy: Path, count: int) -> set[int]:
     """Which of the first records are there."""
     disk.lose_power(copy)
-    again = RocksDatabase(copy, FORMAT)
+    again = RocksDatabase(copy)
     found = {number for number in range(count) if again.family(RECORDS).get(record(number)) is not None}
     again.close()
     return found
@@ -162,7 +160,7 @@ def test_logs_that_are_gone_are_not_held_open(database: RocksDatabase, tmp_path:
 
     write(database, 0)
     database.sync_log()
-    for name in database.family_names():
+    for name in (RECORDS, VALUES):
         database.family(name).flush(wait=True)
     write(database, 1)
     database.sync_log()

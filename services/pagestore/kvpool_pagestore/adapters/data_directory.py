@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from kvpool.core.errors import StartupFailed
-from kvpool_pagestore.adapters.durable_names import sync_directory
+from kvpool_pagestore.adapters.file_io import sync_directory
 
 
 class DataDirectory:

@@ -1,106 +1,93 @@
-"""RocksDB as this service opens it: options, column families, and errors in our words.
+"""RocksDB as this service opens it: options, two families of small records, a log that syncs, errors in our words.
 
-Records are small; they go through the log, synced when asked. Page bytes never pass through a memtable or the log: see
-rocks_files and rocks_tables.
+Page bytes never pass through here: they lie in files beside it (extents).
 
-The binding keeps the interpreter's lock through nearly every call; only a lookup of a *list* of keys and a flush let
-go of it (seen with rocksdict 0.3.29). A synced batch of records holds it for some 0.7 ms.
+The binding keeps the interpreter's lock through nearly every call; only a lookup of a *list* of keys and a flush
+release it (seen with rocksdict 0.3.29). A synced batch of records holds it for some 0.7 ms.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from rocksdict import ColumnFamily, Rdict, WriteBatch, WriteOptions
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    ChecksumType,
+    ColumnFamily,
+    DBCompressionType,
+    DBRecoveryMode,
+    Options,
+    Rdict,
+    WriteBatch,
+    WriteOptions,
+)
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
-from kvpool_pagestore.adapters.direct_io import allows_direct
-from kvpool_pagestore.adapters.durable_names import make_directories
-from kvpool_pagestore.adapters.rocks_layout import (
-    FORMAT_NAME,
-    LOG_NAME,
-    MEMBERS,
-    RECORDS,
-    VALUES,
-    volume_of_family,
-)
-from kvpool_pagestore.adapters.rocks_log import DatabaseLog
-from kvpool_pagestore.adapters.rocks_options import small_options, table_options
+from kvpool_pagestore.adapters.file_io import make_directories, sync_directory
+from kvpool_pagestore.adapters.records import FORMAT_NAME, LOG_NAME, RECORDS, VALUES
 
 _log = logging.getLogger(__name__)
 
-SMALL_FAMILIES: Final = (RECORDS, MEMBERS, VALUES)
+_FAMILIES: Final = (RECORDS, VALUES)
+_FORMAT: Final = b"2, page bytes in extents"
+_BLOCK_CACHE_BYTES: Final = 4 << 20  # records only; pages are never cached here: the arena is their cache
+_WRITE_BUFFER_BYTES: Final = 1 << 20
+_WAL_LIMIT_BYTES: Final = 8 << 20
+_OPEN_FILES: Final = 256  # bounds the memory of table readers; one that is not open costs a reader about 0.1 ms
+_LOG_FILES: Final = 2
+_LOG_FILE_BYTES: Final = 1 << 20
+_WAL_SUFFIX: Final = ".log"
 
 
 class RocksDatabase:
-    """An open database with three small families and any number of table volumes.
+    """An open database. Thread-safe, except that families are recreated by one thread at a time."""
 
-    Thread-safe, except that families are created, dropped and recreated by one thread at a time.
-    """
-
-    def __init__(self, directory: Path, page_format: bytes, *, has_pages: bool = False) -> None:
-        """Open or create; `page_format` names where page bytes lie. Raises StartupFailed.
-
-        has_pages: page bytes lie in here. They are read past the page cache where the file system allows it: a page is
-        read once into the arena, and by way of the cache took half as long again.
-        """
+    def __init__(self, directory: Path) -> None:
+        """Open or create. Raises StartupFailed."""
         self.directory = directory
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
-        direct_reads = _prepare_directory(directory) and has_pages
-        self._small_options = small_options(direct_reads=direct_reads)
-        self.table_options = table_options(direct_reads=direct_reads)
-        self.is_incomplete = False  # it had to be repaired or made anew: that a record is absent says nothing
+        _prepare_directory(directory)
+        self._options = _options()
+        self.is_incomplete = False  # it had to be repaired or created again: that a record is absent says nothing
         self._root, self._families = self._open_or_repair()
-        self._handles = {name: self._root.get_column_family_handle(name) for name in SMALL_FAMILIES}
+        self._handles = {name: self._root.get_column_family_handle(name) for name in _FAMILIES}
         self._log = DatabaseLog(directory, self._write_tables)
         found = self.family(VALUES).get(FORMAT_NAME)
         self.is_new = found is None
         if found is None:
-            self.family(VALUES).put(FORMAT_NAME, page_format, self._synced)
-        elif found != page_format:
+            self.family(VALUES).put(FORMAT_NAME, _FORMAT, self._synced)
+        elif found != _FORMAT:
             self.close()
             raise StartupFailed(
-                f"{directory} holds the format {found!r}, this pagestore writes {page_format!r}; "
-                "start it as before, or empty the directory (it is only a cache)"
+                f"{directory} holds the format {found!r}, this pagestore writes {_FORMAT!r}; "
+                "start the version that wrote it, or empty the directory (it is only a cache)"
             )
 
     def family(self, name: str) -> Rdict:
         """An open family. Raises KeyError."""
         return self._families[name]
 
-    def family_names(self) -> Sequence[str]:
-        """All families, those of table volumes among them."""
-        return list(self._families)
-
     def handle(self, name: str) -> ColumnFamily:
-        """Of a small family, for write batches."""
+        """Of a family, for write batches."""
         return self._handles[name]
 
-    def create_table_family(self, name: str) -> Rdict:
-        """A new family for page bytes."""
-        with store_faults(f"creating {name}"):
-            family = self._root.create_column_family(name, self.table_options)
-        self._families[name] = family
-        return family
-
-    def drop_family(self, name: str) -> None:
-        """Forget a family. Its files go when the last reader has let go of it."""
-        self._families.pop(name, None)
+    def recreate_family(self, name: str) -> None:
+        """Empty a family whatever state its files are in."""
+        self._handles.pop(name)
+        self._families.pop(name)
         with store_faults(f"dropping {name}"):
             self._root.drop_column_family(name)
-
-    def recreate_family(self, name: str) -> None:
-        """Empty a small family whatever state its files are in."""
-        self._handles.pop(name)
-        self.drop_family(name)
         with store_faults(f"recreating {name}"):
-            self._families[name] = self._root.create_column_family(name, self._small_options)
+            self._families[name] = self._root.create_column_family(name, self._options)
             self._handles[name] = self._root.get_column_family_handle(name)
 
     def write(self, batch: WriteBatch, *, sync: bool) -> None:
@@ -121,10 +108,6 @@ class RocksDatabase:
         batch = WriteBatch(raw_mode=True)
         batch.put(key, value, self.handle(VALUES))
         self.write(batch, sync=True)
-
-    def sequence_number(self) -> int:
-        """Of the last change; never falls, not even over a restart."""
-        return self._root.latest_sequence_number()
 
     def used_bytes(self) -> int:
         """Allocated bytes of all files below the directory; files that vanish meanwhile count as gone."""
@@ -150,7 +133,7 @@ class RocksDatabase:
         with store_faults("writing what the log should hold"):
             # A file of the log that nothing was written to would be kept.
             self.family(VALUES).put(LOG_NAME, b"", self._unsynced)
-            for name in SMALL_FAMILIES:
+            for name in _FAMILIES:
                 self.family(name).flush(wait=True)
 
     def _open_or_repair(self) -> tuple[Rdict, dict[str, Rdict]]:
@@ -162,7 +145,7 @@ class RocksDatabase:
         self.is_incomplete = True
         try:
             with store_faults("repairing"):
-                Rdict.repair(str(self.directory), self._small_options)
+                Rdict.repair(str(self.directory), self._options)
             return self._open()
         except (PageCorrupt, StoreFault) as damage:
             _log.error("the database of the disk tier is lost and begins anew: %s", damage.message)
@@ -179,10 +162,8 @@ class RocksDatabase:
         if not (self.directory / "CURRENT").exists() and any(self.directory.glob("*.sst")):
             raise PageCorrupt(f"{self.directory} has tables but no CURRENT")
         try:
-            known = Rdict.list_cf(path) if (self.directory / "CURRENT").exists() else []
-            options = dict.fromkeys(SMALL_FAMILIES, self._small_options)
-            options |= {name: self.table_options for name in known if volume_of_family(name) is not None}
-            root = Rdict(path, self._small_options, column_families=options)
+            options = dict.fromkeys(_FAMILIES, self._options)
+            root = Rdict(path, self._options, column_families=options)
         except Exception as error:  # the binding raises nothing narrower
             if _is_damaged(error):
                 raise PageCorrupt(f"opening {path}: {_one_line(error)}") from error
@@ -215,7 +196,7 @@ def _is_damage(text: str) -> bool:
 def rows(
     database: RocksDatabase, family: str, first: bytes | None = None, end: bytes | None = None
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a small family with first <= key < end, as of the call.
+    """Keys and values of a family with first <= key < end, as of the call.
 
     Raises PageCorrupt at a damaged block: the driver's own iterators would end there as if there were no more.
     """
@@ -235,7 +216,7 @@ def rows(
 
 
 def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Keys and values of a small family, `count` at a time, as `rows` finds them, but faster."""
+    """Keys and values of a family, `count` at a time, as `rows` finds them, but faster."""
     with store_faults(f"scanning {family}"):
         cursor = database.family(family).iter()
         cursor.seek_to_first()
@@ -250,11 +231,9 @@ def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tup
         cursor.status()
 
 
-def _prepare_directory(directory: Path) -> bool:
-    """Whether its files can be read past the page cache. Raises StartupFailed."""
+def _prepare_directory(directory: Path) -> None:
     try:
         make_directories(directory)
-        return allows_direct(directory)
     except OSError as error:
         raise StartupFailed(
             f"the disk tier's directory {directory} cannot be used: {error.strerror}; "
@@ -297,3 +276,101 @@ def _allocated_bytes(path: str) -> int:
     except FileNotFoundError:
         return total
     return total
+
+
+class DatabaseLog:
+    """The log files of one database. Thread-safe; a sync covers all who asked for one before it began.
+
+    The kernel tells of a lost write once per open file and takes what it could not write for written: a later sync says
+    nothing of it, and records behind the gap would not be found again. So files stay open from their first sync until
+    they are gone (their blocks with them, at the next sync), and after a failure nothing is durable before all that the
+    log should hold has been written elsewhere.
+    """
+
+    def __init__(self, directory: Path, rewrite: Callable[[], None]) -> None:
+        """rewrite: have all records in synced tables, and begin a new log file. Raises StoreFault."""
+        self._directory = directory
+        self._rewrite = rewrite
+        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._covered = 0  # tickets below this one need no sync any more
+        self._descriptors: dict[str, int] = {}
+        self._known: set[str] = set()  # files whose names are durable
+        self._is_broken = False
+
+    def failed(self) -> None:
+        """The database could not write or sync its log by itself."""
+        with self._lock:
+            self._is_broken = True
+
+    def sync(self) -> None:
+        """Make all that was written before this call durable. Raises StoreFault."""
+        ticket = next(self._tickets)
+        with self._lock:
+            if ticket < self._covered:
+                return
+            covered = next(self._tickets)
+            was_broken, self._is_broken = self._is_broken, False
+            try:
+                if was_broken:
+                    self._rewrite()
+                    _log.warning("the log in %s was written anew", self._directory)
+                else:
+                    self._sync_files()
+            except BaseException:
+                self._is_broken = True
+                raise
+            self._covered = covered
+
+    def close(self) -> None:
+        """Let go of files."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def _sync_files(self) -> None:
+        """What is not in a log file any more is in a synced table."""
+        try:
+            names = {name for name in os.listdir(self._directory) if name.endswith(_WAL_SUFFIX)}
+            for name in self._descriptors.keys() - names:
+                os.close(self._descriptors.pop(name))
+            for name in names - self._descriptors.keys():
+                with suppress(FileNotFoundError):
+                    self._descriptors[name] = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            for descriptor in self._descriptors.values():
+                os.fdatasync(descriptor)
+            if not names <= self._known:
+                sync_directory(self._directory)
+                self._known = names
+        except OSError as error:
+            raise StoreFault(f"syncing the log in {self._directory} failed: {error.strerror}") from error
+
+
+def _options() -> Options:
+    """Of each family."""
+    options = Options(raw_mode=True)
+    table = BlockBasedOptions()
+    table.set_block_cache(Cache(_BLOCK_CACHE_BYTES))
+    table.set_bloom_filter(10, False)
+    table.set_cache_index_and_filter_blocks(True)  # counted in the cache, so that they cannot grow beside it
+    table.set_checksum_type(ChecksumType.xxh3())
+    options.set_block_based_table_factory(table)
+    options.create_if_missing(True)
+    options.create_missing_column_families(True)
+    options.set_compression_type(DBCompressionType.none())
+    # A damaged table must cost its own records, not turn the whole database read-only. Records are covered by the
+    # checksums of their blocks, verified on every read.
+    options.set_paranoid_checks(False)
+    options.set_wal_recovery_mode(DBRecoveryMode.skip_any_corrupted_record())
+    options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
+    options.set_max_write_buffer_number(2)
+    options.set_max_total_wal_size(_WAL_LIMIT_BYTES)
+    options.set_max_open_files(_OPEN_FILES)
+    options.set_max_background_jobs(2)
+    options.set_max_manifest_file_size(4 << 20)
+    options.set_manifest_preallocation_size(64 << 10)
+    options.set_keep_log_file_num(_LOG_FILES)
+    options.set_max_log_file_size(_LOG_FILE_BYTES)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    return options

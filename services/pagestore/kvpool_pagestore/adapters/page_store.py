@@ -1,4 +1,4 @@
-"""Pages in extents of preallocated files, with their records in a RocksDatabase: writing, finding, forgetting."""
+"""The disk tier: page bytes in extents, their records in RocksDB."""
 
 from __future__ import annotations
 
@@ -7,52 +7,193 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from rocksdict import WriteBatch
 
-from kvpool.core.errors import PageCorrupt, QuotaExceeded
+from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StartupFailed, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.extent_blocks import ExtentBlocks, Extents
-from kvpool_pagestore.adapters.extent_files import ExtentFiles
-from kvpool_pagestore.adapters.extent_layout import (
-    ExtentRecord,
+from kvpool_pagestore.adapters.extents import ExtentBlocks, ExtentFiles, Extents
+from kvpool_pagestore.adapters.records import (
+    RECORDS,
+    VALUES,
+    PageRecord,
     Trailer,
     decode_place,
     kept_parts,
+    keyspace_bounds,
+    keyspace_of_value_key,
+    keyspace_value_key,
+    named_value_key,
     pack_trailer,
     used_blocks,
 )
-from kvpool_pagestore.adapters.extent_salvage import Sidecar
-from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows
-from kvpool_pagestore.adapters.rocks_layout import RECORDS, keyspace_bounds
-from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows, store_faults
+from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
+from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
 from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.ports import PageMetadata, PageWrite, StoredPage
+from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPage
 
 _log = logging.getLogger(__name__)
 
 _LOAD_ROWS: Final = 1 << 16
 _SCAN_ROWS: Final = 2048
 _FORGOTTEN_ROWS: Final = 256  # under the lock at once
+_PROBE_NAME: Final = "probe"
 _Freed = list[tuple[PageKey, Extents]]
 
 
-class ExtentPages:
-    """Thread-safe. The lock guards changes of records: never held over page bytes, a sync, or the making of a file.
+def live_page_bytes(capacity_bytes: int) -> int:
+    """What pages on disk may be charged together so that the tier's files stay within the capacity."""
+    return ExtentBudget(capacity_bytes).live_limit_bytes
+
+
+def largest_batch_bytes(capacity_bytes: int, writer_count: int) -> int:
+    """Bytes of one batch so that batches written at once leave most of a small tier as it is."""
+    return max(1, live_page_bytes(capacity_bytes) // 16 // writer_count)
+
+
+def open_disk_tier(directory: Path, capacity_bytes: int) -> RocksPageStore:
+    """Blocks. Raises StartupFailed naming the cure."""
+    if live_page_bytes(capacity_bytes) <= 0:
+        raise StartupFailed(f"disk_bytes ({capacity_bytes}) is too small for a disk tier; give 64 MiB or more, or 0")
+    store = RocksPageStore(directory, capacity_bytes)
+    try:
+        store.open()
+    except StoreFault as error:
+        raise StartupFailed(f"the disk tier in {directory} cannot be opened: {error}") from error
+    return store
+
+
+class RocksPageStore:
+    """A ports.PageStore within a capacity: real bytes of all its files, at any instant (core/disk_budget says how).
+
+    A page is durable once its bytes and then its record are synced; a crash in between leaves free blocks, never half a
+    page.
+    """
+
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        self._directory = directory
+        self._budget = ExtentBudget(capacity_bytes)
+        self._opened: _Pages | None = None
+
+    def open(self) -> None:
+        """Raises StartupFailed, or StoreFault if the disk fails."""
+        if self._opened is not None:
+            raise StoreFault(f"{self._directory} is open already")
+        database = RocksDatabase(self._directory)
+        try:
+            self._opened = _open_pages(database, ExtentFiles(self._directory), self._budget)
+        except BaseException:
+            database.close()
+            raise
+
+    @property
+    def live_limit_bytes(self) -> int:
+        """What pages may be charged together so that the files stay within the capacity."""
+        return self._budget.live_limit_bytes
+
+    def charged_bytes(self, page_bytes: int) -> int:
+        """What one page counts towards that limit."""
+        return charged_bytes(page_bytes)
+
+    def keyspaces(self) -> Sequence[bytes]:
+        found = [keyspace_of_value_key(key) for key, _ in rows(self._pages.database, VALUES)]
+        return [encoding for encoding in found if encoding is not None]
+
+    def remember_keyspace(self, encoding: bytes) -> None:
+        self._pages.sidecar.remember_keyspace(encoding)
+        self._pages.database.save_value(keyspace_value_key(encoding), b"")
+
+    def load_value(self, name: str) -> bytes | None:
+        with store_faults(f"reading the value {name}"):
+            value: bytes | None = self._pages.database.family(VALUES).get(named_value_key(name))
+            return value
+
+    def save_value(self, name: str, value: bytes) -> None:
+        self._pages.database.save_value(named_value_key(name), value)
+
+    def scan(self) -> Iterator[StoredPage]:
+        return self._pages.scan()
+
+    def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
+        """One sync of page bytes, one of records: all pages become durable or none does."""
+        by_key = {page.key: page for page in pages}
+        failure: KvPoolError | None = None
+        try:
+            if by_key:
+                self._pages.write(list(by_key.values()))
+                reach("pagestore.write.recorded")
+        except KvPoolError as error:
+            failure = error
+        for page in pages:
+            on_durable(page.key, failure)
+
+    def get_into(self, key: PageKey, destination: memoryview) -> int | None:
+        """Raises PageCorrupt if this page's bytes on disk are damaged (drop it), StoreFault if the disk fails."""
+        return self._pages.get_into(key, destination)
+
+    def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        self._pages.set_metadata(changes)
+
+    def delete_batch(self, keys: Sequence[PageKey]) -> None:
+        self._pages.forget(keys)
+
+    def delete_keyspace(self, keyspace: bytes) -> None:
+        self._pages.forget_keyspace(keyspace)
+
+    def probe(self) -> None:
+        self.save_value(_PROBE_NAME, b"1")
+        self._pages.probe()
+        self.load_value(_PROBE_NAME)
+
+    def used_bytes(self) -> int:
+        return self._pages.database.used_bytes()
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    @property
+    def _pages(self) -> _Pages:
+        if self._opened is None:
+            raise StoreFault(f"the disk tier {self._directory} is not open")
+        return self._opened
+
+
+def _open_pages(database: RocksDatabase, files: ExtentFiles, budget: ExtentBudget) -> _Pages:
+    sidecar = Sidecar(files)
+    if database.is_incomplete or (database.is_new and files.block_counts):
+        for encoding in sidecar.keyspaces():
+            database.save_value(keyspace_value_key(encoding), b"")
+        salvage_records(database, files, sidecar, is_lost=True)
+    try:
+        return _Pages(database, files, sidecar, budget)
+    except PageCorrupt as damage:
+        _log.error("the records of the disk tier are damaged: %s", damage.message)
+        salvage_records(database, files, sidecar, is_lost=False)
+        return _Pages(database, files, sidecar, budget)
+
+
+class _Pages:
+    """What exists between `open` and `close`. Thread-safe.
+
+    The lock guards changes of records: it is never held over page bytes, a sync, or the making of a file.
 
     An extent is used again only when the change of records that freed it is synced and nobody reads it any more, so
     that neither a power loss nor a slow reader can find another page's bytes where it looks for its own.
     """
 
     def __init__(self, database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, budget: ExtentBudget) -> None:
-        """Find out what is free. Raises PageCorrupt if records are damaged (see extent_salvage), StoreFault."""
-        self._database = database
+        """Find out what is free. Raises PageCorrupt if records are damaged (see salvage), StoreFault."""
+        self.database = database
         self._records = database.family(RECORDS)
         self._files = files
-        self._sidecar = sidecar
+        self.sidecar = sidecar
         self._budget = budget
         self._blocks = ExtentBlocks(files, budget)
         self._lock = threading.Lock()
@@ -63,14 +204,14 @@ class ExtentPages:
 
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
-        for keys, records in row_blocks(self._database, RECORDS, _SCAN_ROWS):
+        for keys, records in row_blocks(self.database, RECORDS, _SCAN_ROWS):
             yield from map(StoredPage, keys, *kept_parts(records))
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""
         records = self._place(pages)
         try:
-            secret = self._sidecar.secret
+            secret = self.sidecar.secret
             trailers = [pack_trailer(Trailer(page.key, at), secret) for page, at in zip(pages, records, strict=True)]
             places = [(at.extents, page.page) for page, at in zip(pages, records, strict=True)]
             self._files.write([(*place, trailer) for place, trailer in zip(places, trailers, strict=True)])
@@ -110,9 +251,9 @@ class ExtentPages:
                 record = self._record_or_damaged(key)
                 if record is not None:
                     changed = replace(record, metadata=metadata)
-                    batch.put(key.pack(), changed.encode(), self._database.handle(RECORDS))
+                    batch.put(key.pack(), changed.encode(), self.database.handle(RECORDS))
             if len(batch):
-                self._database.write(batch, sync=False)
+                self.database.write(batch, sync=False)
         self._sync()
 
     def forget(self, keys: Iterable[PageKey]) -> None:
@@ -121,11 +262,11 @@ class ExtentPages:
         with self._lock:
             for key in set(keys):
                 record = self._record_or_damaged(key)
-                batch.delete(key.pack(), self._database.handle(RECORDS))
+                batch.delete(key.pack(), self.database.handle(RECORDS))
                 if record is not None:
                     freed.append((key, record.extents))
             if len(batch):
-                self._database.write(batch, sync=False)
+                self.database.write(batch, sync=False)
                 self._unsynced += freed
 
     def forget_keyspace(self, keyspace: bytes) -> None:
@@ -135,7 +276,7 @@ class ExtentPages:
         """
         with self._lock:
             last_number = self._last_number
-        self._sidecar.clear_keyspace(keyspace, last_number)
+        self.sidecar.clear_keyspace(keyspace, last_number)
         following: bytes | None
         following, end = keyspace_bounds(keyspace)
         while following is not None:
@@ -143,17 +284,15 @@ class ExtentPages:
                 following = self._forget_some(following, end)
         self._sync()
 
-    def remember_keyspace(self, encoding: bytes) -> None:
-        """Keep an encoding where it is found again if RocksDB is lost."""
-        self._sidecar.remember_keyspace(encoding)
-
     def probe(self) -> None:
         """Find the room that was not there, and read a page. Raises StoreFault while either fails."""
         self._blocks.grow_as_wanted()
         self._files.probe()
 
-    def reclaim(self) -> None:
-        """Nothing to do: blocks are used again where they are."""
+    def close(self) -> None:
+        """Raises StoreFault if the log cannot be synced; closed in any case."""
+        self._files.close()
+        self.database.close()
 
     # Inside
 
@@ -168,20 +307,20 @@ class ExtentPages:
         if not cuts:
             return
         batch = WriteBatch(raw_mode=True)
-        for packed, encoded in rows(self._database, RECORDS):
-            for extent in ExtentRecord.decode(encoded).extents:
+        for packed, encoded in rows(self.database, RECORDS):
+            for extent in PageRecord.decode(encoded).extents:
                 if extent.start + extent.block_count > cuts.get(extent.file, extent.start + extent.block_count):
-                    batch.delete(packed, self._database.handle(RECORDS))
+                    batch.delete(packed, self.database.handle(RECORDS))
                     break
         _log.warning("giving up %d pages on disk: the tier is smaller than it was", len(batch))
-        self._database.write(batch, sync=True)  # before the blocks are gone
+        self.database.write(batch, sync=True)  # before the blocks are gone
         for number, count in cuts.items():
             self._files.cut(number, count)
 
     def _load(self) -> None:
         """Raises PageCorrupt if records are damaged."""
         parts = [used_blocks(())]
-        parts += (used_blocks(records) for _, records in row_blocks(self._database, RECORDS, _LOAD_ROWS))
+        parts += (used_blocks(records) for _, records in row_blocks(self.database, RECORDS, _LOAD_ROWS))
         self._last_number = max(number for _, number in parts)
         used = np.concatenate([extents for extents, _ in parts])
         used = used[np.lexsort((used[:, 1], used[:, 0]))]
@@ -191,28 +330,28 @@ class ExtentPages:
     def _forget_pages_in(self, lost: set[Extent]) -> None:
         """Records that point to blocks which are not there, or are another page's."""
         batch, count = WriteBatch(raw_mode=True), 0
-        for packed, encoded in rows(self._database, RECORDS):
-            record = ExtentRecord.decode(encoded)
+        for packed, encoded in rows(self.database, RECORDS):
+            record = PageRecord.decode(encoded)
             if lost.intersection(record.extents):
-                batch.delete(packed, self._database.handle(RECORDS))
+                batch.delete(packed, self.database.handle(RECORDS))
                 count += 1
         _log.warning("forgetting %d pages whose blocks are not theirs", count)
-        self._database.write(batch, sync=True)
+        self.database.write(batch, sync=True)
 
     def _forget_some(self, first: bytes, end: bytes) -> bytes | None:
         """Delete the next records from `first` on, short of `end`; where to go on, None if there are no more."""
         batch, freed, last = WriteBatch(raw_mode=True), _Freed(), None
-        for packed, encoded in islice(rows(self._database, RECORDS, first, end), _FORGOTTEN_ROWS):
-            batch.delete(packed, self._database.handle(RECORDS))
-            freed.append((PageKey.unpack(packed), ExtentRecord.decode(encoded).extents))
+        for packed, encoded in islice(rows(self.database, RECORDS, first, end), _FORGOTTEN_ROWS):
+            batch.delete(packed, self.database.handle(RECORDS))
+            freed.append((PageKey.unpack(packed), PageRecord.decode(encoded).extents))
             last = packed
         if last is None:
             return None
-        self._database.write(batch, sync=False)
+        self.database.write(batch, sync=False)
         self._unsynced += freed
         return last + b"\0"
 
-    def _place(self, pages: Sequence[PageWrite]) -> list[ExtentRecord]:
+    def _place(self, pages: Sequence[PageWrite]) -> list[PageRecord]:
         """Blocks for each page. Raises QuotaExceeded if they are not there, StoreFault if files cannot grow."""
         wanted = [page_blocks(len(page.page)) for page in pages]
         taken = self._blocks.take(wanted) or self._blocks.take_new(wanted)
@@ -224,18 +363,18 @@ class ExtentPages:
         with self._lock:
             first, self._last_number = self._last_number + 1, self._last_number + len(pages)
         return [
-            ExtentRecord(len(page.page), number, extents, page.metadata)
+            PageRecord(len(page.page), number, extents, page.metadata)
             for number, (page, extents) in enumerate(zip(pages, taken, strict=True), first)
         ]
 
-    def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[ExtentRecord]) -> _Freed:
+    def _point_records_at(self, pages: Sequence[PageWrite], records: Sequence[PageRecord]) -> _Freed:
         batch, replaced = WriteBatch(raw_mode=True), _Freed()
         for page, record in zip(pages, records, strict=True):
             old = self._record_or_damaged(page.key)
             if old is not None:
                 replaced.append((page.key, old.extents))
-            batch.put(page.key.pack(), record.encode(), self._database.handle(RECORDS))
-        self._database.write(batch, sync=False)
+            batch.put(page.key.pack(), record.encode(), self.database.handle(RECORDS))
+        self.database.write(batch, sync=False)
         return replaced
 
     def _sync(self) -> None:
@@ -243,7 +382,7 @@ class ExtentPages:
         with self._lock:
             freed, self._unsynced = self._unsynced, []
         try:
-            self._database.sync_log()
+            self.database.sync_log()
         except BaseException:
             with self._lock:
                 self._unsynced += freed
@@ -257,11 +396,11 @@ class ExtentPages:
         except Exception as error:  # the binding raises nothing narrower; no context manager: this is the way of reads
             raise fault_of(f"reading the record of page {key}", error) from error
 
-    def _record(self, key: PageKey) -> ExtentRecord | None:
+    def _record(self, key: PageKey) -> PageRecord | None:
         encoded = self._encoded(key)
-        return ExtentRecord.decode(encoded) if encoded is not None else None
+        return PageRecord.decode(encoded) if encoded is not None else None
 
-    def _record_or_damaged(self, key: PageKey) -> ExtentRecord | None:
+    def _record_or_damaged(self, key: PageKey) -> PageRecord | None:
         """As `_record`, but a damaged one counts as none: it is about to be replaced or deleted."""
         try:
             return self._record(key)

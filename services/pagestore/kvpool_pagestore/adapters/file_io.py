@@ -1,4 +1,4 @@
-"""Transfers past the page cache where the file system allows them, and through it where memory does not.
+"""Transfers past the page cache where the file system allows them and through it where memory does not; durable names.
 
 A page fills whole blocks of 4 KiB. Bytes go straight between the arena and the disk, except for the last block of a
 page, which is padded in a buffer of its own. None of this needs the interpreter's lock.
@@ -152,3 +152,20 @@ def allows_direct(directory: Path) -> bool:
         with suppress(OSError):
             path.unlink()
     return True
+
+
+def make_directories(directory: Path) -> None:
+    """Make a directory and those above it, durably. Raises OSError."""
+    if not directory.is_dir():
+        make_directories(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,7 +1,11 @@
-"""Records of pages in extents, and the trailers behind the pages that say the same. Pure.
+"""What lies in the RocksDB of a pagestore, and the trailers behind the pages that say the same. Pure.
 
-A record lies in the family `records` under the page key (34 bytes). A trailer fills the last TRAILER_BYTES of a page's
-blocks, so that the record can be made anew when RocksDB has lost it.
+| family | key | value |
+|---|---|---|
+| records | page key (34) | PageRecord: where the page is, its size, its metadata |
+| values | name | small values of the node, the remembered keyspaces (`keyspace:` + encoding) |
+
+A trailer fills the last TRAILER_BYTES of a page's blocks, so that its record can be restored when RocksDB has lost it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,11 @@ from kvpool_pagestore.core.extents import Extent
 from kvpool_pagestore.core.kept_metadata import METADATA_BYTES, full_metadata, pack_metadata, unpack_metadata
 from kvpool_pagestore.ports import PageMetadata
 
+RECORDS: Final = "records"
+VALUES: Final = "values"
+FORMAT_NAME: Final = b"format"
+LOG_NAME: Final = b"log"  # written when a log file is to be left
+
 _VERSION: Final = 2
 _RECORD: Final = struct.Struct("<BQQH")
 _EXTENT: Final = struct.Struct("<III")
@@ -42,10 +51,12 @@ _MAGIC: Final = b"KVPT"
 _TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
 _TRAILER_EXTENTS: Final = 5
 _TAG_BYTES: Final = 16
+_KEYSPACE_PREFIX: Final = b"keyspace:"
+_NAMED_PREFIX: Final = b"named:"
 
 
 @dataclass(frozen=True, slots=True)
-class ExtentRecord:
+class PageRecord:
     """Where a page is, and what is kept beside it."""
 
     page_bytes: int
@@ -58,7 +69,7 @@ class ExtentRecord:
         return head + b"".join(_EXTENT.pack(*extent) for extent in self.extents) + pack_metadata(self.metadata)
 
     @classmethod
-    def decode(cls, encoded: bytes) -> ExtentRecord:
+    def decode(cls, encoded: bytes) -> PageRecord:
         """Raises PageCorrupt for bytes that no version of this code wrote."""
         page_bytes, extents = decode_place(encoded)
         end = _RECORD.size + len(extents) * _EXTENT.size
@@ -77,7 +88,7 @@ def used_blocks(encoded: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], int]:
     last_number = int(table["number"].max(initial=0))
     for each in encoded:
         if len(each) != _PLAIN_BYTES:
-            record = ExtentRecord.decode(each)
+            record = PageRecord.decode(each)
             found.append(np.array(record.extents, np.int64).reshape(-1, 3))
             last_number = max(last_number, record.number)
     return np.concatenate(found), last_number
@@ -125,7 +136,7 @@ class Trailer:
     """What a trailer says of the page before it."""
 
     key: PageKey
-    record: ExtentRecord  # without extents if they are too many for a trailer
+    record: PageRecord  # without extents if they are too many for a trailer
 
 
 def pack_trailer(trailer: Trailer, secret: bytes) -> bytes:
@@ -147,4 +158,24 @@ def unpack_trailer(block_end: bytes, secret: bytes) -> Trailer | None:
     if not compare_digest(blake2b(body, key=secret, digest_size=_TAG_BYTES).digest(), tag):
         return None
     _, packed, size = _TRAILER.unpack_from(body)
-    return Trailer(PageKey.unpack(packed), ExtentRecord.decode(body[_TRAILER.size : _TRAILER.size + size]))
+    return Trailer(PageKey.unpack(packed), PageRecord.decode(body[_TRAILER.size : _TRAILER.size + size]))
+
+
+def keyspace_value_key(encoding: bytes) -> bytes:
+    """Key in `values` by which a keyspace is remembered. It holds the encoding, so that keeping it is idempotent."""
+    return _KEYSPACE_PREFIX + encoding
+
+
+def keyspace_of_value_key(key: bytes) -> bytes | None:
+    """The encoding of a remembered keyspace, None for other values."""
+    return key[len(_KEYSPACE_PREFIX) :] if key.startswith(_KEYSPACE_PREFIX) else None
+
+
+def named_value_key(name: str) -> bytes:
+    """Key in `values` of a small value of the node."""
+    return _NAMED_PREFIX + name.encode()
+
+
+def keyspace_bounds(keyspace: bytes) -> tuple[bytes, bytes]:
+    """First possible page key of a keyspace and a key after its last one."""
+    return keyspace, keyspace + b"\xff" * 19  # what follows in a page key is 18 bytes long

@@ -14,10 +14,9 @@ from rocksdict import WriteBatch
 
 from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters.extent_files import ExtentFiles
-from kvpool_pagestore.adapters.extent_layout import ExtentRecord, Trailer, unpack_trailer
+from kvpool_pagestore.adapters.extents import ExtentFiles
+from kvpool_pagestore.adapters.records import RECORDS, PageRecord, Trailer, unpack_trailer
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, store_faults
-from kvpool_pagestore.adapters.rocks_layout import RECORDS
 from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
 from kvpool_pagestore.core.extents import Extent
 
@@ -61,7 +60,7 @@ class Sidecar:
         return {bytes.fromhex(name.removesuffix(_CLEARED_SUFFIX)): int(text) for name, text in kept.items()}
 
 
-def salvage_extent_records(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> None:
+def salvage_records(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> None:
     """Make a table of records that can be read from end to end. Reads all blocks there are.
 
     is_lost: records are missing altogether, and that one is not there says nothing. Otherwise only those that cannot
@@ -99,16 +98,16 @@ def _newest_trailers(files: ExtentFiles, sidecar: Sidecar) -> dict[PageKey, Trai
 
 def _survivors(
     database: RocksDatabase, trailers: dict[PageKey, Trailer], *, is_lost: bool
-) -> dict[PageKey, ExtentRecord]:
+) -> dict[PageKey, PageRecord]:
     """Records as they are where they can be read, else as the pages say; the newer of two that share blocks."""
-    found: dict[PageKey, ExtentRecord] = {}
+    found: dict[PageKey, PageRecord] = {}
     records = database.family(RECORDS)
     for key, trailer in trailers.items():
         try:
             with store_faults("salvaging a record"):
                 encoded = records.get(key.pack())
             if encoded is not None:
-                found[key] = ExtentRecord.decode(encoded)
+                found[key] = PageRecord.decode(encoded)
                 continue
             if not is_lost:
                 continue  # deleted
@@ -117,7 +116,7 @@ def _survivors(
         if trailer.record.extents:
             found[key] = trailer.record
     taken: dict[int, list[Extent]] = {}
-    survivors: dict[PageKey, ExtentRecord] = {}
+    survivors: dict[PageKey, PageRecord] = {}
     for key, record in sorted(found.items(), key=lambda entry: entry[1].number, reverse=True):
         if not any(_overlaps(extent, taken.get(extent.file, [])) for extent in record.extents):
             survivors[key] = record

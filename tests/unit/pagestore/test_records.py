@@ -6,15 +6,15 @@ import pytest
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
-from kvpool_pagestore.adapters.extent_layout import ExtentRecord, kept_parts, used_blocks
+from kvpool_pagestore.adapters.records import PageRecord, kept_parts, used_blocks
 from kvpool_pagestore.core.extents import Extent
 from kvpool_pagestore.core.kept_metadata import has_an_end, unpack_metadata
 
 PLAIN = PageMetadata(parent_hash=b"p" * 16, chunk_index=3, group_head_hash=b"g" * 16, ttl_ms=5, priority=-7)
 
 
-def record(number: int, pieces: int) -> ExtentRecord:
-    return ExtentRecord(1000 + number, number, tuple(Extent(1, piece * 10, 2) for piece in range(pieces)), PLAIN)
+def record(number: int, pieces: int) -> PageRecord:
+    return PageRecord(1000 + number, number, tuple(Extent(1, piece * 10, 2) for piece in range(pieces)), PLAIN)
 
 
 @pytest.mark.parametrize("pieces", [(1, 1), (1, 3, 1), (2,), ()])
