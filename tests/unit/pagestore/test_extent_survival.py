@@ -135,6 +135,30 @@ def test_pages_that_were_cleared_do_not_come_back_when_the_database_is_lost(tmp_
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [("start", "noise"), ("start", "emptied"), ("start", "removed"), ("*.cleared", "noise"), ("*.cleared", "emptied")],
+)
+def test_cleared_pages_stay_gone_when_a_file_beside_the_pages_is_damaged_too(
+    tmp_path: Path, name: str, harm: str
+) -> None:
+    filled(tmp_path)
+    store = opened(tmp_path)
+    store.delete_keyspace(b"k" * 16)
+    store.close()
+    for path in (tmp_path / "extents").glob(name):
+        HARMS[harm](path)
+    store = opened(tmp_path)
+    put(store, 7)
+    store.close()
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.unlink()
+    store = opened(tmp_path)
+    assert scanned(store) == ({7} if name == "start" else set())
+    store.close()
+
+
 def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
     """A tenant may write anything into its pages: blocks of somebody else's, with all that lies behind them."""
     other = opened(tmp_path / "other")

@@ -198,9 +198,8 @@ class _Pages:
         self._blocks = ExtentBlocks(files, budget)
         self._lock = threading.Lock()
         self._unsynced: _Freed = []  # freed by changes that may not be synced yet
-        self._last_number = 0
         self._shrink()
-        self._load()
+        self._last_number = sidecar.first_number(self._load())
 
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
@@ -317,15 +316,15 @@ class _Pages:
         for number, count in cuts.items():
             self._files.cut(number, count)
 
-    def _load(self) -> None:
-        """Raises PageCorrupt if records are damaged."""
+    def _load(self) -> int:
+        """Find what is free; returns the highest number of a write. Raises PageCorrupt if records are damaged."""
         parts = [used_blocks(())]
         parts += (used_blocks(records) for _, records in row_blocks(self.database, RECORDS, _LOAD_ROWS))
-        self._last_number = max(number for _, number in parts)
         used = np.concatenate([extents for extents, _ in parts])
         used = used[np.lexsort((used[:, 1], used[:, 0]))]
         if lost := self._blocks.found(used):
             self._forget_pages_in(lost)
+        return max(number for _, number in parts)
 
     def _forget_pages_in(self, lost: set[Extent]) -> None:
         """Records that point to blocks which are not there, or are another page's."""

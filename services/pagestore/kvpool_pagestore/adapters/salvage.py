@@ -26,11 +26,15 @@ _SECRET_NAME: Final = "secret"
 _SECRET_BYTES: Final = 32
 _KEYSPACE_SUFFIX: Final = ".keyspace"
 _CLEARED_SUFFIX: Final = ".cleared"
+_START_NAME: Final = "start"
+_START_SHIFT: Final = 40  # the number of a write: the number of the start in its upper 24 bits, a count below them
+_ALL: Final = (1 << 64) - 1  # the highest number of a write that a record can hold
+_INTEGER_DIGITS: Final = 20
 _BATCH_ROWS: Final = 4096
 
 
 class Sidecar:
-    """What is needed beside the pages when RocksDB is lost: small files, written once."""
+    """What is needed beside the pages when RocksDB is lost: small files, seldom written."""
 
     def __init__(self, files: ExtentFiles) -> None:
         """Raises StoreFault."""
@@ -47,6 +51,17 @@ class Sidecar:
             if name not in self._files.kept(_KEYSPACE_SUFFIX):
                 self._files.keep(name, encoding)
 
+    def first_number(self, highest_seen: int) -> int:
+        """The number below those of all writes from now on; above any that this tier ever gave to a write.
+
+        highest_seen: in records and trailers, in case that the file is lost. Call once a start. Raises StoreFault.
+        """
+        started = _integer(self._files.kept(_START_NAME).get(_START_NAME, b"0")) or 0
+        seen = max(highest_seen, *(number or 0 for number in self._cleared().values()), 0)
+        start = max(started, seen >> _START_SHIFT) + 1
+        self._files.keep(_START_NAME, b"%d" % start)
+        return start << _START_SHIFT
+
     def keyspaces(self) -> Iterable[bytes]:
         return self._files.kept(_KEYSPACE_SUFFIX).values()
 
@@ -55,9 +70,16 @@ class Sidecar:
         self._files.keep(keyspace.hex() + _CLEARED_SUFFIX, b"%d" % last_number)
 
     def cleared_numbers(self) -> dict[bytes, int]:
-        """The last number that is gone, by keyspace."""
+        """The last number that is gone, by keyspace; where a file is damaged, all of the keyspace is."""
+        return {keyspace: _ALL if number is None else number for keyspace, number in self._cleared().items()}
+
+    def _cleared(self) -> dict[bytes, int | None]:
         kept = self._files.kept(_CLEARED_SUFFIX)
-        return {bytes.fromhex(name.removesuffix(_CLEARED_SUFFIX)): int(text) for name, text in kept.items()}
+        return {bytes.fromhex(name.removesuffix(_CLEARED_SUFFIX)): _integer(text) for name, text in kept.items()}
+
+
+def _integer(text: bytes) -> int | None:
+    return int(text) if text.isdigit() and len(text) <= _INTEGER_DIGITS else None
 
 
 def salvage_records(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> None:
