@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rocksdict import WriteBatch
 
-from kvpool.core.errors import PageCorrupt
+from kvpool.core.errors import PageCorrupt, StoreFault
 from kvpool.core.page import PageKey
+from kvpool_pagestore.adapters import page_store, salvage
 from kvpool_pagestore.adapters.page_store import RocksPageStore
+from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import BLOCK_BYTES
 from kvpool_pagestore.ports import PageWrite
@@ -53,6 +57,12 @@ def flip(path: Path, at: int) -> None:
 
 def noise(path: Path) -> None:
     path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def lose_database(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_file():
+            path.unlink()
 
 
 HARMS: dict[str, Callable[[Path], None]] = {
@@ -109,9 +119,7 @@ def test_a_damaged_log_costs_what_was_written_since_the_last_table(tmp_path: Pat
 
 def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
     filled(tmp_path)
-    for path in tmp_path.iterdir():
-        if path.is_file():
-            path.unlink()
+    lose_database(tmp_path)
     store = opened(tmp_path)
     assert right(store) >= LIVE
     kept = {found.metadata.chunk_index: found.metadata for found in store.scan()}
@@ -121,15 +129,81 @@ def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
     store.close()
 
 
+def test_salvage_holds_few_bytes_of_each_page_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(salvage, "_BATCH_ROWS", 256)
+    monkeypatch.setattr(page_store, "_LOAD_ROWS", 256)
+    peaks = list[int]()
+    for count in (2_000, 22_000):
+        directory = tmp_path / str(count)
+        store = opened(directory)
+        for start in range(0, count, 500):
+            pages = [page_write(number, b"page %d" % number) for number in range(start, start + 500)]
+            store.put_batch(pages, lambda _, failure: None)
+        store.close()
+        lose_database(directory)
+        tracemalloc.start()
+        store = opened(directory)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(scanned(store)) == count
+        store.close()
+    assert peaks[1] - peaks[0] <= 20_000 * 60
+
+
+@pytest.mark.parametrize("batches", range(5))
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_salvage_that_is_killed_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int, is_lost: bool
+) -> None:
+    monkeypatch.setattr(salvage, "_BATCH_ROWS", 100)
+    filled(tmp_path)
+    if is_lost:
+        lose_database(tmp_path)
+    else:
+        flip(max(tmp_path.glob("*.sst"), key=lambda path: path.stat().st_size), 3)
+    write, left = RocksDatabase.write, [batches]
+
+    def killed_later(self: RocksDatabase, batch: WriteBatch, *, sync: bool) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreFault("killed")
+        write(self, batch, sync=sync)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RocksDatabase, "write", killed_later)
+        with pytest.raises(StoreFault):
+            opened(tmp_path)
+    store = opened(tmp_path)
+    assert right(store) >= LIVE
+    store.close()
+
+
+def test_a_page_whose_blocks_others_have_overwritten_since_is_not_salvaged(tmp_path: Path) -> None:
+    """Its trailer may be left, and those who overwrote it may be gone themselves."""
+    store = opened(tmp_path, capacity_bytes=40 << 20)
+    budget = ExtentBudget(40 << 20)
+    count = budget.block_count // page_blocks(PAGE_BYTES)
+    put(store, *range(count))
+    store.delete_batch([key(number) for number in range(count)])
+    small = [page_write(number, b"small") for number in range(1000, 1100)]
+    store.put_batch(small, lambda _, failure: None)
+    store.close()
+    lose_database(tmp_path)
+    store = opened(tmp_path, capacity_bytes=40 << 20)
+    found = scanned(store)
+    assert found >= set(range(1000, 1100))
+    assert 0 < len(found & set(range(count))) < count
+    assert all(get(store, number) == page(number) for number in found & set(range(count)))
+    store.close()
+
+
 def test_pages_that_were_cleared_do_not_come_back_when_the_database_is_lost(tmp_path: Path) -> None:
     filled(tmp_path)
     store = opened(tmp_path)
     store.delete_keyspace(b"k" * 16)
     put(store, 7)
     store.close()
-    for path in tmp_path.iterdir():
-        if path.is_file():
-            path.unlink()
+    lose_database(tmp_path)
     store = opened(tmp_path)
     assert scanned(store) == {7}
     store.close()
@@ -151,9 +225,7 @@ def test_cleared_pages_stay_gone_when_a_file_beside_the_pages_is_damaged_too(
     store = opened(tmp_path)
     put(store, 7)
     store.close()
-    for path in tmp_path.iterdir():
-        if path.is_file():
-            path.unlink()
+    lose_database(tmp_path)
     store = opened(tmp_path)
     assert scanned(store) == ({7} if name == "start" else set())
     store.close()
@@ -171,9 +243,7 @@ def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path:
         lambda _, failure: None,
     )
     store.close()
-    for path in (tmp_path / "disk").iterdir():
-        if path.is_file():
-            path.unlink()
+    lose_database(tmp_path / "disk")
     store = opened(tmp_path / "disk")
     assert [found.key.keyspace for found in store.scan()] == [b"x" * 16]
     store.close()

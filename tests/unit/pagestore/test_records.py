@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
-from kvpool_pagestore.adapters.records import PageRecord, kept_parts, used_blocks
+from kvpool_pagestore.adapters.records import PageRecord, UsedBlocks, kept_parts
 from kvpool_pagestore.core.extents import Extent
 from kvpool_pagestore.core.kept_metadata import has_an_end, unpack_metadata
 
@@ -24,9 +24,10 @@ def test_what_a_start_needs_of_records_is_what_they_say_one_by_one(pieces: tuple
     page_bytes, metadata = kept_parts(encoded)
     assert page_bytes == [each.page_bytes for each in records]
     assert [unpack_metadata(each) for each in metadata] == [PLAIN] * len(records)
-    used, last_number = used_blocks(encoded)
-    assert sorted(map(tuple, used.tolist())) == sorted(extent for each in records for extent in each.extents)
-    assert last_number == max((each.number for each in records), default=0)
+    used = UsedBlocks.joined([UsedBlocks.of(encoded), UsedBlocks.of(())])
+    assert list(map(tuple, used.of_file(1).tolist())) == sorted(extent for each in records for extent in each.extents)
+    assert len(used.of_file(2)) == 0
+    assert used.last_number == max((each.number for each in records), default=0)
 
 
 def test_a_record_from_before_ends_of_life_has_none() -> None:

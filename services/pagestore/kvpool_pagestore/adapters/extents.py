@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.core.errors import PageCorrupt, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.file_io import Descriptors, allows_direct, make_directories, sync_directory
+from kvpool_pagestore.adapters.records import UsedBlocks
 from kvpool_pagestore.core.disk_budget import ExtentBudget
 from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent, FreeExtents
 
@@ -128,9 +128,14 @@ class ExtentFiles:
         except OSError as error:
             raise StoreFault(f"reading {self._directory} failed: {error.strerror}") from error
 
-    def block_ends(self, size_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-        """File, number and last bytes of every block there is. Reads everything. Raises StoreFault."""
+    def block_ends(self, size_bytes: int, magic: bytes) -> Iterator[list[tuple[int, int, bytes]]]:
+        """File, number and last bytes of the blocks whose last bytes begin with `magic`, a list for each 4 MiB read.
+
+        Reads everything. Blocks that cannot be read are passed over.
+        """
         window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
+        blocks = np.frombuffer(window, np.uint8).reshape(-1, BLOCK_BYTES)
+        begin, wanted = BLOCK_BYTES - size_bytes, np.frombuffer(magic, np.uint8)
         for number, file in self._files.items():
             for start in range(0, file.block_count, _WINDOW_BYTES // BLOCK_BYTES):
                 count = min(file.block_count - start, _WINDOW_BYTES // BLOCK_BYTES)
@@ -140,9 +145,8 @@ class ExtentFiles:
                 except OSError as error:
                     _log.error("blocks from %d on of %s cannot be read: %s", start, self._path(number), error.strerror)
                     continue
-                for at in range(count):
-                    end = (at + 1) * BLOCK_BYTES
-                    yield number, start + at, bytes(window[end - size_bytes : end])
+                matches = (blocks[:count, begin : begin + len(magic)] == wanted).all(axis=1)
+                yield [(number, start + at, blocks[at, begin:].tobytes()) for at in np.flatnonzero(matches).tolist()]
 
     def keep(self, name: str, content: bytes) -> None:
         """Keep a small file beside the others, durably. Raises StoreFault."""
@@ -204,15 +208,13 @@ class ExtentBlocks:
         self._readers: dict[PageKey, int] = {}
         self._read_meanwhile: dict[PageKey, list[Extent]] = {}  # freed while they were read
 
-    def found(self, used: npt.NDArray[np.int64]) -> set[Extent]:
-        """What pages have at a start ([N, 3] file, start, count; by file and start); all else is free.
-
-        Answers the extents that are not there, or another page's.
-        """
-        counts = self._files.block_counts
-        lost = {Extent(*row) for row in used[~np.isin(used[:, 0], list(counts))].tolist()}
+    def found(self, used: UsedBlocks) -> set[Extent]:
+        """What pages have at a start; all else is free. Returns the extents that are not there, or another page's."""
+        counts, lost = self._files.block_counts, set[Extent]()
+        for number in used.files - counts.keys():
+            lost.update(Extent(*row) for row in used.of_file(number).tolist())
         for number, count in counts.items():
-            lost.update(self._free.give_around(number, count, used[used[:, 0] == number]))
+            lost.update(self._free.give_around(number, count, used.of_file(number)))
         return lost
 
     def take(self, wanted: Sequence[int]) -> list[Extents] | None:

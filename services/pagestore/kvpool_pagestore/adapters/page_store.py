@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from rocksdict import WriteBatch
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StartupFailed, StoreFault
@@ -22,6 +21,7 @@ from kvpool_pagestore.adapters.records import (
     VALUES,
     PageRecord,
     Trailer,
+    UsedBlocks,
     decode_place,
     kept_parts,
     keyspace_bounds,
@@ -29,7 +29,6 @@ from kvpool_pagestore.adapters.records import (
     keyspace_value_key,
     named_value_key,
     pack_trailer,
-    used_blocks,
 )
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, row_blocks, rows, store_faults
 from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
@@ -39,7 +38,7 @@ from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPag
 
 _log = logging.getLogger(__name__)
 
-_LOAD_ROWS: Final = 1 << 16
+_LOAD_ROWS: Final = 1 << 14
 _SCAN_ROWS: Final = 2048
 _FORGOTTEN_ROWS: Final = 256  # under the lock at once
 _PROBE_NAME: Final = "probe"
@@ -167,16 +166,18 @@ class RocksPageStore:
 
 def _open_pages(database: RocksDatabase, files: ExtentFiles, budget: ExtentBudget) -> _Pages:
     sidecar = Sidecar(files)
-    if database.is_incomplete or (database.is_new and files.block_counts):
+    if database.is_incomplete and files.block_counts:
         for encoding in sidecar.keyspaces():
             database.save_value(keyspace_value_key(encoding), b"")
-        salvage_records(database, files, sidecar, is_lost=True)
+        highest = salvage_records(database, files, sidecar, is_lost=True)
+        return _Pages(database, files, sidecar, budget, highest)
+    database.set_complete()
     try:
         return _Pages(database, files, sidecar, budget)
     except PageCorrupt as damage:
         _log.error("the records of the disk tier are damaged: %s", damage.message)
-        salvage_records(database, files, sidecar, is_lost=False)
-        return _Pages(database, files, sidecar, budget)
+        highest = salvage_records(database, files, sidecar, is_lost=False)
+        return _Pages(database, files, sidecar, budget, highest)
 
 
 class _Pages:
@@ -188,8 +189,18 @@ class _Pages:
     that neither a power loss nor a slow reader can find another page's bytes where it looks for its own.
     """
 
-    def __init__(self, database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, budget: ExtentBudget) -> None:
-        """Find out what is free. Raises PageCorrupt if records are damaged (see salvage), StoreFault."""
+    def __init__(
+        self,
+        database: RocksDatabase,
+        files: ExtentFiles,
+        sidecar: Sidecar,
+        budget: ExtentBudget,
+        salvaged_number: int = 0,
+    ) -> None:
+        """Find out what is free. Raises PageCorrupt if records are damaged (see salvage), StoreFault.
+
+        salvaged_number: the highest number of a write that a salvage has met.
+        """
         self.database = database
         self._records = database.family(RECORDS)
         self._files = files
@@ -199,7 +210,7 @@ class _Pages:
         self._lock = threading.Lock()
         self._unsynced: _Freed = []  # freed by changes that may not be synced yet
         self._shrink()
-        self._last_number = sidecar.first_number(self._load())
+        self._last_number = sidecar.first_number(max(salvaged_number, self._load()))
 
     def scan(self) -> Iterator[StoredPage]:
         """Every page that has a record. Raises StoreFault."""
@@ -318,13 +329,11 @@ class _Pages:
 
     def _load(self) -> int:
         """Find what is free; returns the highest number of a write. Raises PageCorrupt if records are damaged."""
-        parts = [used_blocks(())]
-        parts += (used_blocks(records) for _, records in row_blocks(self.database, RECORDS, _LOAD_ROWS))
-        used = np.concatenate([extents for extents, _ in parts])
-        used = used[np.lexsort((used[:, 1], used[:, 0]))]
+        blocks = row_blocks(self.database, RECORDS, _LOAD_ROWS)
+        used = UsedBlocks.joined(UsedBlocks.of(records) for _, records in blocks)
         if lost := self._blocks.found(used):
             self._forget_pages_in(lost)
-        return max(number for _, number in parts)
+        return used.last_number
 
     def _forget_pages_in(self, lost: set[Extent]) -> None:
         """Records that point to blocks which are not there, or are another page's."""

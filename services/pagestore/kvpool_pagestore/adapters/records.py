@@ -3,6 +3,7 @@
 | family | key | value |
 |---|---|---|
 | records | page key (34) | PageRecord: where the page is, its size, its metadata |
+| salvaged | page key, number of the write (u64 BE, inverted) | a record, while a salvage goes on: the newest first |
 | values | name | small values of the node, the remembered keyspaces (`keyspace:` + encoding) |
 
 A trailer fills the last TRAILER_BYTES of a page's blocks, so that its record can be restored when RocksDB has lost it.
@@ -11,11 +12,12 @@ A trailer fills the last TRAILER_BYTES of a page's blocks, so that its record ca
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from hmac import compare_digest
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from kvpool_pagestore.core.kept_metadata import METADATA_BYTES, full_metadata, p
 from kvpool_pagestore.ports import PageMetadata
 
 RECORDS: Final = "records"
+SALVAGED: Final = "salvaged"
 VALUES: Final = "values"
 FORMAT_NAME: Final = b"format"
 LOG_NAME: Final = b"log"  # written when a log file is to be left
@@ -47,10 +50,14 @@ _ONE_EXTENT: Final = np.dtype(
     ]
 )
 _PLAIN_BYTES: Final = _ONE_EXTENT.itemsize + METADATA_BYTES  # of a record with one extent
-_MAGIC: Final = b"KVPT"
+TRAILER_MAGIC: Final = b"KVPT"
 _TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
 _TRAILER_EXTENTS: Final = 5
 _TAG_BYTES: Final = 16
+_FILE_SHIFT: Final = np.uint64(32)
+_START_MASK: Final = np.uint64((1 << 32) - 1)
+_INVERTED: Final = struct.Struct(">Q")
+_NUMBER_MAX: Final = (1 << 64) - 1
 _KEYSPACE_PREFIX: Final = b"keyspace:"
 _NAMED_PREFIX: Final = b"named:"
 
@@ -76,22 +83,56 @@ class PageRecord:
         return cls(page_bytes, _RECORD.unpack_from(encoded)[2], extents, unpack_metadata(encoded[end:]))
 
 
-def used_blocks(encoded: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], int]:
-    """[N, 3] file, start and count of all extents of some records, N of them, and the highest number of a write.
+class UsedBlocks(NamedTuple):
+    """Extents of some records, and the highest number of a write among them. 12 bytes an extent."""
 
-    A start has a million: those of one extent, nearly all, are taken apart together. Raises PageCorrupt.
-    """
-    plain = [each for each in encoded if len(each) == _PLAIN_BYTES]
-    table = _plain_table(plain)
-    columns = [table["file"], table["start"], table["blocks"]]
-    found = [np.stack([column.astype(np.int64) for column in columns], axis=1)]
-    last_number = int(table["number"].max(initial=0))
-    for each in encoded:
-        if len(each) != _PLAIN_BYTES:
-            record = PageRecord.decode(each)
-            found.append(np.array(record.extents, np.int64).reshape(-1, 3))
-            last_number = max(last_number, record.number)
-    return np.concatenate(found), last_number
+    places: npt.NDArray[np.uint64]  # file in the upper half, first block in the lower
+    counts: npt.NDArray[np.uint32]
+    last_number: int
+
+    @classmethod
+    def of(cls, encoded: Sequence[bytes]) -> UsedBlocks:
+        """Those of one extent, nearly all, are taken apart together. Raises PageCorrupt."""
+        plain = [each for each in encoded if len(each) == _PLAIN_BYTES]
+        table = _plain_table(plain)
+        places = [table["file"].astype(np.uint64) << _FILE_SHIFT | table["start"]]
+        counts, last_number = [table["blocks"]], int(table["number"].max(initial=0))
+        for each in encoded if len(plain) < len(encoded) else ():
+            if len(each) != _PLAIN_BYTES:
+                record = PageRecord.decode(each)
+                last_number = max(last_number, record.number)
+                places.append(np.array([extent.file << 32 | extent.start for extent in record.extents], np.uint64))
+                counts.append(np.array([extent.block_count for extent in record.extents], np.uint32))
+        return cls(np.concatenate(places), np.concatenate(counts), last_number)
+
+    @classmethod
+    def joined(cls, parts: Iterable[UsedBlocks]) -> UsedBlocks:
+        """All of them, by file and first block. Takes the parts as they come."""
+        places, counts, last_number = array("Q"), array("I"), 0
+        for part in parts:
+            places.frombytes(part.places.tobytes())
+            counts.frombytes(part.counts.tobytes())
+            last_number = max(last_number, part.last_number)
+        order = np.argsort(np.frombuffer(places, np.uint64))
+        return cls(np.frombuffer(places, np.uint64)[order], np.frombuffer(counts, np.uint32)[order], last_number)
+
+    @property
+    def files(self) -> set[int]:
+        """In which there are any. `joined` only."""
+        found, at = set[int](), 0
+        while at < len(self.places):
+            found.add(file := int(self.places[at]) >> 32)
+            at = self._end(file)
+        return found
+
+    def of_file(self, file: int) -> npt.NDArray[np.int64]:
+        """[N, 3] file, start and count of the extents in one file. `joined` only."""
+        begin, end = int(np.searchsorted(self.places, np.uint64(file << 32))), self._end(file)
+        starts = (self.places[begin:end] & _START_MASK).astype(np.int64)
+        return np.stack([np.full(len(starts), file), starts, self.counts[begin:end].astype(np.int64)], axis=1)
+
+    def _end(self, file: int) -> int:
+        return int(np.searchsorted(self.places, np.uint64(file << 32) | _START_MASK, side="right"))
 
 
 def kept_parts(encoded: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
@@ -131,6 +172,16 @@ def decode_place(encoded: bytes) -> tuple[int, tuple[Extent, ...]]:
         raise PageCorrupt(f"{len(encoded)} bytes are no page record of version {_VERSION}") from error
 
 
+def salvaged_key(key: PageKey, number: int) -> bytes:
+    """Key in `salvaged`: rows of a page lie together, the newest write first."""
+    return key.pack() + _INVERTED.pack(_NUMBER_MAX - number)
+
+
+def page_of_salvaged_key(key: bytes) -> bytes:
+    """The packed page key of a key in `salvaged`."""
+    return key[:KEY_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class Trailer:
     """What a trailer says of the page before it."""
@@ -145,14 +196,14 @@ def pack_trailer(trailer: Trailer, secret: bytes) -> bytes:
     if len(record.extents) > _TRAILER_EXTENTS:
         record = replace(record, extents=())
     encoded = record.encode()
-    fields = _TRAILER.pack(_MAGIC, trailer.key.pack(), len(encoded)) + encoded
+    fields = _TRAILER.pack(TRAILER_MAGIC, trailer.key.pack(), len(encoded)) + encoded
     body = fields.ljust(TRAILER_BYTES - _TAG_BYTES, b"\0")
     return body + blake2b(body, key=secret, digest_size=_TAG_BYTES).digest()
 
 
 def unpack_trailer(block_end: bytes, secret: bytes) -> Trailer | None:
     """What TRAILER_BYTES bytes say; None if they are no trailer of this tier, or a damaged one."""
-    if not block_end.startswith(_MAGIC):
+    if not block_end.startswith(TRAILER_MAGIC):
         return None
     body, tag = block_end[:-_TAG_BYTES], block_end[-_TAG_BYTES:]
     if not compare_digest(blake2b(body, key=secret, digest_size=_TAG_BYTES).digest(), tag):

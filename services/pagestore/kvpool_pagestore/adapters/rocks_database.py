@@ -1,4 +1,4 @@
-"""RocksDB as this service opens it: options, two families of small records, a log that syncs, errors in our words.
+"""RocksDB as this service opens it: options, families of small records, a log that syncs, errors in our words.
 
 Page bytes never pass through here: they lie in files beside it (extents).
 
@@ -32,11 +32,11 @@ from rocksdict import (
 
 from kvpool.core.errors import KvPoolError, PageCorrupt, StartupFailed, StoreFault
 from kvpool_pagestore.adapters.file_io import make_directories, sync_directory
-from kvpool_pagestore.adapters.records import FORMAT_NAME, LOG_NAME, RECORDS, VALUES
+from kvpool_pagestore.adapters.records import FORMAT_NAME, LOG_NAME, RECORDS, SALVAGED, VALUES
 
 _log = logging.getLogger(__name__)
 
-_FAMILIES: Final = (RECORDS, VALUES)
+_FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
 _FORMAT: Final = b"2, page bytes in extents"
 _BLOCK_CACHE_BYTES: Final = 4 << 20  # records only; pages are never cached here: the arena is their cache
 _WRITE_BUFFER_BYTES: Final = 1 << 20
@@ -45,6 +45,7 @@ _OPEN_FILES: Final = 256  # bounds the memory of table readers; one that is not 
 _LOG_FILES: Final = 2
 _LOG_FILE_BYTES: Final = 1 << 20
 _WAL_SUFFIX: Final = ".log"
+_INCOMPLETE_NAME: Final = "incomplete"
 
 
 class RocksDatabase:
@@ -53,17 +54,17 @@ class RocksDatabase:
     def __init__(self, directory: Path) -> None:
         """Open or create. Raises StartupFailed."""
         self.directory = directory
+        self._incomplete_path = directory / _INCOMPLETE_NAME
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
         _prepare_directory(directory)
         self._options = _options()
-        self.is_incomplete = False  # it had to be repaired or created again: that a record is absent says nothing
         self._root, self._families = self._open_or_repair()
         self._handles = {name: self._root.get_column_family_handle(name) for name in _FAMILIES}
         self._log = DatabaseLog(directory, self._write_tables)
         found = self.family(VALUES).get(FORMAT_NAME)
-        self.is_new = found is None
         if found is None:
+            self.set_incomplete()
             self.family(VALUES).put(FORMAT_NAME, _FORMAT, self._synced)
         elif found != _FORMAT:
             self.close()
@@ -71,6 +72,29 @@ class RocksDatabase:
                 f"{directory} holds the format {found!r}, this pagestore writes {_FORMAT!r}; "
                 "start the version that wrote it, or empty the directory (it is only a cache)"
             )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """It was created, repaired or is being salvaged: that a record is absent says nothing."""
+        return self._incomplete_path.exists()
+
+    def set_incomplete(self) -> None:
+        """Until `set_complete`, over kills and losses of power. Raises StoreFault."""
+        try:
+            self._incomplete_path.touch()
+            sync_directory(self.directory)
+        except OSError as error:
+            raise StoreFault(f"writing {self._incomplete_path} failed: {error.strerror}") from error
+
+    def set_complete(self) -> None:
+        """Every page that there is has its record, synced. Raises StoreFault."""
+        try:
+            if not self.is_incomplete:
+                return
+            self._incomplete_path.unlink()
+            sync_directory(self.directory)
+        except OSError as error:
+            raise StoreFault(f"removing {self._incomplete_path} failed: {error.strerror}") from error
 
     def family(self, name: str) -> Rdict:
         """An open family. Raises KeyError."""
@@ -142,7 +166,7 @@ class RocksDatabase:
             return self._open()
         except PageCorrupt as damage:
             _log.error("repairing the database of the disk tier: %s", damage.message)
-        self.is_incomplete = True
+        self.set_incomplete()
         try:
             with store_faults("repairing"):
                 Rdict.repair(str(self.directory), self._options)
@@ -151,7 +175,7 @@ class RocksDatabase:
             _log.error("the database of the disk tier is lost and begins anew: %s", damage.message)
         try:
             for path in self.directory.iterdir():
-                if path.is_file() and path.name != "LOCK":
+                if path.is_file() and path.name not in ("LOCK", _INCOMPLETE_NAME):
                     path.unlink()
         except OSError as error:
             raise StartupFailed(f"{self.directory} cannot be emptied: {error.strerror}; make it writable") from error
