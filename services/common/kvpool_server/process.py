@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from typing import Final
@@ -16,12 +17,15 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def tune_process(switch_interval_s: float = _SWITCH_INTERVAL_S) -> None:
-    """Keep 1 to 2 MiB buffers in the heap (glibc maps and unmaps each one otherwise) and switch threads often."""
+    """Keep 1 to 2 MiB buffers in the heap (glibc maps and unmaps each one otherwise), switch threads often, and allow
+    as many open files as the system does: most of them start a service with a soft limit of 1,024."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and does not need it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
     sys.setswitchinterval(switch_interval_s)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGTERM) -> None:

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rocksdict import WriteBatch
 
 from kvpool.core.errors import KvPoolError, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters import rocks_database
 from kvpool_pagestore.adapters.page_store import RocksPageStore
+from kvpool_pagestore.adapters.records import RECORDS
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, put_each, scanned
 
 # ---- space
@@ -115,6 +117,42 @@ print(resident_mib() - before)
     output = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout
     assert float(output) < 20
     assert sum(path.stat().st_size for path in tmp_path.glob("LOG*")) < 4 << 20
+
+
+def test_the_cache_of_records_grows_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters and indexes that do not fit are read again for each lookup."""
+    monkeypatch.setattr(rocks_database, "_BLOCK_CACHE_BYTES", 1000)
+    monkeypatch.setattr(rocks_database, "_CACHE_FITTED_WRITES", 1)
+    database, sizes = rocks_database.RocksDatabase(tmp_path), list[int]()
+    for start in range(0, 40_000, 10_000):
+        batch = WriteBatch(raw_mode=True)
+        for number in range(start, start + 10_000):
+            batch.put(key(number).pack(), bytes(140), database.handle(RECORDS))
+        database.write(batch, sync=True)
+        database.family(RECORDS).flush(wait=True)
+        sizes.append(database.cache_bytes())
+    assert sizes[0] > 10_000 * 4 and sizes[-1] > 3.5 * sizes[0]
+    database.close()
+
+
+def test_a_new_keyspace_costs_no_look_at_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    for number in range(20):
+        store.remember_keyspace(b"old %d" % number)
+    store.close()
+    store, read = opened(tmp_path), list[Path]()
+    read_bytes = Path.read_bytes
+
+    def recorded(path: Path) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", recorded)
+    for number in range(20):
+        store.remember_keyspace(b"new %d" % number)
+    assert read == []
+    assert len(store.keyspaces()) == 40
+    store.close()
 
 
 # ---- refusals

@@ -168,6 +168,13 @@ class ExtentFiles:
         except OSError as error:
             raise StoreFault(f"reading {self._directory} failed: {error.strerror}") from error
 
+    def kept_names(self, suffix: str) -> set[str]:
+        """Names of small files. Raises StoreFault."""
+        try:
+            return {path.name for path in self._directory.glob(f"*{suffix}")}
+        except OSError as error:
+            raise StoreFault(f"reading {self._directory} failed: {error.strerror}") from error
+
     def close(self) -> None:
         self._files.clear()
 

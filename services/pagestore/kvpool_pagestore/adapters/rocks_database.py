@@ -38,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 _FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
 _FORMAT: Final = b"2, page bytes in extents"
-_BLOCK_CACHE_BYTES: Final = 4 << 20  # records only; pages are never cached here: the arena is their cache
+_BLOCK_CACHE_BYTES: Final = 4 << 20  # at least; records only: the arena is the cache of pages
+_CACHE_SHARE: Final = (
+    32  # one part in this many of the tables: filters and indexes, 3 of the 140 bytes of a record, fit
+)
+_CACHE_FITTED_WRITES: Final = 1024
 _WRITE_BUFFER_BYTES: Final = 1 << 20
 _WAL_LIMIT_BYTES: Final = 8 << 20
 _OPEN_FILES: Final = 256  # bounds the memory of table readers; one that is not open costs a reader about 0.1 ms
@@ -58,7 +62,9 @@ class RocksDatabase:
         self._synced, self._unsynced = WriteOptions(), WriteOptions()
         self._synced.sync = True
         _prepare_directory(directory)
-        self._options = _options()
+        self._cache = Cache(_BLOCK_CACHE_BYTES)
+        self._options = _options(self._cache)
+        self._writes = itertools.count(1)
         self._root, self._families = self._open_or_repair()
         self._handles = {name: self._root.get_column_family_handle(name) for name in _FAMILIES}
         self._log = DatabaseLog(directory, self._write_tables)
@@ -66,7 +72,8 @@ class RocksDatabase:
         if found is None:
             self.set_incomplete()
             self.family(VALUES).put(FORMAT_NAME, _FORMAT, self._synced)
-        elif found != _FORMAT:
+        self._fit_cache()
+        if found not in (None, _FORMAT):
             self.close()
             raise StartupFailed(
                 f"{directory} holds the format {found!r}, this pagestore writes {_FORMAT!r}; "
@@ -114,8 +121,15 @@ class RocksDatabase:
             self._families[name] = self._root.create_column_family(name, self._options)
             self._handles[name] = self._root.get_column_family_handle(name)
 
+    def cache_bytes(self) -> int:
+        """What the cache of blocks may hold: it follows the tables, so that no lookup has to read a filter."""
+        tables_bytes = self.family(RECORDS).property_int_value("rocksdb.total-sst-files-size") or 0
+        return max(_BLOCK_CACHE_BYTES, tables_bytes // _CACHE_SHARE)
+
     def write(self, batch: WriteBatch, *, sync: bool) -> None:
         """Apply a batch of records atomically."""
+        if next(self._writes) % _CACHE_FITTED_WRITES == 0:
+            self._fit_cache()
         try:
             with store_faults("writing records"):
                 self._root.write(batch, self._synced if sync else self._unsynced)
@@ -151,6 +165,10 @@ class RocksDatabase:
             while self._families:
                 self._families.popitem()[1].close()
             self._root.close()
+
+    def _fit_cache(self) -> None:
+        with store_faults("measuring tables"):
+            self._cache.set_capacity(self.cache_bytes())
 
     def _write_tables(self) -> None:
         """Have what lies in the log in synced tables too, and leave the log's file."""
@@ -370,11 +388,11 @@ class DatabaseLog:
             raise StoreFault(f"syncing the log in {self._directory} failed: {error.strerror}") from error
 
 
-def _options() -> Options:
+def _options(cache: Cache) -> Options:
     """Of each family."""
     options = Options(raw_mode=True)
     table = BlockBasedOptions()
-    table.set_block_cache(Cache(_BLOCK_CACHE_BYTES))
+    table.set_block_cache(cache)
     table.set_bloom_filter(10, False)
     table.set_cache_index_and_filter_blocks(True)  # counted in the cache, so that they cannot grow beside it
     table.set_checksum_type(ChecksumType.xxh3())

@@ -53,6 +53,7 @@ class Sidecar:
         """Raises StoreFault."""
         self._files = files
         self._lock = threading.Lock()  # two writers may meet a keyspace at the same time
+        self._keyspace_names = files.kept_names(_KEYSPACE_SUFFIX)
         self.secret = files.kept(_SECRET_NAME).get(_SECRET_NAME, b"")
         if len(self.secret) != _SECRET_BYTES:
             self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -61,8 +62,9 @@ class Sidecar:
     def remember_keyspace(self, encoding: bytes) -> None:
         name = blake2b(encoding, digest_size=16).hexdigest() + _KEYSPACE_SUFFIX
         with self._lock:
-            if name not in self._files.kept(_KEYSPACE_SUFFIX):
+            if name not in self._keyspace_names:
                 self._files.keep(name, encoding)
+                self._keyspace_names.add(name)
 
     def first_number(self, highest_seen: int) -> int:
         """The number below those of all writes from now on; above any that this tier ever gave to a write.
