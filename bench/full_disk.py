@@ -1,0 +1,412 @@
+"""How does a pagestore with millions of pages on a full disk tier start, evict, change a policy, reconcile, clear?
+
+    python -m bench.full_disk make DIR --chunks 1250000
+    python -m bench.full_disk run DIR [--json FILE]
+
+`make` writes real records of 8 shards a chunk into a real RocksDB. The files that hold the pages are sparse: all their
+blocks are there and none is allocated, but for the pages of the first chunks, which are real and are read after the
+start. The capacity is just what the pages fill, so that the next page evicts.
+
+`run` starts a pagestore on it, with an index and a Redis, and times each step. Meanwhile another process asks for the
+pagestore's status without a pause: the longest answer is about the longest stall of its event loop. `clear` empties
+the directory's records, so that it is made again for the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rocksdict import WriteBatch
+
+from bench.match_rig import Server, running_index, running_redis
+from bench.waiting import ready_document, until
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
+from kvpool.core.cluster import PageMetadata
+from kvpool.core.errors import KvPoolError
+from kvpool.core.grid import ShardGrid
+from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
+from kvpool.core.outcome import Admission
+from kvpool.core.page import PageKey, page_bytes, seal
+from kvpool.core.payload import payload_bytes
+from kvpool.core.policy import KeyspacePolicy
+from kvpool_pagestore.adapters.page_store import RocksPageStore
+from kvpool_pagestore.adapters.records import RECORDS, PageRecord
+from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
+from kvpool_pagestore.core.extents import BLOCK_BYTES, Extent
+from kvpool_pagestore.ports import PageWrite
+
+NAME = "full-disk"
+SPEC = KeyspaceSpec(
+    model_id="bench", model_revision="full-disk", groups=(KvGroup(8, 8, 128),), dtype=Dtype.BF16, chunk_tokens=16
+)
+GRID = ShardGrid.of(SPEC)
+SHARDS = range(GRID.shard_count - 8, GRID.shard_count)  # the finest split: one for each KV head
+PAYLOAD_BYTES = payload_bytes(SPEC, GRID, SHARDS[0])
+PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
+ENCODING = encode_keyspace("default", SPEC)
+KEYSPACE = keyspace_id(ENCODING)
+CHAIN_CHUNKS = 64  # of one conversation
+GROUP_CHUNKS = 16
+REAL_CHUNKS = 16
+HASH_BYTES = 16
+START_TIMEOUT_S = 900.0
+STEP_TIMEOUT_S = 900.0
+
+
+# ---- the directory
+
+
+class Chunks:
+    """Hashes and chains of made-up chunks, the same for the same count."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        words = np.random.default_rng(count).integers(0, 1 << 63, (count, 2), dtype=np.uint64)
+        self._hashes = words.view(np.uint8).reshape(count, HASH_BYTES)
+
+    def hash(self, chunk: int) -> bytes:
+        return bytes(self._hashes[chunk])
+
+    def metadata(self, chunk: int) -> PageMetadata:
+        index = chunk % CHAIN_CHUNKS
+        parent = self.hash(chunk - 1) if index else bytes(HASH_BYTES)
+        return PageMetadata(
+            parent_hash=parent, chunk_index=index, group_head_hash=self.hash(chunk - index % GROUP_CHUNKS)
+        )
+
+    def by_hash(self) -> npt.NDArray[np.int64]:
+        """All chunks in the order of their keys, in which RocksDB takes records fastest."""
+        return np.lexsort(self._hashes.T[::-1])
+
+
+def sealed(key: PageKey) -> memoryview:
+    page = bytearray(PAGE_BYTES)
+    seal(page, key, SPEC.codec, PAYLOAD_BYTES)
+    return memoryview(page)
+
+
+def capacity_for(page_count: int) -> int:
+    """The smallest tier, to a MiB, that may hold so many pages."""
+    needed, capacity_bytes = page_count * charged_bytes(PAGE_BYTES), 64 << 20
+    while (missing := needed - ExtentBudget(capacity_bytes).live_limit_bytes) > 0:
+        capacity_bytes += max(1 << 20, missing)
+    return capacity_bytes
+
+
+def make(directory: Path, chunk_count: int) -> None:
+    """Raises FileExistsError if there is one."""
+    (directory / "disk").mkdir(parents=True)
+    chunks, page_count = Chunks(chunk_count), chunk_count * len(SHARDS)
+    budget = ExtentBudget(capacity_for(page_count))
+    blocks = page_blocks(PAGE_BYTES)
+    pages_per_file = budget.file_block_count // blocks
+    store = RocksPageStore(directory / "disk", budget.capacity_bytes)
+    store.open()
+    store.remember_keyspace(ENCODING)
+    database = store._pages.database  # the one way to write records without their pages
+    batch = WriteBatch(raw_mode=True)
+    for done, chunk in enumerate(chunks.by_hash().tolist()):
+        metadata, chunk_hash = chunks.metadata(chunk), chunks.hash(chunk)
+        for page, shard in enumerate(SHARDS, chunk * len(SHARDS)):
+            extent = Extent(1 + page // pages_per_file, page % pages_per_file * blocks, blocks)
+            record = PageRecord(PAGE_BYTES, 1 + page, (extent,), metadata)
+            batch.put(PageKey(KEYSPACE, chunk_hash, shard).pack(), record.encode(), database.handle(RECORDS))
+        if len(batch) >= 8192 or done + 1 == chunk_count:
+            database.write(batch, sync=False)
+            batch = WriteBatch(raw_mode=True)
+    store.close()
+    make_sparse_files(directory / "disk" / "extents", budget)
+    store.open()
+    write_real_pages(store, chunks)
+    store.close()
+    manifest = {"chunks": chunk_count, "capacity_bytes": budget.capacity_bytes}
+    (directory / "full_disk.json").write_text(json.dumps(manifest))
+
+
+def make_sparse_files(directory: Path, budget: ExtentBudget) -> None:
+    left, number = budget.block_count, 1
+    while left:
+        count = min(left, budget.file_block_count)
+        with (directory / f"{number}.pages").open("wb") as file:
+            file.truncate(count * BLOCK_BYTES)
+        left, number = left - count, number + 1
+
+
+def write_real_pages(store: RocksPageStore, chunks: Chunks) -> None:
+    failures: list[KvPoolError | None] = []
+    for chunk in range(min(REAL_CHUNKS, chunks.count)):
+        keys = [PageKey(KEYSPACE, chunks.hash(chunk), shard) for shard in SHARDS]
+        store.delete_batch(keys)
+        writes = [PageWrite(key=key, page=sealed(key), metadata=chunks.metadata(chunk)) for key in keys]
+        store.put_batch(writes, lambda _, failure: failures.append(failure))
+    if any(failures):
+        raise RuntimeError(f"the real pages could not be written: {next(filter(None, failures))}")
+
+
+# ---- the run
+
+
+class Heartbeat:
+    """A process that asks a pagestore for its status all the time; `longest_s` since the last look."""
+
+    def __init__(self, endpoint: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_beat, args=(endpoint, theirs), daemon=True)
+        self._process.start()
+        self._ours.recv()  # the first answer
+
+    def longest_s(self) -> float:
+        self._ours.send(None)
+        longest: float = self._ours.recv()
+        return longest
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _beat(endpoint: str, peer: Connection) -> None:
+    async def beat() -> None:
+        control, longest_s, is_first = PageStoreControl(endpoint, ClientConfig()), 0.0, True
+        while True:
+            begun_s = time.perf_counter()
+            await control.status(timeout_s=STEP_TIMEOUT_S)
+            longest_s = max(longest_s, time.perf_counter() - begun_s)
+            if is_first:
+                peer.send(0.0)
+                longest_s, is_first = 0.0, False
+            if peer.poll():
+                peer.recv()
+                peer.send(longest_s)
+                longest_s = 0.0
+            await asyncio.sleep(0.002)
+
+    asyncio.run(beat())
+
+
+class Run:
+    """A pagestore that serves, and what each step of it took."""
+
+    def __init__(self, directory: Path, stack: ExitStack, index: Server, scratch: Path) -> None:
+        manifest = json.loads((directory / "full_disk.json").read_text())
+        self.chunks = Chunks(manifest["chunks"])
+        self.steps: dict[str, dict[str, object]] = {}
+        self._config = ClientConfig(index_endpoints=(index.endpoint,))
+        begun_s = time.perf_counter()
+        self._process, document = stack.enter_context(
+            pagestore(directory, manifest["capacity_bytes"], index.endpoint, scratch)
+        )
+        self.steps["restart to serving"] = {
+            "seconds": round(time.perf_counter() - begun_s, 2),
+            "resident_mib": self._resident_mib(),
+        }
+        self._endpoint, self._metrics_url = str(document["endpoint"]), str(document["metrics_url"])
+        self._transfer = PageTransferClient(str(document["bulk_endpoint"]), frame_bytes=1 << 20)
+        stack.callback(self._transfer.close)
+        self._heartbeat = Heartbeat(self._endpoint)
+        stack.callback(self._heartbeat.close)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time what happens, and the longest answer meanwhile."""
+        self._heartbeat.longest_s()
+        begun_s = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begun_s
+        found: dict[str, object] = {
+            "seconds": round(seconds, 2),
+            "longest_answer_ms": round(self._heartbeat.longest_s() * 1e3, 1),
+            "resident_mib": self._resident_mib(),
+        }
+        self.steps[name] = found
+        print(name, json.dumps(found), flush=True)
+
+    def read_real_pages(self) -> None:
+        """Every one of them verifies."""
+        keys = [
+            PageKey(KEYSPACE, self.chunks.hash(chunk), shard)
+            for chunk in range(min(REAL_CHUNKS, self.chunks.count))
+            for shard in SHARDS
+        ]
+        found = list[int]()
+
+        def on_page(number: int, error: object, is_hit: bool) -> None:
+            if is_hit and error is None:
+                found.append(number)
+
+        items = [PageToRead(key=key, destination=memoryview(bytearray(PAGE_BYTES))) for key in keys]
+        self._transfer.read_pages([(KEYSPACE, SPEC)], items, on_page, timeout_s=STEP_TIMEOUT_S)
+        if len(found) != len(keys):
+            raise RuntimeError(f"{len(found)} of {len(keys)} pages could be read")
+
+    def write_pages(self, first: int, count: int) -> None:
+        """New chunks, durable on return."""
+        items = []
+        for number in range(first, first + count):
+            chunk_hash = (1 << 127 | number).to_bytes(HASH_BYTES, "big")
+            metadata = PageMetadata(parent_hash=bytes(HASH_BYTES), chunk_index=0, group_head_hash=chunk_hash)
+            for shard in SHARDS:
+                key = PageKey(KEYSPACE, chunk_hash, shard)
+                items.append(PageToWrite(key=key, page=sealed(key), metadata=metadata))
+        failures = list[object]()
+
+        def on_page(number: int, admission: Admission, error: object) -> None:
+            if admission is not Admission.RESERVED:
+                failures.append(error or admission)
+
+        self._transfer.write_pages([(KEYSPACE, SPEC)], items, on_page, timeout_s=STEP_TIMEOUT_S, require_durable=True)
+        if failures:
+            raise RuntimeError(f"{len(failures)} pages were not taken: {failures[0]}")
+
+    async def change_policy(self) -> None:
+        """Set a quota; nodes hear of it with their next renewal."""
+        index = IndexClient(self._config)
+        opened = await index.open_keyspace(NAME, SPEC)
+        if opened.keyspace != KEYSPACE:
+            raise RuntimeError("the index names the keyspace otherwise than the directory: clear its tenant settings")
+        await index.set_keyspace_policy(NAME, KeyspacePolicy(quota_bytes=1 << 50))
+        await index.close()
+        await asyncio.sleep(5.0)
+
+    def wait_reconciled(self) -> None:
+        """Until a comparison with the index has ended without anything to tell."""
+
+        def rounds_and_ranges() -> tuple[float, float]:
+            with urllib.request.urlopen(self._metrics_url, timeout=STEP_TIMEOUT_S) as answer:
+                lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("kvpool")]
+            values = {words[0]: float(words[1]) for words in lines if len(words) == 2}
+            prefix = "kvpool_pagestore_reconcile_"
+            return values.get(f"{prefix}rounds_total", 0.0), values.get(f"{prefix}ranges_total", 0.0)
+
+        seen = rounds_and_ranges()
+
+        def is_quiet() -> bool:
+            nonlocal seen
+            time.sleep(1.0)
+            now = rounds_and_ranges()
+            if now[0] > seen[0] and now[1] == seen[1]:
+                return True
+            if now[0] > seen[0]:
+                seen = now
+            return False
+
+        until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing")
+
+    async def clear(self) -> None:
+        control = PageStoreControl(self._endpoint, ClientConfig())
+        await control.clear(KEYSPACE, timeout_s=STEP_TIMEOUT_S)
+        await control.close()
+
+    def _resident_mib(self) -> int:
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def pagestore(
+    directory: Path, capacity_bytes: int, index_endpoint: str, scratch: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, object]]]:
+    """A pagestore that serves; it is killed at the end."""
+    ready = scratch / "pagestore.json"
+    command = [sys.executable, "-m", "kvpool_pagestore.main", "--data-dir", str(directory), "--ready-file", str(ready)]
+    command += ["--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--disk-bytes", str(capacity_bytes)]
+    command += ["--arena-bytes", str(256 << 20), "--index-endpoints", index_endpoint, "--log-level", "warning"]
+    command += ["--reconcile-interval-ms", "10000"]
+    with subprocess.Popen(command) as process:
+        try:
+            yield process, ready_document(process, ready, START_TIMEOUT_S)
+        finally:
+            process.kill()
+
+
+def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name, ExitStack() as stack:
+        scratch = Path(name)
+        drop_caches(directory)
+        redis = stack.enter_context(running_redis(scratch))
+        index = stack.enter_context(running_index(scratch, redis.endpoint))
+        asyncio.run(_open(index.endpoint))
+        bench = Run(directory, stack, index, scratch)
+        print("restart to serving", json.dumps(bench.steps["restart to serving"]), flush=True)
+        with bench.step("idle for 5 s"):
+            time.sleep(5.0)
+        with bench.step("read real pages"):
+            bench.read_real_pages()
+        with bench.step("first eviction"):
+            bench.write_pages(0, 64)
+        with bench.step("evictions that follow"):
+            bench.write_pages(64, 512)
+        with bench.step("policy change"):
+            asyncio.run(bench.change_policy())
+        if "reconcile" not in skipped:
+            with bench.step("reconcile"):
+                bench.wait_reconciled()
+        if "clear" not in skipped:
+            with bench.step("clear"):
+                asyncio.run(bench.clear())
+        return {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": f"{os.cpu_count()}-core virtual machine, shared with other work",
+            "chunks": bench.chunks.count,
+            "pages": bench.chunks.count * len(SHARDS),
+            "load": round(os.getloadavg()[0], 1),
+            "steps": bench.steps,
+        }
+
+
+async def _open(index_endpoint: str) -> None:
+    client = IndexClient(ClientConfig(index_endpoints=(index_endpoint,)))
+    await client.open_keyspace(NAME, SPEC)
+    await client.close()
+
+
+def drop_caches(directory: Path) -> None:
+    for path in (directory / "disk").glob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make")
+    making.add_argument("directory", type=Path)
+    making.add_argument("--chunks", type=int, required=True)
+    running = commands.add_parser("run")
+    running.add_argument("directory", type=Path)
+    running.add_argument("--skip", nargs="*", default=[], choices=["reconcile", "clear"])
+    running.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "make":
+        make(arguments.directory, arguments.chunks)
+        return
+    document = run(arguments.directory, arguments.skip)
+    print(json.dumps(document, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
