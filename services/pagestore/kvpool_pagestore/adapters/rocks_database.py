@@ -39,9 +39,7 @@ _log = logging.getLogger(__name__)
 _FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
 _FORMAT: Final = b"2, page bytes in extents"
 _BLOCK_CACHE_BYTES: Final = 4 << 20  # at least; records only: the arena is the cache of pages
-_CACHE_SHARE: Final = (
-    32  # one part in this many of the tables: filters and indexes, 3 of the 140 bytes of a record, fit
-)
+_CACHE_SHARE: Final = 32  # one part in this many of the tables: filters and indexes are 3 of 140 bytes a record
 _CACHE_FITTED_WRITES: Final = 1024
 _WRITE_BUFFER_BYTES: Final = 1 << 20
 _WAL_LIMIT_BYTES: Final = 8 << 20
