@@ -73,7 +73,7 @@ class Sidecar:
         """
         started = _integer(self._files.kept(_START_NAME).get(_START_NAME, b"0")) or 0
         seen = max(highest_seen, *(number or 0 for number in self._cleared().values()), 0)
-        start = max(started, seen >> _START_SHIFT) + 1
+        start = min(max(started, seen >> _START_SHIFT) + 1, _ALL >> _START_SHIFT)
         self._files.keep(_START_NAME, b"%d" % start)
         return start << _START_SHIFT
 
@@ -94,7 +94,8 @@ class Sidecar:
 
 
 def _integer(text: bytes) -> int | None:
-    return int(text) if text.isdigit() and len(text) <= _INTEGER_DIGITS else None
+    """What a small file says; None if it is damaged."""
+    return int(text) if text.isdigit() and len(text) <= _INTEGER_DIGITS and int(text) <= _ALL else None
 
 
 def salvage_records(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> int:
