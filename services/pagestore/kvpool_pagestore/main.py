@@ -136,7 +136,7 @@ class _Arena:
 
     def __init__(self, config: PageStoreConfig, node_id: bytes) -> None:
         self.unused = False
-        self.segments = MemfdArena(config.shm_dir / f"kvpool-{node_id.hex()}", flock)
+        self.segments = MemfdArena(config.session_dir / f"kvpool-{node_id.hex()}", flock)
         self.segments.open(config.arena_bytes)
 
     def close(self) -> None:

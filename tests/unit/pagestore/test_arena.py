@@ -149,7 +149,7 @@ def test_peers_can_change_neither_the_size_of_a_segment_nor_what_others_may_do_w
 
 def test_a_directory_that_cannot_be_made_is_named(directory: Path) -> None:
     directory.parent.joinpath("file").write_text("")
-    with pytest.raises(StartupFailed, match="configure --shm-dir"):
+    with pytest.raises(StartupFailed, match="configure --session-dir"):
         opened(directory.parent / "file" / "arena")
 
 
@@ -211,7 +211,7 @@ def test_a_peer_gets_no_segment_that_cannot_be_recorded(directory: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", no_space)
-        with pytest.raises(ArenaFull, match="configure --shm-dir"):
+        with pytest.raises(ArenaFull, match="configure --session-dir"):
             arena.descriptor(1, SESSION)
     assert arena.descriptor(1, SESSION) >= 0
     arena.close(remove=True)

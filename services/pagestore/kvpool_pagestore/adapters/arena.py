@@ -85,7 +85,9 @@ class MemfdArena:
             self._lock_fd = -1
             raise StartupFailed(f"arena {directory} is in use by another pagestore; stop it first") from error
         except OSError as error:
-            raise StartupFailed(f"cannot use {directory} for session files ({error}); configure --shm-dir") from error
+            raise StartupFailed(
+                f"cannot use {directory} for session files ({error}); configure --session-dir"
+            ) from error
         self._check_capacity(capacity_bytes)
 
     def old_sessions(self) -> dict[bytes, dict[int, int]]:
@@ -215,7 +217,7 @@ class MemfdArena:
                 os.close(fd)
         except OSError as error:
             raise ArenaFull(
-                f"{self._directory} has no room for session files ({error}); configure --shm-dir"
+                f"{self._directory} has no room for session files ({error}); configure --session-dir"
             ) from error
 
     def _read_record(self, session_id: bytes) -> dict[int, int]:
