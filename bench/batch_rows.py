@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.ttft_gpu import Bench, directories
+from bench.ttft_gpu import Bench, state_directory
 from bench.ttft_model import SHAPES, build_model, prompt_of, synchronize
 from bench.waiting import until
 from kvpool.cli.output import size_from_text, table
@@ -139,13 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = build_model(SHAPES[arguments.shape], arguments.device)
     passes = measure_passes(model, arguments.runs)
     print(f"passes: {passes['ms_by_tokens']}", flush=True)
-    with directories(arguments.arena_bytes) as (state_dir, memory):
+    with state_directory() as state_dir:
         bench, well = Bench(arguments.budget_s, state_dir), False
         try:
             bench.kvpool(
                 *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
                 *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
-                *("--shm-dir", str(memory)),
             )
             loads = measure_loads(model, bench.agent, arguments)
             well = True

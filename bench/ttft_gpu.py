@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -89,25 +88,18 @@ class Bench:
 
 
 @contextmanager
-def directories(arena_bytes: int) -> Iterator[tuple[Path, Path]]:
-    """Of the cluster's state and of its staging memory: files where /dev/shm is too small. Both are removed."""
+def state_directory() -> Iterator[Path]:
+    """Of the cluster; removed in the end."""
     with tempfile.TemporaryDirectory(prefix="kvpool-ttft-", ignore_cleanup_errors=True) as state:
-        filesystem = os.statvfs("/dev/shm")
-        enough = filesystem.f_bavail * filesystem.f_frsize > arena_bytes + (256 << 20)
-        memory = Path(tempfile.mkdtemp(prefix="kvpool-ttft-", dir="/dev/shm" if enough else state))
-        try:
-            yield Path(state) / "cluster", memory
-        finally:
-            shutil.rmtree(memory, ignore_errors=True)
+        yield Path(state) / "cluster"
 
 
-def measure(bench: Bench, memory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
     """By number of tokens."""
     threads = str(min(8, os.cpu_count() or 2))
     bench.kvpool(
         *("up", "--pagestores", "1", "--agents", "1", "--device", arguments.device, "--detach"),
         *("--arena-bytes", str(arguments.arena_bytes), "--disk-bytes", str(2 * arguments.arena_bytes)),
-        *("--shm-dir", str(memory)),
         environment={"KVPOOL_GPUAGENT_COPY_THREADS": threads, "KVPOOL_PAGESTORE_VERIFY_THREADS": threads},
     )
     stored, output = bench.state_dir / "stored.json", bench.state_dir / "output.json"
@@ -159,11 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with directories(arguments.arena_bytes) as (state_dir, memory):
+    with state_directory() as state_dir:
         bench = Bench(arguments.budget_s, state_dir)
         well = False
         try:
-            results = measure(bench, memory, arguments)
+            results = measure(bench, arguments)
             well = True
         finally:
             bench.end(show_logs=not well)
@@ -172,7 +164,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": "python -m bench.ttft_gpu " + " ".join(sys.argv[1:] if argv is None else argv),
         "device": arguments.device,
         "shape": arguments.shape,
-        "staging": str(memory.parent),
         "results": results,
     }
     if arguments.json is not None:

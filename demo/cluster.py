@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from kvpool.core.errors import StartupFailed
 KEYSPACE_NAME = "demo"
 ARENA_BYTES = 384 << 20
 DISK_BYTES = 8 << 30
-SHM_DIR = Path("/dev/shm")
 MARKER = "made-by-kvpool-demo"
 COMMAND_TIMEOUT_S = 240.0
 DEATH_TIMEOUT_S = 20.0
@@ -40,9 +38,6 @@ class DemoCluster:
         self.directory, self._device = directory, device
         if directory.exists() and any(directory.iterdir()) and not (directory / MARKER).exists():
             raise StartupFailed(f"{directory} is not empty and not of the demo; choose another --state-dir")
-        digest = hashlib.blake2b(os.fsencode(directory.resolve()), digest_size=6).hexdigest()
-        self._shared_memory = SHM_DIR / f"kvpool-demo-{os.getuid()}-{digest}"
-        self._memory = self._shared_memory
 
     def wipe(self) -> None:
         """Begin with nothing: an earlier run that was killed may have left a cluster and its pages."""
@@ -52,7 +47,6 @@ class DemoCluster:
                 shutil.rmtree(self.directory)
             self.directory.mkdir(parents=True)
             (self.directory / MARKER).touch()
-            self._memory = self._make_memory()
         except OSError as error:
             raise StartupFailed(
                 f"{error.filename} cannot be written ({error.strerror}); choose another --state-dir"
@@ -60,9 +54,8 @@ class DemoCluster:
 
     def up(self) -> None:
         """Start it, on what it had before if it ran before. Raises CommandFailed."""
-        memory = ("--shm-dir", str(self._memory.resolve()))
         sizes = ("--arena-bytes", str(ARENA_BYTES), "--disk-bytes", str(DISK_BYTES))
-        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--device", self._device, "--detach", *sizes, *memory)
+        self._kvpool("up", "--pagestores", "2", "--agents", "2", "--device", self._device, "--detach", *sizes)
 
     def agent(self, number: int) -> str:
         """Endpoint of an agent."""
@@ -94,7 +87,7 @@ class DemoCluster:
             time.sleep(POLL_S)
 
     def down(self) -> None:
-        """End it if it runs, by force if it does not end otherwise, and free its memory."""
+        """End it if it runs, by force if it does not end otherwise."""
         deadline_s = time.monotonic() + COMMAND_TIMEOUT_S
         while self.directory.exists() and (read_state(self.directory) is not None or self._is_locked()):
             if read_state(self.directory) is not None:
@@ -104,7 +97,6 @@ class DemoCluster:
                 break
             else:
                 time.sleep(POLL_S)  # it is starting or ending just now
-        shutil.rmtree(self._shared_memory, ignore_errors=True)
 
     def _end(self) -> None:
         try:
@@ -140,20 +132,6 @@ class DemoCluster:
         if state is None:
             raise CommandFailed(f"no cluster runs in {self.directory}")
         return state
-
-    def _make_memory(self) -> Path:
-        """Where staging memory goes: containers often have a tiny /dev/shm; then files serve, a little slower.
-
-        A place of its own: a cluster that was killed and never started again leaves its staging memory behind.
-        """
-        try:
-            filesystem = os.statvfs(SHM_DIR)
-            enough = filesystem.f_bavail * filesystem.f_frsize > 2 * ARENA_BYTES + (64 << 20)
-        except OSError:
-            enough = False
-        memory = self._shared_memory if enough else self.directory / "shm"
-        memory.mkdir(mode=0o700)  # fails if somebody else has made it
-        return memory
 
     def _kvpool(self, *arguments: str, text: str | None = None) -> str:
         command = [sys.executable, "-m", "kvpool.cli.main", "--state-dir", str(self.directory), *arguments]

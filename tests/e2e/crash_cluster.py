@@ -78,7 +78,7 @@ class CrashCluster:
             directory,
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index_endpoint, "--tenant", TENANT),
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
-            *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
+            *("--socket", str(self.socket(f"{name}.store")), "--session-dir", str(self._shm)),
             *("--arena-bytes", str(32 << 20), "--segment-bytes", str(4 << 20), "--disk-bytes", str(64 << 20)),
             *("--heartbeat-interval-ms", "5000", "--index-timeout-ms", SERVICES_MS),
             *("--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),

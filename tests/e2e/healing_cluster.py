@@ -66,7 +66,7 @@ class HealingCluster:
             directory / "store",
             *("--data-dir", str(directory / "store" / "data"), "--index-endpoints", endpoints, "--tenant", TENANT),
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", "a"),
-            *("--socket", str(shm / "store.sock"), "--shm-dir", str(shm), "--arena-bytes", str(32 << 20)),
+            *("--socket", str(shm / "store.sock"), "--session-dir", str(shm), "--arena-bytes", str(32 << 20)),
             *("--segment-bytes", str(4 << 20), "--disk-bytes", str(256 << 20), "--linger-ms", "1"),
             *("--reconcile-interval-ms", str(int(INTERVAL_S * 1e3)), "--index-timeout-ms", "1000"),
             *("--heartbeat-interval-ms", "5000"),

@@ -95,7 +95,7 @@ class ServiceCluster:
             directory,
             *("--data-dir", str(directory / "data"), "--index-endpoints", self.index.wait_ready()["endpoint"]),
             *("--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--host-id", name),
-            *("--socket", str(self.socket(f"{name}.store")), "--shm-dir", str(self._shm)),
+            *("--socket", str(self.socket(f"{name}.store")), "--session-dir", str(self._shm)),
             *("--arena-bytes", str(64 << 20), "--segment-bytes", str(8 << 20), "--disk-bytes", str(256 << 20)),
             *("--heartbeat-interval-ms", "5000", "--quarantine-grace-ms", "50", "--quarantine-poll-ms", "20"),
             *("--index-timeout-ms", SERVICES_MS),

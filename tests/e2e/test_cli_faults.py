@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 from pathlib import Path
@@ -104,10 +103,10 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, below: s
         assert str(directory) in line and "--state-dir" in line
 
 
-def test_an_arena_larger_than_shared_memory_is_one_line(tmp_path: Path) -> None:
-    size_bytes = shutil.disk_usage("/dev/shm").total * 2
+def test_an_arena_larger_than_memory_is_one_line(tmp_path: Path) -> None:
+    size_bytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = _one_line(Cluster(tmp_path).run("up", "--memory-index", "--arena-bytes", str(size_bytes), code=2))
-    assert "pagestore-0" in line and "/dev/shm" in line
+    assert "pagestore-0" in line and "--arena-bytes" in line
     assert not state_file(tmp_path).exists()
 
 

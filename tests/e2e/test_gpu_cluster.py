@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,22 +104,12 @@ def device(request: pytest.FixtureRequest) -> str:
 def cluster(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One host."""
     cluster = Cluster(tmp_path_factory.mktemp(f"cluster-{device}"))
-    sizes = ("--arena-bytes", "128MiB", "--disk-bytes", "512MiB", "--shm-dir", str(shared_memory(cluster.state_dir)))
+    sizes = ("--arena-bytes", "128MiB", "--disk-bytes", "512MiB")
     try:
         cluster.run("up", "--device", device, "--detach", *sizes)
         yield cluster
     finally:
         cluster.run("down")
-
-
-def shared_memory(state_dir: Path) -> Path:
-    """Containers often have a tiny /dev/shm; then files serve."""
-    filesystem = os.statvfs("/dev/shm")
-    if filesystem.f_bavail * filesystem.f_frsize > 256 << 20:
-        return Path("/dev/shm")
-    directory = state_dir.with_name("staging")
-    directory.mkdir()
-    return directory
 
 
 def kill(cluster: Cluster, *roles: str) -> list[ProcessState]:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvpool.client.fds import fetch_fd
 from kvpool.client.page_items import PageSource
+from kvpool.client.pagestore import PageStoreSession
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import RemoteSource
 from kvpool.testing import eventually
 from tests.fixtures.pagestore import shared_memory_directory
-from tests.fixtures.pagestore_process import CLIENT, Process, read, refused, start_process, write
+from tests.fixtures.pagestore_process import CLIENT, Process, environment, read, refused, start_process, write
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -87,6 +92,101 @@ async def test_a_killed_store_comes_back_with_what_was_flushed_and_counts_its_ol
     await control.close()
 
 
+def segment_descriptor(session: PageStoreSession) -> int:
+    """What a peer gets for the segment that it has mapped."""
+    segments = session._segments
+    assert segments is not None
+    (segment_id,) = segments._mappings
+    return fetch_fd(segments._socket_path, segments._token, segment_id, timeout_s=60).fd
+
+
+async def test_a_peer_cannot_truncate_a_segment_and_its_owner_lives(start: Start) -> None:
+    store = start()
+    session = await store.open()
+    await write(session, range(2))
+    fd = segment_descriptor(session)
+    size_bytes = os.fstat(fd).st_size
+    for wrong_bytes in (0, 2 * size_bytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, wrong_bytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # no other peer could map it
+    os.close(fd)
+    assert [one.source for one in await read(session, range(2))] == [PageSource.STAGING] * 2
+    await session.close()
+    assert store.stop() == 0
+
+
+MAPPER = """
+import asyncio, sys
+from kvpool.client.pagestore import PageStoreSession, SessionPlan
+from tests.fixtures.pagestore_process import CLIENT, KEYSPACES, write
+
+async def main():
+    plan = SessionPlan(endpoint=sys.argv[1], peer_name="mapper", keyspaces=KEYSPACES)
+    session = await PageStoreSession.open(plan, CLIENT)
+    await write(session, range(2))
+    print(sum(len(one) for one in session._segments._mappings.values()), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def mapper_of(store: Process) -> Iterator[int]:
+    """Another process that has mapped a segment and goes on having it; how many bytes."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", MAPPER, store.endpoint], env=environment(), text=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        with child.stdout as output:
+            yield int(output.readline())
+    finally:
+        child.kill()
+        child.wait(60)
+
+
+def shared_memory_bytes(store: Process) -> int:
+    """Shared memory that the process has in place."""
+    text = Path(f"/proc/{store.child.pid}/smaps").read_text()
+    found, is_arena = 0, False
+    for line in text.splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            is_arena = "segment-" in line
+        elif is_arena and words[0] == "Rss:":
+            found += int(words[1]) << 10
+    return found
+
+
+async def test_memory_of_a_killed_store_stays_in_the_budget_of_the_next_one_until_its_mapper_has_gone(
+    start: Start,
+) -> None:
+    store = start()
+    arena_bytes = 32 << 20
+    with mapper_of(store) as mapped_bytes:
+        store.kill()
+        again = start()
+        control = PageStoreControl(again.endpoint, CLIENT)
+
+        def has_taken_what_is_left() -> bool:
+            assert shared_memory_bytes(again) + mapped_bytes <= arena_bytes
+            return shared_memory_bytes(again) + mapped_bytes == arena_bytes
+
+        await eventually(has_taken_what_is_left)
+        status = await control.status()
+        assert (status.arena_quarantined_bytes, status.arena_segment_bytes) == (mapped_bytes, arena_bytes)
+        assert 0 < mapped_bytes < arena_bytes
+
+    async def the_whole_budget_is_back() -> bool:
+        return (await control.status()).arena_quarantined_bytes == 0 and shared_memory_bytes(again) == arena_bytes
+
+    await eventually(the_whole_budget_is_back)
+    await control.close()
+
+
 async def test_a_store_pulls_pages_from_another_and_serves_them(start: Start) -> None:
     first, second = start("first"), start("second")
     writer, reader = await first.open(), await second.open()
@@ -113,7 +213,7 @@ def test_what_cannot_start_says_why_in_one_line(start: Start, tmp_path: Path, sh
     assert "make it writable or configure another" in refused(
         tmp_path / "file" / "data", shm, "--ready-file", str(tmp_path / "ready")
     )
-    assert "grow /dev/shm or lower --arena-bytes" in refused(tmp_path / "big", shm, "--arena-bytes", "1024TiB")
+    assert "arena_bytes is 1125899906842624, but" in refused(tmp_path / "big", shm, "--arena-bytes", "1024TiB")
     assert "in use" in refused(tmp_path / "port", shm, "--listen", running.ready["endpoint"])
     assert "segment_bytes" in refused(tmp_path / "bad", shm, "--segment-bytes", "1GiB")
     assert running.stop() == 0

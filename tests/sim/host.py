@@ -18,12 +18,12 @@ from tests.sim.network import Network
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One segment's memory. mappers: the mappings of clients, with their processes."""
+    """Memory that is there while its owner lives or a client maps it. mappers: the mappings, with their processes."""
 
     segment_id: int
     memory: bytearray
+    owner: Process
     mappers: dict[object, Process] = field(default_factory=dict)
-    unshared: bool = False  # prepared, and no client got its descriptor yet
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +48,7 @@ class SimHost:
     budget_bytes: int
     segments: dict[int, Segment] = field(default_factory=dict)
     session_files: dict[bytes, set[Process]] = field(default_factory=dict)  # who holds them open
+    granted: dict[bytes, dict[int, int]] = field(default_factory=dict)  # sizes of segments that a session's client got
     files_by_fd: dict[int, bytes] = field(default_factory=dict)
     holds: list[Hold] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
@@ -87,24 +88,19 @@ class SimHost:
 
     @property
     def segment_bytes(self) -> int:
-        return sum(len(one.memory) for one in self.segments.values())
+        return sum(len(one.memory) for one in self.segments.values() if one.owner.alive or one.mappers)
 
 
 class SimArena:
-    """A pagestore's ports.Arena on a SimHost; old: what an earlier process left."""
+    """A pagestore's ports.Arena on a SimHost."""
 
     def __init__(self, host: SimHost, process: Process) -> None:
         self._host = host
         self._process = process
-        self._old = set(host.segments)
         self._views: dict[int, memoryview] = {}
 
-    @property
-    def old_bytes(self) -> int:
-        return sum(len(self._host.segments[one].memory) for one in self._old)
-
-    def old_sessions(self) -> list[bytes]:
-        return list(self._host.session_files)
+    def old_sessions(self) -> dict[bytes, dict[int, int]]:
+        return {one: dict(self._host.granted.get(one, {})) for one in self._host.session_files}
 
     def create_segment(self, segment_id: int, size_bytes: int) -> None:
         host = self._host
@@ -112,22 +108,19 @@ class SimArena:
             return
         if host.segment_bytes + size_bytes > host.budget_bytes:
             host.fail(f"{host.segment_bytes + size_bytes} bytes of segments, the budget is {host.budget_bytes}")
-        segment = host.segments[segment_id] = Segment(segment_id, bytearray(b"\xee") * size_bytes)
+        segment = host.segments[segment_id] = Segment(segment_id, bytearray(b"\xee") * size_bytes, self._process)
         self._views[segment_id] = memoryview(segment.memory)
 
     def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         self.create_segment(segment_id, size_bytes)
-        if segment_id in self._views:
-            self._host.segments[segment_id].unshared = True
         return True
 
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         return self._views[segment_id][offset : offset + size_bytes]
 
-    def descriptor(self, segment_id: int) -> int:
-        if segment_id not in self._views:
-            raise KeyError(segment_id)
-        self._host.segments[segment_id].unshared = False
+    def descriptor(self, segment_id: int, session_id: bytes) -> int:
+        size_bytes = len(self._views[segment_id])
+        self._host.granted.setdefault(session_id, {})[segment_id] = size_bytes
         return 3
 
     def destroy_segment(self, segment_id: int) -> None:
@@ -155,28 +148,14 @@ class SimArena:
 
     def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
         for session_id in session_ids:
+            self._host.granted.pop(session_id, None)
             self._host.session_files.pop(session_id, None)
-
-    def destroy_unshared_segments(self) -> int:
-        before_bytes = self.old_bytes
-        self._destroy_old({one for one in self._old if self._host.segments[one].unshared})
-        return before_bytes - self.old_bytes
-
-    def destroy_old_segments(self) -> None:
-        self._destroy_old(set(self._old))
-
-    def _destroy_old(self, segment_ids: set[int]) -> None:
-        for segment_id in segment_ids:
-            segment = self._host.segments.pop(segment_id)
-            if segment.mappers:
-                self._host.fail(f"old segment {segment_id} was destroyed while {list(segment.mappers.values())} map it")
-        self._old -= segment_ids
 
     def close(self, *, remove: bool) -> None:
         if remove:
             for segment_id in list(self._views):
                 self.destroy_segment(segment_id)
-            self.destroy_old_segments()
+            self._host.granted.clear()
             self._host.session_files.clear()
         self._views.clear()
 

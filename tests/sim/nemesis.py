@@ -106,6 +106,7 @@ class Nemesis:
         store.crash()
         store.disk.lose_power()
         store.host.segments.clear()
+        store.host.granted.clear()
         store.host.session_files.clear()
         await self._restart(store)
         self._revive_clients()

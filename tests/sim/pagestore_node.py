@@ -158,7 +158,8 @@ class PageStoreNode:
         self._watch_promises(engine)
         self._say_late_words(engine)
         stop = self.stop = Stop()
-        last_incarnation = await engine.load(arena.old_sessions(), arena.old_bytes)
+        last_incarnation = await engine.load(arena.old_sessions())
+        self._check_old_memory(engine)
         node = NodeInfo(
             node_id=self.node_id,
             kind=NodeKind.PAGESTORE,
@@ -176,6 +177,12 @@ class PageStoreNode:
         if stop.failure is not None:  # superseded: the process ends
             self._check_successor(link)
             self.crash()
+
+    def _check_old_memory(self, engine: PageStoreEngine) -> None:
+        """What clients keep of an earlier process's memory is in the budget of this one from its start."""
+        counted_bytes = engine._ledger.space.segment_total_bytes
+        if self.host.segment_bytes > counted_bytes:
+            self.host.fail(f"{self.host.segment_bytes} bytes of segments are there, {counted_bytes} are counted")
 
     def _check_successor(self, link: NodeIndexLink) -> None:
         """Only another process may end this one, not a registration of its own that came late or twice."""

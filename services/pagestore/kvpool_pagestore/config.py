@@ -44,7 +44,9 @@ class PageStoreConfig(TlsSettings):
     prepared_segment_bytes: Annotated[
         int, "size of a segment that is made at the start; 0: 1/16 of the arena, at least segment_bytes, at most 1GiB"
     ] = 0
-    shm_dir: Annotated[Path, "shared-memory file system for the arena"] = Path("/dev/shm")
+    session_dir: Annotated[Path, "for session files; in memory, and kept when this process is killed"] = Path(
+        "/dev/shm"
+    )
     dirty_bytes: Annotated[int, "pages being written or not yet durable, at most; 0: half of the arena"] = 0
     disk_bytes: Annotated[int, "hard budget of the disk tier; 0: no disk tier"] = 16 << 30
     batch_pages: Annotated[int, "pages written to disk together, at most"] = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, StaleIncarnation, StoreUnavailable
@@ -97,7 +97,7 @@ class PageStoreEngine:
             self._keyspaces, self._ledger, self._disk, self._write_back, self._announcer, alone, tasks, clock
         )
         poll_s = config.quarantine_poll_ms / 1e3
-        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, tasks, clock, poll_s)
+        self._quarantine = Quarantine(self._ledger, self._space, parts.arena, workers.verify, clock, poll_s)
         self.preparation = Preparation(
             config.prepared_bytes,
             config.arena_bytes,
@@ -158,9 +158,12 @@ class PageStoreEngine:
 
     # Life
 
-    async def load(self, old_sessions: Sequence[bytes], old_bytes: int) -> int:
-        """Take over what an earlier process left; its incarnation, 0 if unknown. Raises StoreFault."""
-        self._quarantine.adopt_old(old_sessions, old_bytes)
+    async def load(self, old_sessions: Mapping[bytes, Mapping[int, int]]) -> int:
+        """Take over what an earlier process left; its incarnation, 0 if unknown. Raises StoreFault.
+
+        old_sessions: sizes, by id, of the segments that the peer of each may still map.
+        """
+        self._quarantine.adopt_old(old_sessions)
         if self._disk is None:
             return 0
         await self.policies.load()

@@ -75,7 +75,6 @@ class Preparation:
 
     async def _run(self) -> None:
         try:
-            await self._quarantine.unshared_gone.wait()  # or there would be little room
             # Not cancelled in the middle: threads go on, and the engine waits for them before it lets go of the arena.
             await self._tasks.finish(self._fill(), "fill-arena")
             if not self._quarantine.old_gone.is_set():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from kvpool.core.clock import Clock
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.engine_space import ArenaSpace
-from kvpool_pagestore.engine_tasks import EngineTasks, background, cancelled
+from kvpool_pagestore.engine_tasks import background, cancelled
 from kvpool_pagestore.ports import Arena, Workers
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ class Quarantine:
         space: ArenaSpace,
         arena: Arena,
         workers: Workers,
-        tasks: EngineTasks,
         clock: Clock,
         poll_s: float,
     ) -> None:
@@ -36,33 +35,27 @@ class Quarantine:
         self._space = space
         self._arena = arena
         self._workers = workers
-        self._tasks = tasks
         self._clock = clock
         self._poll_s = poll_s
-        self._old_sessions: set[bytes] = set()  # of an earlier process, not yet resolved
-        self._old_bytes = 0
+        # Of an earlier process, not yet resolved: sizes, by id, of the segments that each one's peer may map.
+        self._old_sessions: dict[bytes, Mapping[int, int]] = {}
+        self._old_bytes = 0  # of those segments, each counted once
         self._departing: set[bytes] = set()  # closed properly, but their peers may not have unmapped yet
         self._task: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
         self._old_going: asyncio.Future[None] | None = None  # while all that old segments wait for is time
         self.old_gone = asyncio.Event()  # set while there are no segments of an earlier process
         self.old_gone.set()
-        self.unshared_gone = asyncio.Event()  # set while there are none that no peer can map
-        self.unshared_gone.set()
 
-    def adopt_old(self, session_ids: Sequence[bytes], old_bytes: int) -> None:
-        """Hold what an earlier process left: its segments go when none of its peers can touch them."""
-        self._old_sessions = set(session_ids)
-        self._old_bytes = old_bytes
-        if old_bytes:
-            self.old_gone.clear()
-            self.unshared_gone.clear()
-        self._ledger.space.hold_old_bytes(old_bytes)
-        for session_id in session_ids:
+    def adopt_old(self, sessions: Mapping[bytes, Mapping[int, int]]) -> None:
+        """Count what an earlier process left: a segment's memory is there until none of its peers can touch it."""
+        self._old_sessions = dict(sessions)
+        for session_id in sessions:
             self._ledger.sessions.add_old(session_id)
-        if session_ids or old_bytes:
+        self._count_old()
+        if sessions:
             self.watch()
-            self._expect_old_room(is_going=bool(old_bytes))  # until a look says that a peer lives
+            self._expect_old_room(is_going=bool(self._old_bytes))  # until a look says that a peer lives
 
     def watch(self) -> None:
         """A session has ended abnormally."""
@@ -78,7 +71,6 @@ class Quarantine:
     async def drained(self, session: Session) -> None:
         """The peer of an ended session says that all its work and mappings have ended."""
         await self._resolve(session)
-        await self._destroy_old()
 
     async def all_gone(self) -> bool:
         """Whether no peer can map segments any more, those of an earlier process included."""
@@ -96,10 +88,9 @@ class Quarantine:
             await self._let_go(self._departing.intersection(gone))
         for session in sessions.resolvable(self._clock.monotonic_s()):
             await self._resolve(session)
-        await self._destroy_old()
         if self._old_bytes:
             alive = {one.session_id for one in sessions.ended if one.gone_s is None}
-            self._expect_old_room(is_going=not alive & self._old_sessions)
+            self._expect_old_room(is_going=not alive & self._old_sessions.keys())
         if self._ledger.space.reapable():
             await self._space.reap()
 
@@ -108,7 +99,6 @@ class Quarantine:
 
     async def _watch(self) -> None:
         try:
-            await self._destroy_unshared()
             while True:
                 self._poke.clear()
                 await self.settle()
@@ -135,7 +125,8 @@ class Quarantine:
     async def _resolve(self, session: Session) -> None:
         if session.state is SessionState.ENDED:
             self._ledger.resolve_session(session)
-        self._old_sessions.discard(session.session_id)
+        if self._old_sessions.pop(session.session_id, None):
+            self._count_old()
         await self._workers.run(self._arena.forget_sessions, [session.session_id])
 
     async def _let_go(self, session_ids: set[bytes]) -> None:
@@ -145,33 +136,18 @@ class Quarantine:
         if session_ids:
             await self._workers.run(self._arena.forget_sessions, sorted(session_ids))
 
-    async def _destroy_unshared(self) -> None:
-        """Give back at once what an earlier process prepared and no peer got: no peer has to release it."""
-        if not self.unshared_gone.is_set():
-            unshared_bytes = await self._workers.run(self._arena.destroy_unshared_segments)
-            self._old_bytes -= unshared_bytes
-            self._ledger.space.hold_old_bytes(-unshared_bytes)
-            self.unshared_gone.set()
+    def _count_old(self) -> None:
+        """Count each segment of an earlier process that some peer may still map; the kernel has freed the others."""
+        sizes: dict[int, int] = {}
+        for segments in self._old_sessions.values():
+            sizes.update(segments)
+        old_bytes = sum(sizes.values())
+        self._ledger.space.hold_old_bytes(old_bytes - self._old_bytes)
+        if old_bytes < self._old_bytes:
+            _log.info("%d bytes of an earlier process's segments are gone", self._old_bytes - old_bytes)
             self._expect_old_room(is_going=False)  # some has come
-            if self._old_bytes:
-                self._expect_old_room(is_going=True)  # until a look says that a peer lives
-            else:
-                self.old_gone.set()
-
-    async def _destroy_old(self) -> None:
-        if self._old_bytes and not self._old_sessions and self.unshared_gone.is_set():
-            old_bytes, self._old_bytes = self._old_bytes, 0
-            self._expect_old_room(is_going=True)  # other callers find nothing to destroy and wait for it
-            # To its end even if a peer whose words caused it leaves: its bytes would stay counted.
-            await self._tasks.finish(self._free_old(old_bytes), "destroy-old-segments")
-
-    async def _free_old(self, old_bytes: int) -> None:
-        try:
-            await self._workers.run(self._arena.destroy_old_segments)
-            self._ledger.space.hold_old_bytes(-old_bytes)
+        self._old_bytes = old_bytes
+        if old_bytes:
+            self.old_gone.clear()
+        else:
             self.old_gone.set()
-            _log.info("the earlier process's segments (%d bytes) are gone", old_bytes)
-            old_bytes = 0
-        finally:
-            self._old_bytes += old_bytes  # those of a failure are tried again
-            self._expect_old_room(is_going=False)

@@ -177,7 +177,10 @@ class PeerSessions:
         self._quarantine.watch()
 
     def descriptor(self, token: bytes, number: int) -> Descriptor:
-        """What the token's session asks for on the raw socket. Raises SessionUnknown, InvalidRequest, LeaseLost."""
+        """What the token's session asks for on the raw socket.
+
+        Raises SessionUnknown, InvalidRequest, LeaseLost, ArenaFull.
+        """
         peer = next((one for one in self._peers.values() if one.token and hmac.compare_digest(one.token, token)), None)
         if peer is None:
             raise SessionUnknown("no open session has this descriptor token")
@@ -191,8 +194,9 @@ class PeerSessions:
         segment = self._ledger.space.segment(number)
         if segment is None or segment.tenant != peer.session.tenant or segment.state is not SegmentState.LIVE:
             raise LeaseLost(f"segment {number} is not (or no longer) one of this tenant's")
+        fd = self._arena.descriptor(number, peer.session.session_id)
         segment.mappers.add(peer.session.session_id)
-        return Descriptor(self._arena.descriptor(number), segment.size_bytes, False)
+        return Descriptor(fd, segment.size_bytes, False)
 
     async def stop(self) -> None:
         """End all sessions and stop watching."""

@@ -17,7 +17,7 @@ from kvpool.core.clock import SystemClock
 from kvpool.core.cluster import NodeInfo
 from kvpool.core.errors import StartupFailed, StoreFault
 from kvpool.core.tracing import NO_TRACER, Tracer
-from kvpool_pagestore.adapters.arena import TmpfsArena
+from kvpool_pagestore.adapters.arena import MemfdArena
 from kvpool_pagestore.adapters.data_directory import DataDirectory
 from kvpool_pagestore.adapters.index_link import NodeIndexLink, NoIndex, Registrant
 from kvpool_pagestore.adapters.page_store import largest_batch_bytes, live_page_bytes, open_disk_tier
@@ -136,8 +136,7 @@ class _Arena:
 
     def __init__(self, config: PageStoreConfig, node_id: bytes) -> None:
         self.unused = False
-        self.segments = TmpfsArena(config.shm_dir / f"kvpool-{node_id.hex()}", flock)
-        self.segments.sweep_abandoned()
+        self.segments = MemfdArena(config.session_dir / f"kvpool-{node_id.hex()}", flock)
         self.segments.open(config.arena_bytes)
 
     def close(self) -> None:
@@ -191,9 +190,9 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
     )
 
 
-async def _load_engine(engine: PageStoreEngine, arena: TmpfsArena) -> int:
+async def _load_engine(engine: PageStoreEngine, arena: MemfdArena) -> int:
     try:
-        return await engine.load(arena.old_sessions(), arena.old_bytes)
+        return await engine.load(arena.old_sessions())
     except StoreFault as error:
         raise StartupFailed(f"the disk tier cannot be read: {error}") from error
 

@@ -50,14 +50,14 @@ class Arena(Protocol):
     """Segments of shared memory. Methods block (they enter the kernel for milliseconds) unless they say otherwise."""
 
     def create_segment(self, segment_id: int, size_bytes: int) -> None:
-        """Create and map a segment with all its memory reserved. Raises ArenaFull when the file system has no room."""
+        """Create and map a segment with all its memory reserved. Raises ArenaFull when there is not so much memory."""
         ...
 
     def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
         """Create and map a segment with all its memory in place: touching it faults no more in this process.
 
         `is_wanted` is asked every few tens of milliseconds; once it says no, nothing is left of the segment and the
-        answer is False. Raises ArenaFull when the file system has no room.
+        answer is False. Raises ArenaFull when there is not so much memory.
         """
         ...
 
@@ -65,15 +65,16 @@ class Arena(Protocol):
         """A writable view. Does not block. Every view must be gone before the segment is destroyed."""
         ...
 
-    def descriptor(self, segment_id: int) -> int:
-        """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block. Raises KeyError.
+    def descriptor(self, segment_id: int, session_id: bytes) -> int:
+        """The segment's descriptor, owned by the arena: duplicate it to pass it on. Does not block.
 
-        From the first call on, a peer may map the segment.
+        From the first call on, the session's peer may map the segment: a process that follows this one is told of it
+        until the session is forgotten. Raises KeyError; ArenaFull when that cannot be recorded.
         """
         ...
 
     def destroy_segment(self, segment_id: int) -> None:
-        """Unlink, unmap and close a segment; its memory is free once no peer maps it."""
+        """Unmap and close a segment; its memory is free once no peer maps it."""
         ...
 
     def create_session_file(self, session_id: bytes) -> int:
@@ -85,15 +86,7 @@ class Arena(Protocol):
         ...
 
     def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
-        """Remove session files."""
-        ...
-
-    def destroy_unshared_segments(self) -> int:
-        """Destroy the prepared ones of an earlier process whose descriptors no peer ever got; returns their bytes."""
-        ...
-
-    def destroy_old_segments(self) -> None:
-        """Destroy the segments that an earlier process of this node left behind."""
+        """Remove session files, and the records of what their peers got."""
         ...
 
 

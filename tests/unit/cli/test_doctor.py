@@ -20,7 +20,7 @@ from kvpool.cli.doctor.cluster import examine_nodes, examine_packages, examine_s
 from kvpool.cli.doctor.command import render, to_document
 from kvpool.cli.doctor.finding import Finding, Level, bad, skipped, warning, well
 from kvpool.cli.doctor.gpu import examine_gpu
-from kvpool.cli.doctor.machine import Machine, descriptors, kernel, memory, shared_memory
+from kvpool.cli.doctor.machine import Machine, descriptors, kernel, memory
 from kvpool.cli.doctor.redis_server import examine_redis, examine_server
 from kvpool.cli.doctor.storage import examine_directory
 from kvpool.cli.main import main
@@ -41,40 +41,6 @@ def fake_root(root: Path, **files: str) -> Path:
     return root
 
 
-def test_an_arena_that_shared_memory_cannot_hold_is_bad() -> None:
-    found = shared_memory(Machine(arena_bytes=1 << 60))
-    assert found.level is Level.BAD and "remount,size=" in found.cure
-    assert shared_memory(Machine(arena_bytes=4096)).level is Level.OK
-    assert shared_memory(Machine()).level is Level.SKIPPED
-    assert shared_memory(Machine(shm_dir=Path("/nowhere"), arena_bytes=1)).level is Level.BAD
-
-
-def test_a_directory_that_is_no_memory_is_bad(tmp_path: Path) -> None:
-    root = fake_root(tmp_path, proc__self__mounts=f"/dev/sda1 {tmp_path} ext4 rw 0 0\n")
-    found = shared_memory(Machine(root=root, shm_dir=tmp_path, arena_bytes=1))
-    assert found.level is Level.BAD and "ext4" in found.message
-
-
-@pytest.mark.parametrize(
-    ("mounts", "level"),
-    [
-        ("overlay / overlay rw 0 0\n", Level.BAD),  # a container without a /dev/shm of its own
-        ("overlay / overlay rw 0 0\ntmpfs {parent} tmpfs rw 0 0\n", Level.OK),
-        ("tmpfs {parent} tmpfs rw 0 0\n/dev/sda1 {parent} ext4 rw 0 0\n", Level.BAD),  # mounted over it
-        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 {parent}x ext4 rw 0 0\n", Level.OK),
-        ("", Level.OK),  # not known
-    ],
-)
-def test_what_a_directory_lies_on_is_looked_for_above_it(mounts: str, level: Level, tmp_path: Path) -> None:
-    below = tmp_path / "with blank" / "shm"
-    below.mkdir(parents=True)
-    parent = str(below.parent).replace(" ", "\\040")
-    root = fake_root(tmp_path, proc__self__mounts=mounts.format(parent=parent))
-    found = shared_memory(Machine(root=root, shm_dir=below, arena_bytes=1))
-    assert found.level is level, found
-    assert level is Level.OK or "mount -t tmpfs -o size=1G" in found.cure
-
-
 def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     root = fake_root(
         tmp_path,
@@ -86,6 +52,7 @@ def test_memory_that_is_not_there_is_bad(tmp_path: Path) -> None:
     (root / "sys/fs/cgroup/kvpool.slice/memory.max").write_text(f"{3 * GIB}\n")
     small, large = (Machine(root=root, arena_bytes=size) for size in (GIB, 8 * GIB))
     assert levels(list(memory(small))) == {"memory": Level.OK, "cgroup": Level.OK, "swap": Level.WARNING}
+    assert levels(list(memory(Machine(root=root)))) == {"memory": Level.SKIPPED, "swap": Level.WARNING}
     assert levels(list(memory(large))) == {"memory": Level.BAD, "cgroup": Level.BAD, "swap": Level.WARNING}
 
 
@@ -291,4 +258,4 @@ def test_a_machine_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["--state-dir", str(tmp_path), "doctor", "--json", "--arena-bytes", "1024TiB"]) == 1
     document = json.loads(capsys.readouterr().out)
     found = {finding["subject"]: finding["level"] for finding in document["findings"]}
-    assert found["shm"] == "bad" and found["cluster"] == "skipped" and document["version"] == 1
+    assert found["memory"] == "bad" and found["cluster"] == "skipped" and document["version"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -43,7 +44,10 @@ class Memory:
         self.directory = directory
         self.fetched: list[int] = []
         self.error: KvPoolError | None = None
-        (directory / "segment").write_bytes(bytes(SEGMENT_BYTES))
+        self.segment_fd = os.memfd_create("segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.segment_fd)
+        os.ftruncate(self.segment_fd, SEGMENT_BYTES)
+        self.is_sealed = True
 
     def fetch(self, path: str, token: bytes, number: int, *, timeout_s: float) -> FetchedFd:
         assert (path, token) == ("/descriptors", b"t" * 32)
@@ -51,7 +55,9 @@ class Memory:
         if self.error is not None:
             raise self.error
         if number != SESSION_FILE_NUMBER:
-            return FetchedFd(os.open(self.directory / "segment", os.O_RDWR), SEGMENT_BYTES, 1)
+            if self.is_sealed:
+                fcntl.fcntl(self.segment_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            return FetchedFd(os.dup(self.segment_fd), SEGMENT_BYTES, 1)
         fd = os.open(self.directory / "session", os.O_RDWR | os.O_CREAT)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return FetchedFd(fd, 0, 1)

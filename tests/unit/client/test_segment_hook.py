@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.segments import SegmentMap
-from kvpool.core.errors import ServiceUnavailable
+from kvpool.core.errors import InvalidRequest, ServiceUnavailable
 from kvpool.core.segment import MappedSegment
 from tests.unit.client.store_peer import Memory
 
 
 async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
     seen: list[MappedSegment] = []
     undone: list[int] = []
 
@@ -24,10 +25,10 @@ async def test_a_hook_gets_the_mapping_and_its_file_and_is_undone(tmp_path: Path
         seen.append(segment)
         segment.view[:4] = b"view"
         assert os.pread(segment.descriptor, 4, 0) == b"view"
-        assert os.fstat(segment.descriptor).st_ino == (tmp_path / "segment").stat().st_ino
+        assert os.path.sameopenfile(segment.descriptor, memory.segment_fd)
         return lambda: undone.append(1)
 
-    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=Memory(tmp_path).fetch, on_map=on_map)
+    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=memory.fetch, on_map=on_map)
     await segments.open()
     await segments.map([3, 3])
     assert len(seen) == 1
@@ -75,3 +76,14 @@ async def test_nothing_is_taken_for_unmapped_while_a_hook_still_has_it(tmp_path:
     with pytest.raises(ServiceUnavailable):
         await mapping
     assert segments.close()
+
+
+async def test_a_segment_that_others_can_truncate_is_not_mapped(tmp_path: Path) -> None:
+    """Its memory could go away behind the mapping, which ends the process that touches it."""
+    memory = Memory(tmp_path)
+    memory.is_sealed = False
+    segments = SegmentMap("/descriptors", b"t" * 32, timeout_s=1.0, fetch=memory.fetch)
+    await segments.open()
+    with pytest.raises(InvalidRequest, match="truncated"):
+        await segments.map([3])
+    assert not segments.is_mapped(3) and segments.close()

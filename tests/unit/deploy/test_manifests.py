@@ -30,7 +30,7 @@ EVERYTHING = (*OVERLAYS, *EXAMPLES)
 WITH_TLS = tuple(path for path in EVERYTHING if path not in ("overlays/dev", "examples/demo"))
 # Directories of the host, and who may have them. Nothing else of the host is anybody's.
 HOST_PATHS = {
-    "overlays/prod-local-nvme": {"/mnt/kvpool", "/dev/shm/kvpool", "/run/kvpool/pagestore"},
+    "overlays/prod-local-nvme": {"/mnt/kvpool", "/run/kvpool/sessions", "/run/kvpool/pagestore"},
     "examples/vllm-sidecar-local": {"/run/kvpool/pagestore"},
 }
 FINISHES = {"Job/kvpool-demo/demo"}  # nothing to probe
@@ -92,7 +92,7 @@ def test_nodes_are_prepared_by_root_with_one_capability_and_nothing_else_is() ->
         "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]},
     }
     types = {v["name"]: v["hostPath"]["type"] for v in added[0].pod["volumes"] if "hostPath" in v}
-    assert types == {"data": "Directory", "arena": "DirectoryOrCreate", "sockets": "DirectoryOrCreate"}
+    assert types == {"data": "Directory", "sessions": "DirectoryOrCreate", "sockets": "DirectoryOrCreate"}
 
 
 @pytest.mark.parametrize("path", EVERYTHING)
@@ -149,11 +149,10 @@ def test_memory_disk_and_time_are_enough(path: str) -> None:
             continue
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounts = {mount["mountPath"] for mount in container.spec["volumeMounts"]}
-        assert {str(config.data_dir), str(config.shm_dir), str(config.socket.parent)} <= mounts
+        assert {str(config.data_dir), str(config.session_dir), str(config.socket.parent)} <= mounts
         assert size_bytes(container.spec["resources"]["limits"]["memory"]) >= config.arena_bytes + (1 << 30)
-        if "emptyDir" in volumes["arena"]:
-            assert size_bytes(volumes["arena"]["emptyDir"]["sizeLimit"]) == config.arena_bytes
-            assert volumes["arena"]["emptyDir"]["medium"] == "Memory"
+        if "emptyDir" in volumes["sessions"]:
+            assert volumes["sessions"]["emptyDir"]["medium"] == "Memory"
         for claim in container.workload["spec"].get("volumeClaimTemplates", []):
             assert size_bytes(claim["spec"]["resources"]["requests"]["storage"]) >= config.disk_bytes * 1.1
         assert pre_stop[:4] == ["kvpool", "flush", "--pagestore", f"unix:{config.socket}"]

@@ -111,7 +111,6 @@ async def test_stopping_gives_up_what_is_being_made() -> None:
             await running.engine.preparation.stop()
             assert not running.engine.preparation.goes_on
             await eventually(lambda: running.engine.gauges().arena_segment_bytes == 0)
-            assert not list(running.arena._directory.glob("segment-*"))
 
 
 async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_once_they_are_gone() -> None:
@@ -120,7 +119,10 @@ async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_o
             async with running_engine(world) as running:
                 peer = await open_session(running, wants_arena=True)
                 await store(running, peer, [1])
-                session_id, session_fd = peer.session.session_id, peer.session_fd
+                session_id = peer.session.session_id
+                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                (segment,) = running.engine._ledger.space.segments
+                running.engine.sessions.descriptor(peer.token, segment.segment_id)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
             running.engine.preparation.start()
@@ -130,7 +132,8 @@ async def test_segments_of_an_earlier_process_count_and_their_room_is_prepared_o
             assert gauges.arena_prepared_bytes == ARENA_BYTES - SEGMENT_BYTES
             await open_session(running, previous_session_id=session_id, previous_drained=True)
             await eventually(lambda: running.engine.preparation.prepared_bytes == ARENA_BYTES)
-            assert running.engine.gauges().arena_segment_bytes == ARENA_BYTES and session_fd >= 0
+            assert running.engine.gauges().arena_segment_bytes == ARENA_BYTES
+            os.close(session_fd)
 
 
 async def test_a_lone_tenant_gets_all_there_is_and_maps_it_ahead() -> None:
@@ -275,36 +278,28 @@ async def test_a_store_waits_for_a_segment_that_is_being_prepared() -> None:
             assert await storing == [None] * 32
 
 
-async def test_old_memory_that_is_being_freed_is_waited_for_and_comes_even_if_the_peer_leaves() -> None:
+async def test_memory_that_one_of_two_peers_let_go_of_comes_back_while_the_other_lives() -> None:
     with new_world() as world:
         with pytest.raises(RuntimeError, match="crash"):
             async with running_engine(world) as running:
                 await prepared(running)
-                peer = await open_session(running, wants_arena=True)
-                session_id = peer.session.session_id
-                session_fd = map_everything(running, peer)
+                peers = [await open_session(running, wants_arena=True) for _ in range(2)]
+                session_fds = [running.engine.sessions.descriptor(one.token, SESSION_FILE_NUMBER).fd for one in peers]
+                segment_ids = running.engine.prepare(peers[0], 0)[0]
+                for peer, got in zip(peers, (segment_ids[:5], segment_ids[4:6]), strict=True):
+                    for segment_id in got:
+                        running.engine.sessions.descriptor(peer.token, segment_id)
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
-            destroy, begun, go_on = running.arena.destroy_old_segments, threading.Event(), threading.Event()
-
-            def slowly() -> None:
-                begun.set()
-                go_on.wait()
-                destroy()
-
-            running.arena.destroy_old_segments = slowly  # type: ignore[method-assign]
-            drained = {"previous_session_id": session_id, "previous_drained": True}
-            opening = asyncio.ensure_future(open_session(running, **drained))
-            await eventually(begun.is_set)
-            opening.cancel()
-            await asyncio.wait((opening,))
-            peer = await open_session(running, **drained)
-            storing = asyncio.ensure_future(store(running, peer, range(32)))
-            await asyncio.wait((storing,), timeout=0)
-            go_on.set()
-            assert await storing == [None] * 32
-            assert running.engine.gauges().arena_quarantined_bytes == 0
-            os.close(session_fd)
+            assert running.engine.gauges().arena_quarantined_bytes == 6 * SEGMENT_BYTES
+            running.engine.preparation.start()
+            os.close(session_fds[0])
+            await eventually(lambda: running.engine.gauges().arena_quarantined_bytes == 2 * SEGMENT_BYTES)
+            peer = await open_session(running)
+            assert await store(running, peer, range(24)) == [None] * 24
+            os.close(session_fds[1])
+            await eventually(lambda: running.engine.gauges().arena_quarantined_bytes == 0)
+            await eventually(lambda: running.engine.gauges().arena_segment_bytes == ARENA_BYTES)
 
 
 async def test_after_a_crash_only_what_peers_may_map_is_held_back_and_the_rest_is_prepared_again() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
+from kvpool.core.cluster import SESSION_FILE_NUMBER, NodeInfo, NodeKind, RemoteSource
 from kvpool.core.errors import InvalidRequest, Overloaded, PageCorrupt
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan, SpanAnswer
@@ -279,7 +280,10 @@ async def test_what_was_not_sealed_when_the_process_died_is_not_served_by_the_ne
     with new_world() as world:
         with pytest.raises(RuntimeError, match="crash"):
             async with running_engine(world, linger_ms=60_000) as running:
-                (slot,) = await store_unsealed(running, await trusting(running), [1])
+                peer = await open_session(running, trusts_arena=True, wants_arena=True)
+                session_fd = running.engine.sessions.descriptor(peer.token, SESSION_FILE_NUMBER).fd
+                (slot,) = await store_unsealed(running, peer, [1])
+                running.engine.sessions.descriptor(peer.token, slot.segment.segment_id)
                 assert not slot.sealed
                 raise RuntimeError("crash")
         async with running_engine(world) as running:
@@ -287,6 +291,7 @@ async def test_what_was_not_sealed_when_the_process_died_is_not_served_by_the_ne
             for reader in (await trusting(running), await open_session(running)):
                 assert (await acquire_one(running, reader, wanted(1))).grant is None
             assert running.engine.gauges().disk_pages == running.engine.gauges().staging_pages == 0
+        os.close(session_fd)
 
 
 @pytest.mark.parametrize("trusts", [False, True])

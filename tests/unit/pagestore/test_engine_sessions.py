@@ -222,6 +222,8 @@ async def test_after_a_crash_old_segments_count_until_their_peers_are_gone() -> 
         fd = take_session_file(running, peer)
         await store(running, peer, [1])
         await running.engine.flush(TENANT, b"")
+        for segment in running.engine._ledger.space.segments:
+            running.engine.sessions.descriptor(peer.token, segment.segment_id)
         old_bytes = running.engine.gauges().arena_segment_bytes
         assert old_bytes > 0
         # As a kill would leave it: nothing is closed but what the kernel closes.

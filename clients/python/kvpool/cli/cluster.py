@@ -32,7 +32,6 @@ class ClusterOptions:
     memory_index: bool = False
     arena_bytes: int = 1 << 30
     disk_bytes: int = 16 << 30
-    shm_dir: str = ""
     index_port: int = 0
     lease_ttl_ms: int = 5000
     device: str = "cpu"
@@ -172,7 +171,6 @@ def plan_pagestore(options: ClusterOptions, number: int, index_endpoint: str) ->
         *("--index-endpoints", index_endpoint, "--host-id", f"host-{number}"),
         *("--arena-bytes", str(options.arena_bytes), "--disk-bytes", str(options.disk_bytes)),
         *(("--segment-bytes", str(segment_bytes)) if segment_bytes else ()),
-        *(("--shm-dir", options.shm_dir) if options.shm_dir else ()),
         *("--tenant", options.tenant, "--ready-file", str(ready), "--log-level", options.log_level, *options.tls_flags),
     )
     pins = {"--listen": "endpoint", "--bulk-listen": "bulk_endpoint", **_METRICS_PIN}

@@ -46,7 +46,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-index", action="store_true", help="no Redis: the index keeps locations in its memory")
     add("--arena-bytes", "staging memory of a pagestore", size_from_text, metavar="SIZE")
     add("--disk-bytes", "disk tier of a pagestore", size_from_text, metavar="SIZE")
-    add("--shm-dir", "directory of staging memory; empty means the pagestore's own default, /dev/shm")
     add("--host", "address to listen on")
     add("--index-port", "port of the index; 0 takes a free one", int)
     add("--lease-ttl-ms", "a dead node leaves matches within this", int)
@@ -69,7 +68,6 @@ def run_up(arguments: argparse.Namespace) -> int:
         memory_index=arguments.memory_index,
         arena_bytes=arguments.arena_bytes,
         disk_bytes=arguments.disk_bytes,
-        shm_dir=arguments.shm_dir,
         index_port=arguments.index_port,
         lease_ttl_ms=arguments.lease_ttl_ms,
         device=arguments.device,

@@ -7,6 +7,7 @@ for as long as any mapping is there, so that the pagestore never takes us for go
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import mmap
 import os
@@ -106,9 +107,7 @@ class SegmentMap:
         try:
             if self._closed:
                 raise ServiceUnavailable("the session was closed")
-            if os.fstat(fetched.fd).st_size < fetched.size_bytes or not fetched.size_bytes:
-                # Touching memory behind the end of the file would kill this process.
-                raise InvalidRequest(f"segment {segment_id} is shorter than its {fetched.size_bytes} bytes")
+            _check_size(segment_id, fetched)
             mapping = mmap.mmap(fetched.fd, fetched.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             if self._on_map is not None:
                 await self._prepare(mapping, fetched.fd, self._on_map)
@@ -183,6 +182,18 @@ class SegmentMap:
             gc.collect()  # views that only a reference cycle keeps
         self._lingering = [mapping for mapping in self._lingering if mapping() is not None]
         return not self._lingering
+
+
+def _check_size(segment_id: int, fetched: FetchedFd) -> None:
+    """Touching memory behind the end of its file would kill this process: it has to be there, and to stay."""
+    if os.fstat(fetched.fd).st_size < fetched.size_bytes or not fetched.size_bytes:
+        raise InvalidRequest(f"segment {segment_id} is shorter than its {fetched.size_bytes} bytes")
+    try:
+        seals = fcntl.fcntl(fetched.fd, fcntl.F_GET_SEALS)
+    except OSError:  # of a file that cannot be sealed
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise InvalidRequest(f"segment {segment_id} can be truncated by others who map it; update the pagestore")
 
 
 def _unmap(mapping: mmap.mmap) -> bool:

@@ -10,8 +10,8 @@ from typing import Self
 
 from kvpool.core.errors import InvalidRequest, StartupFailed
 
-_F_ADD_SEALS = 1033
-_F_SEAL_SHRINK = 2
+# An agent that maps it must never find the memory gone behind its mapping, and can change nothing of this.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemoryRegion:
@@ -31,8 +31,7 @@ class SharedMemoryRegion:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._fd, 0, size_bytes)
-            # An agent that maps it must never find the memory gone behind its mapping.
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
             os.close(self._fd)

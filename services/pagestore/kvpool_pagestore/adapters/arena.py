@@ -1,7 +1,8 @@
-"""Arena segments as files on a shared-memory file system, and the locks that tell whether a peer still maps them.
+"""Arena segments as sealed memory files, and the session files that tell whether a peer still maps them.
 
-The files have names, not only descriptors, because an owner that restarts must find the memory its peers still map.
-Names also tell which prepared segments no peer can map: those of a process that was killed are freed at once.
+A segment has no name: its memory lives for as long as this process or a peer has its descriptor or maps it. So that a
+process that follows a killed one knows what peers keep alive, each session has a record of the segments that its peer
+got, beside the file whose lock tells whether that peer lives.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import fcntl
 import logging
 import mmap
 import os
-import re
-import time
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from kvpool.client.host_memory import cgroup_limit_bytes, meminfo
 from kvpool.core.errors import ArenaFull, StartupFailed
 from kvpool_pagestore.ports import SessionLocks
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "segment-"
-_UNSHARED = ".unshared"  # ends the name of a prepared segment until a peer gets its descriptor
 _LOCK_NAME = "lock"
-_SWEEP_PATIENCE_S = 1.0
-_NODE_DIRECTORY = re.compile(r"kvpool-[0-9a-f]{32}")
+_RECORD_PREFIX = "segments-"  # of the file that lists what a session's peer got
+_RECORD: Final = struct.Struct("<QQ")  # segment id, size in bytes
+# Peers can change neither a segment's size, which would end its mappers by SIGBUS, nor what is allowed with it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_SPARE_BYTES = 512 << 20  # left to others: the kernel kills processes for what a memory file takes beyond what there is
 _PREPARED_AT_ONCE_BYTES = 64 << 20  # some tens of milliseconds on one thread: how soon preparing ends when it is to
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_PAGES_ASKED_FOR = ("[always]", "[within_size]", "[advise]")
@@ -48,122 +51,75 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class _Mapping:
     """An open segment."""
 
-    path: Path
+    segment_id: int
     fd: int
     memory: mmap.mmap
     view: memoryview
 
 
-class TmpfsArena:
-    """Implements ports.Arena in one directory, which it locks: two owners must never share it.
+class MemfdArena:
+    """Implements ports.Arena. Its session files lie in one directory, which it locks: two owners must never share it.
 
-    directory: on a shared-memory file system; made if needed, mode 0700. It holds the session files too, so that they
-    live exactly as long as the memory they speak of.
+    directory: on a file system in memory, because session files are written on the event loop; made if needed, mode
+    0700. It has to outlive the process, or segments that peers of a killed process map are not counted. root: where
+    /proc and /sys are looked for.
     """
 
-    def __init__(self, directory: Path, locks: SessionLocks) -> None:
+    def __init__(self, directory: Path, locks: SessionLocks, root: Path = Path("/")) -> None:
         self._directory = directory
         self._locks = locks
+        self._root = root
         self._lock_fd = -1
         self._open: dict[int, _Mapping] = {}
-        self._old: dict[Path, int] = {}  # descriptors of segments of an earlier process
+        self._recorded: dict[bytes, set[int]] = {}  # segments that peers got, by session
 
     def open(self, capacity_bytes: int) -> None:
-        """Take the directory and find what an earlier process left. Raises StartupFailed naming the cure."""
+        """Take the directory. Raises StartupFailed naming the cure, also for what the host's memory can never hold."""
         directory = self._directory
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _lock(self._lock_fd)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock_fd)
             self._lock_fd = -1
             raise StartupFailed(f"arena {directory} is in use by another pagestore; stop it first") from error
         except OSError as error:
-            raise StartupFailed(f"cannot use {directory} for the arena ({error}); configure --shm-dir") from error
-        for path in sorted(directory.glob(f"{_PREFIX}*")):
-            # Opened, so that the memory can be counted for as long as it exists.
-            self._old[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._check_room(capacity_bytes)
+            raise StartupFailed(
+                f"cannot use {directory} for session files ({error}); configure --session-dir"
+            ) from error
+        self._check_capacity(capacity_bytes)
 
-    def sweep_abandoned(self) -> int:
-        """Empty the arenas beside this one whose owner and peers are all gone: how many.
-
-        A node that was killed and whose data directory was removed never comes back to do it, and shared memory has no
-        other end than a reboot. The lock of each is held meanwhile; directory and lock file stay, for an owner that
-        starts in this very moment.
-        """
-        swept = 0
-        for sibling in self._directory.parent.glob("kvpool-*"):
-            if sibling == self._directory or _NODE_DIRECTORY.fullmatch(sibling.name) is None:
-                continue
-            try:
-                swept += self._sweep(sibling)
-            except OSError as error:  # another user's, or gone meanwhile
-                _log.info("the abandoned arena %s is left alone: %s", sibling, error)
-        return swept
-
-    @property
-    def old_bytes(self) -> int:
-        """Memory of the segments that an earlier process left behind."""
-        return sum(os.fstat(fd).st_size for fd in self._old.values())
-
-    def old_sessions(self) -> list[bytes]:
-        """Sessions of an earlier process whose files are there."""
-        return [bytes.fromhex(name) for name in self._locks.list_session_files(self._directory)]
+    def old_sessions(self) -> dict[bytes, dict[int, int]]:
+        """Sessions of an earlier process: sizes, by id, of the segments that the peer of each one got."""
+        names = self._locks.list_session_files(self._directory)
+        return {bytes.fromhex(name): self._read_record(bytes.fromhex(name)) for name in names}
 
     def create_segment(self, segment_id: int, size_bytes: int) -> None:
-        path = self._directory / f"{_PREFIX}{segment_id:016x}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Reserves the memory now. A file that is merely long would end its mappers by SIGBUS when memory runs out.
-            os.posix_fallocate(fd, 0, size_bytes)
-            memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            os.close(fd)
-            path.unlink()
-            if error.errno in _NO_ROOM:
-                raise self._no_room(size_bytes) from error
-            raise
-        self._open[segment_id] = _Mapping(path, fd, memory, memoryview(memory))
+        def reserve(mapping: _Mapping) -> bool:
+            self._check_memory(size_bytes)
+            # Now, and not when it is touched, which would end whoever touches it when memory has run out.
+            os.posix_fallocate(mapping.fd, 0, size_bytes)
+            return True
+
+        self._make(segment_id, size_bytes, reserve)
 
     def prepare_segment(self, segment_id: int, size_bytes: int, is_wanted: Callable[[], bool]) -> bool:
-        path = self._directory / f"{_PREFIX}{segment_id:016x}{_UNSHARED}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, size_bytes)
-            memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            mapping = _Mapping(path, fd, memory, memoryview(memory))
-        except OSError:
-            os.close(fd)
-            path.unlink()
-            raise
-        try:
-            made = _populate(mapping, is_wanted)
-        except OSError as error:
-            _discard(mapping)
-            if error.errno in _NO_ROOM:
-                raise self._no_room(size_bytes) from error
-            raise
-        if made:
-            self._open[segment_id] = mapping
-        else:
-            _discard(mapping)
-        return made
+        return self._make(segment_id, size_bytes, lambda mapping: _populate(mapping, is_wanted, self._check_memory))
 
     def view(self, segment_id: int, offset: int, size_bytes: int) -> memoryview:
         return self._open[segment_id].view[offset : offset + size_bytes]
 
-    def descriptor(self, segment_id: int) -> int:
+    def descriptor(self, segment_id: int, session_id: bytes) -> int:
         mapping = self._open[segment_id]
-        if mapping.path.suffix == _UNSHARED:
-            shared = mapping.path.with_suffix("")
-            mapping.path.rename(shared)
-            mapping = self._open[segment_id] = replace(mapping, path=shared)
+        recorded = self._recorded.setdefault(session_id, set())
+        if segment_id not in recorded:
+            self._record(session_id, segment_id, len(mapping.memory))
+            recorded.add(segment_id)
         return mapping.fd
 
     def destroy_segment(self, segment_id: int) -> None:
-        _discard(self._open.pop(segment_id))
+        _close(self._open.pop(segment_id))
 
     def create_session_file(self, session_id: bytes) -> int:
         return self._locks.create_session_file(self._directory, session_id.hex())
@@ -173,20 +129,15 @@ class TmpfsArena:
 
     def forget_sessions(self, session_ids: Sequence[bytes]) -> None:
         for session_id in session_ids:
+            self._recorded.pop(session_id, None)
+            self._record_path(session_id).unlink(missing_ok=True)
             self._locks.remove_session_file(self._directory, session_id.hex())
-
-    def destroy_unshared_segments(self) -> int:
-        before_bytes = self.old_bytes
-        self._destroy_old([path for path in self._old if path.suffix == _UNSHARED])
-        return before_bytes - self.old_bytes
-
-    def destroy_old_segments(self) -> None:
-        self._destroy_old(list(self._old))
 
     def close(self, *, remove: bool) -> None:
         """Unmap everything and let go of the directory. Idempotent.
 
-        remove: also delete the segments. Only when no peer can map them; else the next start counts them.
+        remove: also the memory and all session files. Only when no peer can map a segment; else the next start counts
+        what peers got.
         """
         if self._lock_fd < 0:
             return
@@ -194,91 +145,107 @@ class TmpfsArena:
             with ThreadPoolExecutor(_FREED_AT_ONCE) as pool:
                 list(pool.map(_free_memory, self._open.values()))
         for segment_id in list(self._open):
-            if remove:
-                self.destroy_segment(segment_id)
-            else:
-                mapping = self._open.pop(segment_id)
-                os.close(mapping.fd)
-                mapping.view.release()
-                _unmap(mapping)
+            _close(self._open.pop(segment_id))
         if remove:
-            self.destroy_old_segments()
-            self.forget_sessions(self.old_sessions())
-        for fd in self._old.values():
-            os.close(fd)
-        self._old.clear()
-        if remove:
+            self.forget_sessions(list(self.old_sessions()))
+            for record in self._directory.glob(f"{_RECORD_PREFIX}*"):
+                record.unlink()
             (self._directory / _LOCK_NAME).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody else keeps something there
                 self._directory.rmdir()
         os.close(self._lock_fd)
         self._lock_fd = -1
 
-    def _destroy_old(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        with ThreadPoolExecutor(_FREED_AT_ONCE) as pool:
-            list(pool.map(os.close, map(self._old.__getitem__, paths)))  # the last reference: frees the memory
-        for path in paths:
-            del self._old[path]
-
-    def _no_room(self, size_bytes: int) -> ArenaFull:
-        return ArenaFull(
-            f"{self._directory} has no room for {size_bytes} bytes more; grow /dev/shm or lower --arena-bytes"
-        )
-
-    def _sweep(self, sibling: Path) -> bool:
-        segments = list(sibling.glob(f"{_PREFIX}*"))
-        if not segments:
-            return False
-        lock_fd = os.open(sibling / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    def _make(self, segment_id: int, size_bytes: int, fill: Callable[[_Mapping], bool]) -> bool:
+        """A new segment, unless `fill` says that it is not wanted any more; nothing is left of it then."""
+        mapping = _new_mapping(segment_id, size_bytes)
+        is_made = False
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            sessions = self._locks.list_session_files(sibling)
-            if any(self._locks.peer_alive(sibling, session_id) for session_id in sessions):
-                return False
-            for segment in segments:
-                segment.unlink()
-            for session_id in sessions:
-                self._locks.remove_session_file(sibling, session_id)
-        except BlockingIOError:  # its owner lives
-            return False
+            is_made = fill(mapping)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise ArenaFull(
+                    f"there is no memory for {size_bytes} bytes more ({error}); lower --arena-bytes"
+                ) from error
+            raise
         finally:
-            os.close(lock_fd)
-        _log.warning("%d segments of the abandoned arena %s were removed", len(segments), sibling)
-        return True
+            if is_made:
+                self._open[segment_id] = mapping
+            else:
+                _close(mapping)
+        return is_made
 
-    def _check_room(self, capacity_bytes: int) -> None:
-        """Memory is reserved segment by segment, so a budget that can never be filled is refused at once."""
-        info = os.statvfs(self._directory)
-        free_bytes = info.f_bavail * info.f_frsize + self.old_bytes
-        if free_bytes < capacity_bytes:
-            self.close(remove=False)
-            raise StartupFailed(
-                f"{self._directory} has {free_bytes} bytes free, the arena wants {capacity_bytes}; "
-                "grow /dev/shm or lower --arena-bytes"
+    def _check_capacity(self, capacity_bytes: int) -> None:
+        """Memory files have no file system whose size bounds them: the host and its cgroups do."""
+        facts, limit_bytes = meminfo(self._root), cgroup_limit_bytes(self._root)
+        total_bytes, available_bytes = facts.get("MemTotal"), facts.get("MemAvailable")
+        if limit_bytes is not None and limit_bytes < capacity_bytes:
+            found = f"the memory limit of this cgroup is {limit_bytes}; raise it"
+        elif total_bytes is not None and total_bytes < capacity_bytes:
+            found = f"this host has {total_bytes} bytes of memory; take a larger one"
+        else:
+            old_bytes = sum(dict(pair for one in self.old_sessions().values() for pair in one.items()).values())
+            if available_bytes is not None and available_bytes + old_bytes < capacity_bytes:
+                _log.warning(
+                    "arena_bytes is %d, but only %d bytes are available on this host (MemAvailable): segments are "
+                    "refused while there is no memory for them; lower --arena-bytes",
+                    capacity_bytes,
+                    available_bytes,
+                )
+            return
+        self.close(remove=False)
+        raise StartupFailed(f"arena_bytes is {capacity_bytes}, but {found} or lower --arena-bytes")
+
+    def _check_memory(self, size_bytes: int) -> None:
+        available_bytes = meminfo(self._root).get("MemAvailable")
+        if available_bytes is not None and available_bytes < size_bytes + _SPARE_BYTES:
+            raise ArenaFull(
+                f"{available_bytes} bytes of memory are available (MemAvailable): {size_bytes} more for the arena "
+                f"would leave less than {_SPARE_BYTES}; lower --arena-bytes"
             )
 
+    def _record_path(self, session_id: bytes) -> Path:
+        return self._directory / f"{_RECORD_PREFIX}{session_id.hex()}"
 
-def _lock(fd: int) -> None:
-    """Raises BlockingIOError if another owner lives. A neighbour that sweeps holds the lock for a moment only."""
-    deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
-    while True:
+    def _record(self, session_id: bytes, segment_id: int, size_bytes: int) -> None:
+        """Note that the session's peer gets a segment, before it does. Not in the session file: the peer has that."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(_SWEEP_PATIENCE_S / 50)  # at start, before anything is served
-        else:
-            return
+            fd = os.open(self._record_path(session_id), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, _RECORD.pack(segment_id, size_bytes))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise ArenaFull(
+                f"{self._directory} has no room for session files ({error}); configure --session-dir"
+            ) from error
+
+    def _read_record(self, session_id: bytes) -> dict[int, int]:
+        try:
+            packed = self._record_path(session_id).read_bytes()
+        except FileNotFoundError:
+            return {}
+        return dict(_RECORD.iter_unpack(packed[: len(packed) - len(packed) % _RECORD.size]))
 
 
-def _populate(mapping: _Mapping, is_wanted: Callable[[], bool]) -> bool:
+def _new_mapping(segment_id: int, size_bytes: int) -> _Mapping:
+    fd = os.memfd_create(f"kvpool-segment-{segment_id:016x}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # before anything else can have the descriptor
+        memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        os.close(fd)
+        raise
+    return _Mapping(segment_id, fd, memory, memoryview(memory))
+
+
+def _populate(mapping: _Mapping, is_wanted: Callable[[], bool], check_memory: Callable[[int], None]) -> bool:
     """Put all memory of a segment in place, zeroed and mapped here, piece by piece. False if it is not wanted any more.
 
     The memory is of the NUMA node of the calling thread. A kernel that cannot populate leaves it reserved. Raises
-    OSError with ENOSPC when there is not enough of it.
+    OSError with ENOSPC, or what `check_memory` raises, when there is not enough of it.
     """
     size_bytes = len(mapping.memory)
     first = ctypes.c_char.from_buffer(mapping.memory)  # keeps the mapping from being closed meanwhile
@@ -290,6 +257,7 @@ def _populate(mapping: _Mapping, is_wanted: Callable[[], bool]) -> bool:
             if not is_wanted():
                 return False
             piece_bytes = min(_PREPARED_AT_ONCE_BYTES, size_bytes - offset)
+            check_memory(piece_bytes)
             if huge:
                 _libc.madvise(address + offset, piece_bytes, _MADV_POPULATE_WRITE)
             # Reserves what is not there yet, or says why it cannot: populating does not tell no room from other faults.
@@ -313,17 +281,12 @@ def _free_memory(mapping: _Mapping) -> None:
     _libc.madvise(ctypes.addressof(first), len(mapping.memory), _MADV_REMOVE)
 
 
-def _discard(mapping: _Mapping) -> None:
-    """Give a segment's memory back."""
-    mapping.path.unlink()
+def _close(mapping: _Mapping) -> None:
+    """Let go of a segment: its memory is free once no peer has it either."""
     os.close(mapping.fd)
     mapping.view.release()
-    _unmap(mapping)
-
-
-def _unmap(mapping: _Mapping) -> None:
     try:
         mapping.memory.close()
     except BufferError:
         # Someone still looks at a slot, a traceback perhaps; the mapping ends with the last such view.
-        _log.warning("segment %s is unmapped late: a view of it is still held", mapping.path.name)
+        _log.warning("segment %016x is unmapped late: a view of it is still held", mapping.segment_id)

@@ -34,7 +34,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--redis", default="", metavar="URL", help="of the index; also env KVPOOL_REDIS_URL")
     parser.add_argument("--arena-bytes", type=size_from_text, default=0, metavar="SIZE", help="of pagestores here")
-    parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"), help="of their arenas (default /dev/shm)")
     parser.add_argument("--data-dir", type=Path, default=None, help="of a pagestore here (default: the cluster's)")
     parser.add_argument("--disk-bytes", type=size_from_text, default=0, metavar="SIZE", help="of its disk tier")
     parser.add_argument("--quiet", action="store_true", help="only what is bad or to be warned of")
@@ -69,7 +68,6 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
         findings.append(skipped("cluster", "no cluster runs here and none is named", "--index HOST:PORT"))
     here = _pagestores_here(document, target)
     machine = Machine(
-        shm_dir=arguments.shm_dir,
         arena_bytes=arguments.arena_bytes or sum(node["arena"]["capacity_bytes"] for node in here),
         arena_used_bytes=sum(node["arena"].get("segment_bytes", 0) for node in here),
     )

@@ -1,4 +1,4 @@
-"""This machine: shared memory, memory, limits of processes and of the kernel."""
+"""This machine: memory, limits of processes and of the kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
 from kvpool.cli.output import size
+from kvpool.client.host_memory import cgroup_limit_bytes, meminfo
 
 _NOFILE_WANTED = 16_384  # a session holds a few descriptors for each peer and segment
 _NOFILE_LEAST = 1_024
@@ -23,7 +24,6 @@ class Machine:
     """root: where /proc and /sys are looked for. arena_bytes: of all pagestores here together; 0: not known."""
 
     root: Path = Path("/")
-    shm_dir: Path = Path("/dev/shm")
     arena_bytes: int = 0
     arena_used_bytes: int = 0  # of it, what is there already
 
@@ -42,65 +42,20 @@ class Machine:
 
 def examine_machine(machine: Machine) -> Iterator[Finding]:
     """All of it."""
-    yield shared_memory(machine)
     yield from memory(machine)
     yield from descriptors()
     yield from kernel(machine)
 
 
-def shared_memory(machine: Machine) -> Finding:
-    """Whether the arenas fit their file system: memory that is not there ends a process with SIGBUS."""
-    directory, wanted = machine.shm_dir, machine.arena_bytes
-    kind = _file_system(machine, directory)
-    try:
-        found = os.statvfs(directory)
-    except OSError as error:
-        return bad("shm", f"{directory} cannot be used: {error.strerror}", "name a tmpfs by --shm-dir")
-    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    larger = f"{-(-(wanted + wanted // 8) >> 30)}G" if wanted else "SIZE"
-    elsewhere = (
-        f"with Docker --shm-size {larger.lower()}; in Kubernetes an emptyDir of medium Memory with that sizeLimit"
-    )
-    grow = f"mount -o remount,size={larger} {directory}; {elsewhere}"
-    mount = f"mount -t tmpfs -o size={larger} tmpfs {directory}; {elsewhere}"
-    if kind not in ("tmpfs", "hugetlbfs", ""):
-        return bad("shm", f"{directory} lies on {kind}, which is no memory", f"name a tmpfs by --shm-dir, or {mount}")
-    if not wanted:
-        return skipped(
-            "shm", f"{directory} has {size(total)}, {size(free)} free", "--arena-bytes says what it should hold"
-        )
-    if total < wanted:
-        return bad("shm", f"{directory} has {size(total)}, the arenas here may take {size(wanted)}", grow)
-    if free < wanted - machine.arena_used_bytes:
-        return bad(
-            "shm",
-            f"{directory} has {size(free)} free, the arenas here may grow by {size(wanted - machine.arena_used_bytes)}",
-            f"remove what else lies there, or: {grow}",
-        )
-    return well("shm", f"{directory} has {size(total)}, {size(free)} free; arenas take up to {size(wanted)}")
-
-
-def _file_system(machine: Machine, directory: Path) -> str:
-    """The kind of the one that a directory lies on, which is seldom its own mount point; empty: not known."""
-    found, longest = "", -1
-    real = Path(os.path.realpath(directory))
-    for line in machine.text("proc/self/mounts").splitlines():
-        words = line.split()
-        if len(words) > 2:
-            point = Path(words[1].replace("\\040", " "))
-            if real.is_relative_to(point) and len(point.parts) >= longest:  # of two at one place the later one counts
-                found, longest = words[2], len(point.parts)
-    return found
-
-
 def memory(machine: Machine) -> Iterator[Finding]:
-    """Whether there is memory behind the arenas: a tmpfs promises more than the machine, or its cgroup, has."""
-    facts = {}
-    for line in machine.text("proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdecimal():
-            facts[name] = int(words[0]) << 10
+    """Whether the machine, and the cgroup of this process, have the memory that the arenas may take."""
+    facts = meminfo(machine.root)
+    if not machine.arena_bytes:
+        yield skipped(
+            "memory",
+            f"{size(facts.get('MemAvailable', 0))} are available",
+            "--arena-bytes says what the arenas here may take",
+        )
     to_come = max(0, machine.arena_bytes - machine.arena_used_bytes)
     available = facts.get("MemAvailable")
     if available is not None and to_come:
@@ -112,7 +67,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
             )
         else:
             yield well("memory", f"{size(available)} are available")
-    limit = _cgroup_limit(machine)
+    limit = cgroup_limit_bytes(machine.root)
     if limit is not None and machine.arena_bytes:
         if limit < machine.arena_bytes + _SPARE_BYTES:
             yield bad(
@@ -127,17 +82,6 @@ def memory(machine: Machine) -> Iterator[Finding]:
         yield warning(
             "swap", f"{size(used)} are swapped out", "arenas may be swapped as well: swapoff -a, or less memory in use"
         )
-
-
-def _cgroup_limit(machine: Machine) -> int | None:
-    """The lowest memory limit on the way to the root (version 2), or that of version 1."""
-    limits = []
-    path = next((line[3:] for line in machine.text("proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-    below = Path("sys/fs/cgroup") / path.strip("/")
-    for each in (below, *below.parents):
-        limits.append(machine.number(f"{each}/memory.max"))
-    limits.append(machine.number("sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
 
 
 def descriptors() -> Iterator[Finding]:
