@@ -91,3 +91,21 @@ class ChunkPlace:
     keyspace: bytes  # 16 bytes
     chunk_hash: bytes  # 16 bytes
     group_head: bytes  # 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpan:
+    """One part of a chain group: the chunks whose hash begins with the byte `part`."""
+
+    keyspace: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGroup:
+    """A chain group that the index keeps in parts, and the digest of one node's chunks in each of the PART_COUNT."""
+
+    keyspace: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes
+    digests: list[int]
