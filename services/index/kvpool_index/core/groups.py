@@ -11,6 +11,9 @@ from kvpool.core.location_digest import FIELD_BYTES
 from kvpool_index.core.entries import TIERS, Operation, TierMasks
 
 HASH_BYTES: Final = 16
+SPLIT_CHUNKS: Final = 1024
+"""A group of more chunks is split into parts. `adapters/redis_lua/apply_change.lua` has the same figure."""
+
 # Takes the fields out of n hashes, several times as fast as slices would.
 _FIELDS: Final = [
     struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count) for count in range(CHAIN_GROUP_CHUNKS + 1)
