@@ -113,7 +113,8 @@ class LocationStore(Protocol):
     async def split_groups(self, ordinal: int, number: int, after: bytes) -> tuple[list[SplitGroup], bytes]:
         """Some of a range's split groups with one node's digests, and what to go on `after`; b"" begins, and ends.
 
-        A group is split once it has more than SPLIT_CHUNKS chunks, until all are gone. One may come twice.
+        A group is split once it has more than SPLIT_CHUNKS chunks, until all are gone. One may come twice. Raises
+        InvalidRequest for an `after` that it did not return.
         """
         ...
 

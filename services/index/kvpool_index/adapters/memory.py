@@ -156,8 +156,14 @@ class MemoryLocationStore:
         return len(as_found)
 
     async def split_groups(self, ordinal: int, number: int, after: bytes) -> tuple[list[SplitGroup], bytes]:
-        split = sorted(place for place in self._split if range_of(place) == number and place > after)
-        found = []
+        found: list[SplitGroup] = []
+        split = sorted(
+            place
+            for place in self._split
+            if place > after
+            and range_of(place) == number
+            and self._groups[place[:HASH_BYTES]][place[HASH_BYTES:]].chunk_count
+        )
         for place in split[:_STEP_SPLIT]:
             keyspace, head = place[:HASH_BYTES], place[HASH_BYTES:]
             digests = [part.digests.get(ordinal, 0) for part in self._groups[keyspace][head].parts]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from kvpool.core.cluster import ChainQuery
-from kvpool.core.errors import LeaseLost
+from kvpool.core.errors import InvalidRequest, LeaseLost
 from kvpool.core.location_digest import (
     BUCKETS_PER_RANGE,
     FIELD_BYTES,
@@ -67,6 +67,7 @@ _STEP_CHUNKS: Final = 2048
 _GLOB: Final = frozenset(b"*?[]\\^-")
 _ANY_TAG: Final = b"{???}"
 _DIGEST_BYTES: Final = 8
+_CURSOR_DIGITS: Final = 20  # of SSCAN
 _ORDINAL: Final = struct.Struct("<I")
 
 
@@ -211,6 +212,8 @@ class RedisLocationStore:
         return sum(await self._changes.run_all(commands, keys, _CORRECT)) if commands else 0
 
     async def split_groups(self, ordinal: int, number: int, after: bytes) -> tuple[list[SplitGroup], bytes]:
+        if after and not (after.isdigit() and int(after[:_CURSOR_DIGITS]) < 1 << 64 and len(after) <= _CURSOR_DIGITS):
+            raise InvalidRequest("continuation must be empty or that of the answer before")
         sets = self._split_keys[number]
         cursor, places = await self._changes.call(sets, b"SSCAN", sets, after or b"0", b"COUNT", _FEW_COUNT)
         found: list[SplitGroup] = []
