@@ -22,6 +22,7 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.errors import InvalidRequest, StoreUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.location_digest import SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
@@ -146,13 +147,19 @@ class IndexEngine:
 
     async def open_announce(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
         """Raises StaleIncarnation, LeaseLost."""
-        return await self._announcements.open(node_id, incarnation, announce_epoch, self._reconciliation.replace)
+        return await self._announcements.open(node_id, incarnation, announce_epoch, self._reconciliation)
 
     async def reconcile_digests(
         self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
     ) -> tuple[list[int], int]:
         """Digests and the announce sequence they cover. Raises InvalidRequest, LeaseLost, StaleIncarnation."""
         return await self._reconciliation.digests(node_id, incarnation, first_range, range_count, encodings)
+
+    async def split_groups(
+        self, node_id: bytes, incarnation: int, number: int, continuation: bytes
+    ) -> tuple[list[SplitGroup], bytes, int]:
+        """See ReconcileService.split_groups. Raises InvalidRequest, LeaseLost, StaleIncarnation."""
+        return await self._reconciliation.split_groups(node_id, incarnation, number, continuation)
 
     async def match(self, tenant: str, query: ChainQuery) -> ChainMatch:
         """Raises InvalidRequest, KeyspaceUnknown."""

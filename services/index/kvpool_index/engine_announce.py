@@ -1,12 +1,13 @@
 """Changes of locations: announce streams, stale reports, drops of keyspaces."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from kvpool.core.cluster import LocationChange, StaleLocation
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.fault_points import reach
+from kvpool.core.location_digest import PartSpan
 from kvpool_index.core.entries import Operation
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
@@ -19,16 +20,20 @@ from kvpool_index.ports import EventLog, LocationStore, NodeDirectory, StreamFen
 _CHUNKS_PER_ENTRY: Final = 64  # of the event log
 
 
-Replace = Callable[[StreamFence, BucketSpan, Sequence[LocationChange]], Awaitable[None]]
-"""ReconcileService.replace."""
+class Replacing(Protocol):
+    """What takes a node's word for all that it holds somewhere: ReconcileService."""
+
+    async def replace(self, fence: StreamFence, span: BucketSpan, changes: Sequence[LocationChange]) -> None: ...
+
+    async def replace_part(self, fence: StreamFence, span: PartSpan, changes: Sequence[LocationChange]) -> None: ...
 
 
 class AnnounceStream:
     """One announce stream of a node, open on this replica."""
 
-    def __init__(self, service: "AnnounceService", replace: Replace, fence: StreamFence) -> None:
+    def __init__(self, service: "AnnounceService", replacing: Replacing, fence: StreamFence) -> None:
         self._service = service
-        self._replace = replace
+        self._replacing = replacing
         self._fence = fence
         self._sequence = 0
 
@@ -45,7 +50,13 @@ class AnnounceStream:
     async def replace(self, sequence: int, span: BucketSpan, changes: Sequence[LocationChange]) -> int:
         """The same for all that the node holds in some buckets. Raises also InvalidRequest for what lies elsewhere."""
         self._check(sequence)
-        await self._replace(self._fence, span, changes)
+        await self._replacing.replace(self._fence, span, changes)
+        return self._applied(sequence)
+
+    async def replace_part(self, sequence: int, span: PartSpan, changes: Sequence[LocationChange]) -> int:
+        """The same for all that the node holds in one part of a group."""
+        self._check(sequence)
+        await self._replacing.replace_part(self._fence, span, changes)
         return self._applied(sequence)
 
     def _check(self, sequence: int) -> None:
@@ -78,11 +89,11 @@ class AnnounceService:
         self._metrics = metrics
         self._sequences: dict[bytes, int] = {}  # by node, what its latest stream here had applied
 
-    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int, replace: Replace) -> AnnounceStream:
+    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int, replacing: Replacing) -> AnnounceStream:
         """Start a stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
         fence = await self._directory.open_stream(node_id, incarnation, announce_epoch)
         self._sequences.pop(node_id, None)
-        return AnnounceStream(self, replace, fence)
+        return AnnounceStream(self, replacing, fence)
 
     def note_applied(self, node_id: bytes, sequence: int) -> None:
         """A batch of a stream is in the store."""

@@ -84,6 +84,9 @@ class IndexMetrics:
         self.replaced_ranges = Counter(
             "kvpool_index_replaced_ranges", "Bucket ranges that nodes told as a whole.", registry=registry
         )
+        self.replaced_parts = Counter(
+            "kvpool_index_replaced_parts", "Parts of split chain groups that nodes sent as a whole.", registry=registry
+        )
         self.surplus_removed = Counter(
             "kvpool_index_surplus_locations_removed",
             "Chunks that were removed because their node did not name them with their range.",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, NodeLoad, RegistrationAttempt
+from kvpool.core.location_digest import PartSpan, SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
@@ -47,7 +48,11 @@ class BoundKeyspace:
 
 
 class LocationStore(Protocol):
-    """The values of chunks, kept in chain groups."""
+    """The values of chunks, kept in chain groups.
+
+    A group holds the first 16 chunks of a chain, or 16 further ones: but of all chains that share its head, which may
+    be very many. So a large one is split into PART_COUNT parts, and no call handles more than one part at once.
+    """
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         """The values of all fields of all groups, in order, in one round; None for absent ones."""
@@ -101,8 +106,31 @@ class LocationStore(Protocol):
     def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         """All entries of one node in a range of buckets, both inclusive, some at a time; one may come twice.
 
-        Looks at nothing but these buckets.
+        Looks at nothing but these buckets, and not at groups that are split.
         """
+        ...
+
+    async def split_groups(self, ordinal: int, number: int, after: bytes) -> tuple[list[SplitGroup], bytes]:
+        """Some of a range's split groups with one node's digests, and what to go on `after`; b"" begins, and ends.
+
+        A group is split once it has more than SPLIT_CHUNKS chunks, until all are gone. One may come twice. Raises
+        InvalidRequest for an `after` that it did not return.
+        """
+        ...
+
+    async def part_digest(self, ordinal: int, span: PartSpan) -> int | None:
+        """One node's digest of one part of a group; None if the group is not split."""
+        ...
+
+    async def correct_part_digest(self, ordinal: int, span: PartSpan, found: int, wanted: int) -> bool:
+        """Set the digest of a part of a split group, and change that of the range by the same difference.
+
+        Returns whether it did: not if the digest is no longer as it was found.
+        """
+        ...
+
+    def part_entries(self, ordinal: int, span: PartSpan) -> AsyncIterator[list[NodeEntry]]:
+        """The same as `entries` for one part of a group, which may be split or not."""
         ...
 
     def chunks(self) -> AsyncIterator[list[NamedChunk]]:

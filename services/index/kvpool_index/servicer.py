@@ -172,8 +172,21 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                         span = BucketSpan(part.first_bucket, part.last_bucket)
                         applied = await stream.replace(part.sequence, span, held)
                         yield pb.AnnounceResponse(acknowledged_sequence=applied)
+                    case "replace_part" if stream is not None:
+                        held = convert.convert_items(
+                            request.replace_part.locations,
+                            convert_cluster.location_change_from_proto,
+                            "location",
+                            most=self._max_items,
+                        )
+                        applied = await stream.replace_part(
+                            request.replace_part.sequence,
+                            convert_cluster.part_span_from_proto(request.replace_part),
+                            held,
+                        )
+                        yield pb.AnnounceResponse(acknowledged_sequence=applied)
                     case _:
-                        raise InvalidRequest("an Announce stream is one open, and then batches and ranges")
+                        raise InvalidRequest("an Announce stream is one open, and then batches, ranges and parts")
 
     async def Match(
         self, request: pb.MatchRequest, context: Context[pb.MatchRequest, pb.MatchResponse]
@@ -259,6 +272,20 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             encodings,
         )
         return pb.ReconcileDigestsResponse(digests=digests, applied_sequence=applied)
+
+    async def ReconcileSplitGroups(
+        self,
+        request: pb.ReconcileSplitGroupsRequest,
+        context: Context[pb.ReconcileSplitGroupsRequest, pb.ReconcileSplitGroupsResponse],
+    ) -> pb.ReconcileSplitGroupsResponse:
+        groups, continuation, applied = await self._engine.split_groups(
+            convert.check_id(request.node_id, "node_id"), request.incarnation, request.range, request.continuation
+        )
+        return pb.ReconcileSplitGroupsResponse(
+            groups=map(convert_cluster.split_group_to_proto, groups),
+            continuation=continuation,
+            applied_sequence=applied,
+        )
 
     async def GetIndexInfo(
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]

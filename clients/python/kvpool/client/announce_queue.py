@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import BUCKETS_PER_RANGE, bucket_of, range_buckets, range_of
+from kvpool.core.location_digest import BUCKETS_PER_RANGE, PartSpan, bucket_of, range_buckets, range_of
 
 _Key = tuple[bytes, bytes, int]  # keyspace, chunk hash, tier
 
@@ -18,7 +18,7 @@ RangeContent = Callable[[int], list[LocationChange]]
 
 @dataclass(frozen=True, slots=True)
 class AnnounceBatch:
-    """Changes with a place in the stream's order; or, if `buckets` is set, all that the node holds in these.
+    """Changes with a place in the stream's order; or, if `buckets` or `part` is set, all that the node holds in these.
 
     covers: every change that was offered up to this count is in this batch or in one before it.
     buckets: the first and the last one, inclusive.
@@ -28,9 +28,12 @@ class AnnounceBatch:
     changes: tuple[LocationChange, ...]
     covers: int
     buckets: tuple[int, int] | None = None
+    part: PartSpan | None = None
 
     def ranges(self) -> set[int]:
         """The digest ranges that it is about."""
+        if self.part is not None:
+            return {range_of(self.part.group_head)}
         if self.buckets is None:
             return {range_of(change.group_head_hash) for change in self.changes}
         first, last = (bucket // BUCKETS_PER_RANGE for bucket in self.buckets)

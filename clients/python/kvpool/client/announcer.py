@@ -13,7 +13,7 @@ from kvpool.client.index import IndexClient
 from kvpool.core.cluster import LocationChange, NodeLease
 from kvpool.core.errors import KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.v1 import index_pb2
-from kvpool.wire.convert_cluster import location_change_to_proto
+from kvpool.wire.convert_cluster import location_change_to_proto, part_span_to_proto
 from kvpool.wire.stream_status import StreamStatus
 
 _Call = grpc.aio.StreamStreamCall
@@ -175,6 +175,9 @@ class Announcer:
 
 def _message(batch: AnnounceBatch) -> index_pb2.AnnounceRequest:
     changes = [location_change_to_proto(change) for change in batch.changes]
+    if batch.part is not None:
+        part = part_span_to_proto(batch.part, batch.sequence, changes)
+        return index_pb2.AnnounceRequest(replace_part=part)
     if batch.buckets is None:
         return index_pb2.AnnounceRequest(batch=index_pb2.AnnounceBatch(sequence=batch.sequence, changes=changes))
     first, last = batch.buckets

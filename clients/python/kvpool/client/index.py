@@ -32,6 +32,7 @@ from kvpool.core.cluster import (
 from kvpool.core.errors import ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.location_digest import SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.v1 import index_pb2
 from kvpool.v1.index_pb2_grpc import IndexServiceStub
@@ -44,6 +45,7 @@ from kvpool.wire.convert_cluster import (
     live_node_from_proto,
     node_info_to_proto,
     node_load_to_proto,
+    split_group_from_proto,
     stale_location_to_proto,
 )
 from kvpool.wire.convert_index_info import index_info_from_proto
@@ -286,6 +288,23 @@ class IndexClient:
         if len(answer.digests) != range_count:
             raise ServiceUnavailable(f"the index told {len(answer.digests)} digests of {range_count}")
         return list(answer.digests)
+
+    async def reconcile_split_groups(
+        self, node_id: bytes, incarnation: int, range_number: int, *, timeout_s: float | None = None
+    ) -> list[SplitGroup]:
+        """The groups of a range that the index has split, with a node's digests. raises: LeaseLost, StaleIncarnation.
+
+        timeout_s: of each call; one is made for about a hundred groups.
+        """
+        found: dict[tuple[bytes, bytes], SplitGroup] = {}
+        request = index_pb2.ReconcileSplitGroupsRequest(node_id=node_id, incarnation=incarnation, range=range_number)
+        while True:
+            answer = await self._endpoints.call(lambda stub: stub.ReconcileSplitGroups, request, timeout_s=timeout_s)
+            for group in map(split_group_from_proto, answer.groups):
+                found[group.keyspace, group.group_head] = group
+            if not answer.continuation:
+                return list(found.values())
+            request.continuation = answer.continuation
 
     async def get_info(self, *, timeout_s: float | None = None) -> IndexInfo:
         """Limits and versions of the replica that answers."""

@@ -19,6 +19,7 @@ FIELD_BYTES = 8  # of a chunk hash; enough to tell the 16 chunks of a group apar
 BUCKET_COUNT = 1 << 16
 BUCKETS_PER_RANGE = 16
 RANGE_COUNT = BUCKET_COUNT // BUCKETS_PER_RANGE
+PART_COUNT = 256  # of a split group
 
 _BITMAP = struct.Struct("<Q")
 
@@ -31,6 +32,11 @@ def bucket_of(group_head: bytes) -> int:
 def range_of(group_head: bytes) -> int:
     """The range of a group, 0 to 4,095."""
     return (group_head[-2] << 8 | group_head[-1]) >> 4
+
+
+def part_of(chunk_hash: bytes) -> int:
+    """The part of a split group that a chunk lies in, 0 to 255, from its hash or the hash's first bytes."""
+    return chunk_hash[0]
 
 
 def range_buckets(first_range: int, last_range: int) -> tuple[int, int]:
@@ -85,3 +91,21 @@ class ChunkPlace:
     keyspace: bytes  # 16 bytes
     chunk_hash: bytes  # 16 bytes
     group_head: bytes  # 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpan:
+    """One part of a chain group: the chunks whose hash begins with the byte `part`."""
+
+    keyspace: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGroup:
+    """A chain group that the index keeps in parts, and the digest of one node's chunks in each of the PART_COUNT."""
+
+    keyspace: bytes  # 16 bytes
+    group_head: bytes  # 16 bytes
+    digests: list[int]

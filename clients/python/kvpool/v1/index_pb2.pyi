@@ -791,6 +791,7 @@ class AnnounceRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     REPLACE_RANGE_FIELD_NUMBER: _builtins.int
+    REPLACE_PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___AnnounceOpen:
         """Must be first, once."""
@@ -803,18 +804,23 @@ class AnnounceRequest(_message.Message):
     def replace_range(self) -> Global___ReplaceRange:
         """Replaces all the node's locations of a bucket range, in sequence order with the batches."""
 
+    @_builtins.property
+    def replace_part(self) -> Global___ReplacePart:
+        """Replaces all the node's locations of one part of a group, in sequence order with the batches."""
+
     def __init__(
         self,
         *,
         open: Global___AnnounceOpen | None = ...,
         batch: Global___AnnounceBatch | None = ...,
         replace_range: Global___ReplaceRange | None = ...,
+        replace_part: Global___ReplacePart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "open", b"open", "replace_range", b"replace_range"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "open", b"open", "replace_part", b"replace_part", "replace_range", b"replace_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "open", b"open", "replace_range", b"replace_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "open", b"open", "replace_part", b"replace_part", "replace_range", b"replace_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "batch", "replace_range"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "batch", "replace_range", "replace_part"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -822,7 +828,9 @@ Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
 
 @_typing.final
 class ReplaceRange(_message.Message):
-    """Owner-driven repair of one bucket range."""
+    """Owner-driven repair of one bucket range. Of groups that the index has split, locations are added and changed, but those
+    that the node does not name stay: a ReplacePart removes them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -855,6 +863,46 @@ class ReplaceRange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplaceRange: _TypeAlias = ReplaceRange  # noqa: Y015
+
+@_typing.final
+class ReplacePart(_message.Message):
+    """Owner-driven repair of one part of a group, which may be split or not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASH_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LOCATIONS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Position in the announce sequence; acknowledged like that of a batch."""
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    group_head_hash: _builtins.bytes
+    """16-byte hash of the chain group's head."""
+    part: _builtins.int
+    """Which chunks: those whose hash begins with this byte, 0 to 255."""
+    @_builtins.property
+    def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
+        """The node's whole truth for the part, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        keyspace_id: _builtins.bytes = ...,
+        group_head_hash: _builtins.bytes = ...,
+        part: _builtins.int = ...,
+        locations: _abc.Iterable[Global___LocationChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_head_hash", b"group_head_hash", "keyspace_id", b"keyspace_id", "locations", b"locations", "part", b"part", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplacePart: _TypeAlias = ReplacePart  # noqa: Y015
 
 @_typing.final
 class AnnounceResponse(_message.Message):
@@ -1754,6 +1802,104 @@ class ReconcileDigestsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReconcileDigestsResponse: _TypeAlias = ReconcileDigestsResponse  # noqa: Y015
+
+@_typing.final
+class ReconcileSplitGroupsRequest(_message.Message):
+    """Request of ReconcileSplitGroups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RANGE_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.bytes
+    """16-byte id."""
+    incarnation: _builtins.int
+    """Incarnation that holds the lease."""
+    range: _builtins.int
+    """Range asked about, 0 to 4095; see ReconcileDigestsRequest."""
+    continuation: _builtins.bytes
+    """Empty to begin with, then `continuation` of the answer before."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        range: _builtins.int = ...,
+        continuation: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "incarnation", b"incarnation", "node_id", b"node_id", "range", b"range"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileSplitGroupsRequest: _TypeAlias = ReconcileSplitGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ReconcileSplitGroupsResponse(_message.Message):
+    """Answer of ReconcileSplitGroups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
+    APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    continuation: _builtins.bytes
+    """Not empty if there are more."""
+    applied_sequence: _builtins.int
+    """Every batch of the node's announce stream up to this sequence was in the store before the digests were read; 0 if the stream is not served by this replica."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SplitGroup]:
+        """Some of the range's split groups, also those of which the node holds nothing; over several answers one may come twice."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___SplitGroup] | None = ...,
+        continuation: _builtins.bytes = ...,
+        applied_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "continuation", b"continuation", "groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileSplitGroupsResponse: _TypeAlias = ReconcileSplitGroupsResponse  # noqa: Y015
+
+@_typing.final
+class SplitGroup(_message.Message):
+    """A group whose chunks the index keeps in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ID_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_HASH_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    keyspace_id: _builtins.bytes
+    """16-byte keyspace id."""
+    group_head_hash: _builtins.bytes
+    """16-byte hash of the chain group's head."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each of the 256 parts, in order, the digest of the node's chunks in it, made as those of ReconcileDigestsResponse; none at all if the node holds nothing of the group."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_id: _builtins.bytes = ...,
+        group_head_hash: _builtins.bytes = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "group_head_hash", b"group_head_hash", "keyspace_id", b"keyspace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitGroup: _TypeAlias = SplitGroup  # noqa: Y015
 
 @_typing.final
 class GetIndexInfoRequest(_message.Message):

@@ -127,6 +127,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.ReconcileDigestsRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.ReconcileDigestsResponse.FromString,
                 _registered_method=True)
+        self.ReconcileSplitGroups = channel.unary_unary(
+                '/kvpool.v1.IndexService/ReconcileSplitGroups',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsResponse.FromString,
+                _registered_method=True)
         self.GetIndexInfo = channel.unary_unary(
                 '/kvpool.v1.IndexService/GetIndexInfo',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.GetIndexInfoRequest.SerializeToString,
@@ -338,6 +343,19 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReconcileSplitGroups(self, request, context):
+        """Digests of a node's chunks in the split groups of one range, part by part: where one differs from the node's own, the
+        node sends replace_part. The index splits a group when it has very many chunks, as below a first chunk that many chains
+        share.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, range or continuation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetIndexInfo(self, request, context):
         """Limits and versions of this server; it answers also while the store is out of reach.
 
@@ -434,6 +452,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.ReconcileDigests,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.ReconcileDigestsRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.ReconcileDigestsResponse.SerializeToString,
+            ),
+            'ReconcileSplitGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReconcileSplitGroups,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsResponse.SerializeToString,
             ),
             'GetIndexInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetIndexInfo,
@@ -908,6 +931,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/ReconcileDigests',
             kvpool_dot_v1_dot_index__pb2.ReconcileDigestsRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.ReconcileDigestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReconcileSplitGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/ReconcileSplitGroups',
+            kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.ReconcileSplitGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -166,6 +166,15 @@ class IndexServiceStub:
     - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
     - INVALID_ARGUMENT: a malformed id, range or encoding.
     """
+    ReconcileSplitGroups: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileSplitGroupsRequest, _index_pb2.ReconcileSplitGroupsResponse]
+    """Digests of a node's chunks in the split groups of one range, part by part: where one differs from the node's own, the
+    node sends replace_part. The index splits a group when it has very many chunks, as below a first chunk that many chains
+    share.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, range or continuation.
+    """
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
     """Limits and versions of this server; it answers also while the store is out of reach.
 
@@ -309,6 +318,15 @@ class IndexServiceAsyncStub(IndexServiceStub):
     Errors:
     - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
     - INVALID_ARGUMENT: a malformed id, range or encoding.
+    """
+    ReconcileSplitGroups: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileSplitGroupsRequest, _index_pb2.ReconcileSplitGroupsResponse]  # type: ignore[assignment]
+    """Digests of a node's chunks in the split groups of one range, part by part: where one differs from the node's own, the
+    node sends replace_part. The index splits a group when it has very many chunks, as below a first chunk that many chains
+    share.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, range or continuation.
     """
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
     """Limits and versions of this server; it answers also while the store is out of reach.
@@ -552,6 +570,21 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
         - INVALID_ARGUMENT: a malformed id, range or encoding.
+        """
+
+    @_abc_1.abstractmethod
+    def ReconcileSplitGroups(
+        self,
+        request: _index_pb2.ReconcileSplitGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_pb2.ReconcileSplitGroupsResponse, _abc.Awaitable[_index_pb2.ReconcileSplitGroupsResponse]]:
+        """Digests of a node's chunks in the split groups of one range, part by part: where one differs from the node's own, the
+        node sends replace_part. The index splits a group when it has very many chunks, as below a first chunk that many chains
+        share.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, range or continuation.
         """
 
     @_abc_1.abstractmethod

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvpool.core import cluster
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.location_digest import PART_COUNT, PartSpan, SplitGroup
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
@@ -163,6 +164,45 @@ def location_change_from_proto(message: index_pb2.LocationChange) -> cluster.Loc
         tier=enum_from_proto(message.tier, Tier, "tier"),
         added_shards=message.added_shards,
         removed_shards=message.removed_shards,
+    )
+
+
+def part_span_to_proto(
+    span: PartSpan, sequence: int, locations: Sequence[index_pb2.LocationChange]
+) -> index_pb2.ReplacePart:
+    """All that a node holds in one part of a group."""
+    return index_pb2.ReplacePart(
+        sequence=sequence,
+        keyspace_id=span.keyspace,
+        group_head_hash=span.group_head,
+        part=span.part,
+        locations=locations,
+    )
+
+
+def part_span_from_proto(message: index_pb2.ReplacePart) -> PartSpan:
+    """Raises InvalidRequest."""
+    return PartSpan(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        group_head=check_id(message.group_head_hash, "group_head_hash"),
+        part=check_count(message.part, "part", most=PART_COUNT - 1),
+    )
+
+
+def split_group_to_proto(group: SplitGroup) -> index_pb2.SplitGroup:
+    """A split group as one node sees it."""
+    digests = group.digests if any(group.digests) else ()
+    return index_pb2.SplitGroup(keyspace_id=group.keyspace, group_head_hash=group.group_head, digests=digests)
+
+
+def split_group_from_proto(message: index_pb2.SplitGroup) -> SplitGroup:
+    """Raises InvalidRequest."""
+    if len(message.digests) not in (0, PART_COUNT):
+        raise InvalidRequest(f"digests must be none or {PART_COUNT}, got {len(message.digests)}")
+    return SplitGroup(
+        keyspace=check_id(message.keyspace_id, "keyspace_id"),
+        group_head=check_id(message.group_head_hash, "group_head_hash"),
+        digests=list(message.digests) or [0] * PART_COUNT,
     )
 
 

@@ -20,6 +20,7 @@ _HOUSEKEEPING: Final = frozenset(
         "ListNodes",
         "GetKeyspacePolicies",
         "ReconcileDigests",
+        "ReconcileSplitGroups",
         "ReportStale",
         "GetIndexInfo",
         "GetPageStoreStatus",

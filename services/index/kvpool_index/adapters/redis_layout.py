@@ -11,7 +11,7 @@ from typing import Final
 from kvpool.core.errors import StartupFailed
 from kvpool_index.adapters.redis_wire import Reply, is_error, pack
 
-LAYOUT: Final = 2
+LAYOUT: Final = 3
 """Counted up when keys of the same names come to mean something else to whoever reads or changes them."""
 
 _SHOWN_CHARS: Final = 32

@@ -4,20 +4,41 @@ A group's key carries its digest range as a hash tag, so that groups and digests
 changes both at once, and a failover that loses writes takes both back alike.
 """
 
+import asyncio
 import struct
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
 from kvpool.core.cluster import ChainQuery
-from kvpool.core.errors import LeaseLost
-from kvpool.core.location_digest import BUCKETS_PER_RANGE, FIELD_BYTES, RANGE_COUNT, bucket_of, range_of
+from kvpool.core.errors import InvalidRequest, LeaseLost
+from kvpool.core.location_digest import (
+    BUCKETS_PER_RANGE,
+    FIELD_BYTES,
+    PART_COUNT,
+    RANGE_COUNT,
+    PartSpan,
+    SplitGroup,
+    bucket_of,
+    part_of,
+    range_of,
+)
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
-from kvpool_index.adapters.redis_reads import range_tag, read_groups, read_whole_groups
-from kvpool_index.adapters.redis_wire import checked, pack, pack_script
-from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
+from kvpool_index.adapters.redis_reads import (
+    MARK,
+    part_keys,
+    range_tag,
+    read_groups,
+    read_parts,
+    read_whole_groups,
+    split_groups_key,
+)
+from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
+from kvpool_index.core.entries import EVERY_SHARD, Operation, held_by, ordinals_in
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import (
     HASH_BYTES,
@@ -25,6 +46,7 @@ from kvpool_index.core.groups import (
     GroupRead,
     NamedChunk,
     NodeEntry,
+    group_read,
     group_reads,
     part_reads,
     whole_groups,
@@ -35,14 +57,17 @@ _APPLY: Final = load_script("apply_change")
 _CORRECT: Final = load_script("correct_digest")
 _FENCED: Final = -1
 _CHANGED: Final = 1
-_META: Final = b""  # the field of a group that is no chunk
 _PART_OPERATIONS: Final = 512
-_ENTRIES_GROUPS: Final = 256
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
+_FEW_GROUPS: Final = 8  # of split ones, whose digests are read at once
+_STEP_KEYS: Final = 32  # hashes that are looked into at once
+_STEP_COUNT: Final = b"128"  # of the chunks of each; a hash that Redis keeps packed comes whole, 512 chunks at most
+_STEP_CHUNKS: Final = 2048
 _GLOB: Final = frozenset(b"*?[]\\^-")
 _ANY_TAG: Final = b"{???}"
 _DIGEST_BYTES: Final = 8
+_CURSOR_DIGITS: Final = 20  # of SSCAN
 _ORDINAL: Final = struct.Struct("<I")
 
 
@@ -66,37 +91,69 @@ class RedisLocationStore:
         self._prefixes = [self._prefix + range_tag(number) for number in range(RANGE_COUNT)]
         self._digest_keys = [key_prefix + b":d:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._group_keys = [key_prefix + b":g:" + range_tag(number) for number in range(RANGE_COUNT)]
+        self._split_keys = [split_groups_key(key_prefix, number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
-        return _values(await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups)))
+        replies = await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups))
+        return _values(await self._with_parts(replies, lambda at: (keyspace, groups[at])))
 
     async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
         keyspace, prefix = query.keyspace, self._key_prefix
         start, end = whole_groups(query)
         whole = read_whole_groups(prefix, keyspace, query.chunk_hashes[start * HASH_BYTES : end * HASH_BYTES])
         if not start and end == query.chunk_count:
-            return _reached(await self._reads.read(whole), query.chunk_count)
-        first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
-        commands, keys = whole.split()
-        last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
-        replies = await self._reads.exchange_reachable(first + commands + last, first_keys + keys + last_keys)
+            replies = await self._reads.read(whole)
+        else:
+            first, first_keys = read_groups(prefix, keyspace, part_reads(query, 0, start))
+            commands, keys = whole.split()
+            last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
+            replies = await self._reads.exchange_reachable(first + commands + last, first_keys + keys + last_keys)
+        replies = await self._with_parts(replies, lambda at: (keyspace, group_read(query, at)))
         return _reached(replies, query.chunk_count)
 
     async def read_chains(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
+        places: list[tuple[bytes, GroupRead]] = []
         commands: list[bytes] = []
         keys: list[bytes] = []
         ends = [0]
         for query in queries:
-            its_commands, its_keys = read_groups(self._key_prefix, query.keyspace, group_reads(query))
+            groups = group_reads(query)
+            its_commands, its_keys = read_groups(self._key_prefix, query.keyspace, groups)
+            places += [(query.keyspace, group) for group in groups]
             commands += its_commands
             keys += its_keys
             ends.append(len(commands))
         replies = await self._reads.exchange_reachable(commands, keys) if commands else []
+        replies = await self._with_parts(replies, places.__getitem__)
         return [
             _reached(replies[start:end], query.chunk_count)
             for query, (start, end) in zip(queries, pairwise(ends), strict=True)
         ]
+
+    async def _with_parts(
+        self, replies: list[Reply], group_of: Callable[[int], tuple[bytes, GroupRead]]
+    ) -> list[Reply]:
+        """The replies to reads of groups, of split ones with what their parts have; it takes one more round.
+
+        group_of: keyspace and read of a reply.
+        """
+        # The first value of a reply is that of the mark.
+        marked = [at for at, reply in enumerate(replies) if type(reply) is list and reply[0] is not None]
+        if not marked:
+            return replies
+        split = [(at, *group_of(at)) for at in marked]
+        commands: list[bytes] = []
+        keys: list[bytes] = []
+        for _, keyspace, group in split:
+            its_commands, its_keys = read_parts(self._key_prefix, keyspace, group)
+            commands += its_commands
+            keys += its_keys
+        values = iter(await self._reads.exchange_reachable(commands, keys))
+        found = list(replies)
+        for at, _, group in split:
+            found[at] = [None, *(checked(next(values)) for _ in group.fields)]
+        return found
 
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
@@ -124,7 +181,19 @@ class RedisLocationStore:
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
         pattern = _escaped(self._prefix) + _ANY_TAG + _escaped(keyspace) + b"*"
         async for keys in self._scan(pattern):
-            yield await self._drop_groups(keyspace, keys, ordinal)
+            async for found in self._contents(keys, with_parts=True):
+                removals = [
+                    _removal(entry, each)
+                    for entry, value in found
+                    for each in ordinals_in(value)
+                    if ordinal is None or each == ordinal
+                ]
+                last = {
+                    (state.group_head, state.chunk_hash): state
+                    for state in (await self.remove(removals) if removals else [])
+                    if state is not None
+                }
+                yield list(last.values())
 
     async def digests(self, ordinal: int, ranges: Sequence[int]) -> list[int]:
         keys = [self._digest_keys[number] for number in ranges]
@@ -142,20 +211,91 @@ class RedisLocationStore:
         ]
         return sum(await self._changes.run_all(commands, keys, _CORRECT)) if commands else 0
 
+    async def split_groups(self, ordinal: int, number: int, after: bytes) -> tuple[list[SplitGroup], bytes]:
+        if after and not (after.isdigit() and int(after[:_CURSOR_DIGITS]) < 1 << 64 and len(after) <= _CURSOR_DIGITS):
+            raise InvalidRequest("continuation must be empty or that of the answer before")
+        sets = self._split_keys[number]
+        cursor, places = await self._changes.call(sets, b"SSCAN", sets, after or b"0", b"COUNT", _FEW_COUNT)
+        found: list[SplitGroup] = []
+        field = _ORDINAL.pack(ordinal)
+        for start in range(0, len(places), _FEW_GROUPS):
+            some = places[start : start + _FEW_GROUPS]
+            keys = [sets + place + part.to_bytes() for place in some for part in range(PART_COUNT)]
+            replies = await self._changes.exchange([pack(b"HGET", key, field) for key in keys], keys)
+            digests = [int.from_bytes(checked(reply) or b"", "big") for reply in replies]
+            found += [
+                SplitGroup(place[:HASH_BYTES], place[HASH_BYTES:], digests[at * PART_COUNT : (at + 1) * PART_COUNT])
+                for at, place in enumerate(some)
+            ]
+        return found, b"" if cursor == b"0" else cursor
+
+    async def part_digest(self, ordinal: int, span: PartSpan) -> int | None:
+        group, part = self._span_keys(span)
+        commands = [pack(b"HEXISTS", group, MARK), pack(b"HGET", part, _ORDINAL.pack(ordinal))]
+        is_split, digest = map(checked, await self._changes.exchange(commands, [group, part]))
+        return int.from_bytes(digest or b"", "big") if is_split else None
+
+    async def correct_part_digest(self, ordinal: int, span: PartSpan, found: int, wanted: int) -> bool:
+        group, part = self._span_keys(span)
+        keys = [part, self._digest_keys[range_of(span.group_head)], group]
+        arguments = (_ORDINAL.pack(ordinal), _packed(found), _packed(wanted))
+        return bool(await self._changes.run(_CORRECT, keys, *arguments))
+
     async def entries(self, ordinal: int, first_bucket: int, last_bucket: int) -> AsyncIterator[list[NodeEntry]]:
         for number in range(first_bucket // BUCKETS_PER_RANGE, last_bucket // BUCKETS_PER_RANGE + 1):
-            sets = self._group_keys[number]
-            groups = await self._changes.call(sets, b"SMEMBERS", sets)
-            inside = [
-                self._prefixes[number] + each for each in groups if first_bucket <= bucket_of(each) <= last_bucket
-            ]
-            for start in range(0, len(inside), _ENTRIES_GROUPS):
-                named = await self._named(inside[start : start + _ENTRIES_GROUPS])
-                yield [_entry(key, field) for key, field, ordinals in named if ordinal in ordinals]
+            sets, cursor = self._group_keys[number], b"0"
+            while True:
+                cursor, groups = await self._changes.call(sets, b"SSCAN", sets, cursor, b"COUNT", _SCAN_COUNT)
+                inside = [
+                    self._prefixes[number] + each for each in groups if first_bucket <= bucket_of(each) <= last_bucket
+                ]
+                async for found in self._contents(inside, with_parts=False):
+                    yield [entry for entry, value in found if held_by(value, ordinal)]
+                if cursor == b"0":
+                    break
+
+    async def part_entries(self, ordinal: int, span: PartSpan) -> AsyncIterator[list[NodeEntry]]:
+        async for found in self._contents(self._span_keys(span), with_parts=False):
+            yield [entry for entry, value in found if part_of(entry.field) == span.part and held_by(value, ordinal)]
 
     async def chunks(self) -> AsyncIterator[list[NamedChunk]]:
         async for keys in self._scan(_escaped(self._prefix) + _ANY_TAG + b"*", count=_FEW_COUNT):
-            yield [NamedChunk(_entry(key, field), named) for key, field, named in await self._named(keys)]
+            async for found in self._contents(keys, with_parts=True):
+                yield [NamedChunk(entry, ordinals_in(value)) for entry, value in found]
+
+    async def _contents(
+        self, keys: Sequence[bytes], *, with_parts: bool
+    ) -> AsyncIterator[list[tuple[NodeEntry, bytes]]]:
+        """The chunks of groups, or of parts of groups, and their values, about _STEP_CHUNKS at a time.
+
+        with_parts: also those of all parts of groups that are split.
+        """
+        pending = deque((key, b"0") for key in keys)
+        while pending:
+            some = [pending.popleft() for _ in range(min(len(pending), _STEP_KEYS))]
+            commands = [pack(b"HSCAN", key, cursor, b"COUNT", _STEP_COUNT) for key, cursor in some]
+            replies = await self._changes.exchange(commands, [key for key, _ in some])
+            found: list[tuple[NodeEntry, bytes]] = []
+            for (key, before), reply in zip(some, replies, strict=True):
+                cursor, pairs = checked(reply)
+                is_part, fields = not key.startswith(self._prefix), pairs[::2]
+                entry_of = _entries_of(key, is_part=is_part)
+                found += [
+                    (entry_of(field), value)
+                    for field, value in zip(fields, pairs[1::2], strict=True)
+                    if len(field) == FIELD_BYTES
+                ]
+                is_complete = cursor == b"0"
+                if not is_complete:
+                    pending.append((key, cursor))
+                # A group that was looked through in several steps may have been split in between.
+                if with_parts and not is_part and (MARK in fields or (is_complete and before != b"0")):
+                    pending.extend((each, b"0") for each in part_keys(self._key_prefix, key[-2 * HASH_BYTES :]))
+                if len(found) >= _STEP_CHUNKS:
+                    yield found
+                    await asyncio.sleep(0)  # to others their turn, also if the caller has nothing to wait for
+                    found = []
+            yield found
 
     async def _scan(self, pattern: bytes, *, count: bytes = _SCAN_COUNT) -> AsyncIterator[list[bytes]]:
         """The keys that match, of all masters, about `count` at a time."""
@@ -168,36 +308,18 @@ class RedisLocationStore:
                 if cursor == b"0":
                     break
 
-    async def _named(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, list[int]]]:
-        """Of groups, the key and field of each chunk and the ordinals that its value names."""
-        contents = await self._changes.exchange([pack(b"HGETALL", key) for key in keys], keys) if keys else []
-        found: list[tuple[bytes, bytes, list[int]]] = []
-        for key, content in zip(keys, contents, strict=True):
-            pairs = checked(content)
-            for field, value in zip(pairs[::2], pairs[1::2], strict=True):
-                if field != _META:
-                    found.append((key, field, ordinals_in(value)))
-        return found
-
-    async def _drop_groups(self, keyspace: bytes, keys: Sequence[bytes], ordinal: int | None) -> list[ChunkState]:
-        removals = [
-            _removal(keyspace, key[-HASH_BYTES:], field, each)
-            for key, field, named in await self._named(keys)
-            for each in named
-            if ordinal is None or each == ordinal
-        ]
-        last = {
-            (state.group_head, state.chunk_hash): state
-            for state in (await self.remove(removals) if removals else [])
-            if state is not None
-        }
-        return list(last.values())
-
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
         field = each.chunk_hash[:FIELD_BYTES]
         number = range_of(each.group_head)
-        keys = [self._key(each), self._digest_keys[number], self._group_keys[number]]
+        part = self._split_keys[number] + each.keyspace + each.group_head + field[:1]
+        keys = [self._key(each), self._digest_keys[number], self._group_keys[number], part]
         return pack_script(_APPLY, keys, field, each.operation.pack(fence), self._tombstone_ms)
+
+    def _span_keys(self, span: PartSpan) -> tuple[bytes, bytes]:
+        """The keys of a group and of one of its parts."""
+        place = span.keyspace + span.group_head
+        number = range_of(span.group_head)
+        return self._prefixes[number] + place, self._split_keys[number] + place + span.part.to_bytes()
 
     def _key(self, each: ChunkOperation) -> bytes:
         return self._prefixes[range_of(each.group_head)] + each.keyspace + each.group_head
@@ -209,15 +331,15 @@ def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOpera
         yield operations[start : start + _PART_OPERATIONS]
 
 
-def _values(replies: Sequence[Any]) -> list[bytes | None]:
-    """The values of several groups, one after the other."""
+def _values(replies: Sequence[Reply]) -> list[bytes | None]:
+    """The values of several groups, one after the other, without their marks."""
     values: list[bytes | None] = []
     for reply in replies:
-        values += checked(reply)
+        values += checked(reply)[1:]
     return values
 
 
-def _reached(replies: Sequence[Any], chunk_count: int) -> list[bytes | None]:
+def _reached(replies: Sequence[Reply], chunk_count: int) -> list[bytes | None]:
     """The same up to the first group that is out of reach: as if nobody had what comes from there on."""
     if None not in replies:
         return _values(replies)
@@ -225,13 +347,17 @@ def _reached(replies: Sequence[Any], chunk_count: int) -> list[bytes | None]:
     return values + [None] * (chunk_count - len(values))
 
 
-def _entry(key: bytes, field: bytes) -> NodeEntry:
-    return NodeEntry(key[-2 * HASH_BYTES : -HASH_BYTES], key[-HASH_BYTES:], field)
+def _entries_of(key: bytes, *, is_part: bool) -> Callable[[bytes], NodeEntry]:
+    """What makes the entry of a chunk out of its field in a group or in a part of one."""
+    place = key[-1 - 2 * HASH_BYTES : -1] if is_part else key[-2 * HASH_BYTES :]
+    return partial(NodeEntry, place[:HASH_BYTES], place[HASH_BYTES:])
 
 
-def _removal(keyspace: bytes, head: bytes, field: bytes, ordinal: int) -> ChunkOperation:
+def _removal(entry: NodeEntry, ordinal: int) -> ChunkOperation:
     operation = Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD)
-    return ChunkOperation(keyspace=keyspace, group_head=head, chunk_hash=field, operation=operation)
+    return ChunkOperation(
+        keyspace=entry.keyspace, group_head=entry.group_head, chunk_hash=entry.field, operation=operation
+    )
 
 
 def _state(each: ChunkOperation, answer: Any) -> ChunkState:

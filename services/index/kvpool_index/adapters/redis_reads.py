@@ -1,4 +1,8 @@
-"""The commands that read a chain from Redis, made for all its groups at once: most of a match's own work otherwise."""
+"""The commands that read a chain from Redis, made for all its groups at once: most of a match's own work otherwise.
+
+Each asks for the field MARK first, which only a group that is split has. The chunks of such a group are read in a
+second round, from its parts. The mark is a field of its own, because replies that are equal are parsed once.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,9 +12,13 @@ from typing import Final
 import numpy as np
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
-from kvpool.core.location_digest import FIELD_BYTES, range_of
+from kvpool.core.location_digest import FIELD_BYTES, PART_COUNT, part_of, range_of
 from kvpool_index.core.groups import HASH_BYTES, GroupRead
 
+MARK: Final = b"s"
+"""The field of a split group that counts its chunks."""
+
+_MARK_WORD: Final = b"$1\r\ns\r\n"
 _TAG_BYTES: Final = 3  # hexadecimal digits of a digest range, in a key's hash tag
 _FIELD_WORD: Final = b"$%d\r\n%b\r\n" % (FIELD_BYTES, bytes(FIELD_BYTES))
 _FIELD_AT: Final = _FIELD_WORD.index(bytes(FIELD_BYTES))
@@ -30,16 +38,36 @@ def group_key(key_prefix: bytes, keyspace: bytes, group_head: bytes) -> bytes:
     return key_prefix + b":c:" + range_tag(range_of(group_head)) + keyspace + group_head
 
 
+def split_groups_key(key_prefix: bytes, number: int) -> bytes:
+    """The key of the set of a range's groups that are split and have a chunk."""
+    return key_prefix + b":p:" + range_tag(number)
+
+
+def part_keys(key_prefix: bytes, place: bytes) -> list[bytes]:
+    """The keys of all parts of a split group. place: its keyspace and the hash of its head."""
+    before = split_groups_key(key_prefix, range_of(place)) + place
+    return [before + part.to_bytes() for part in range(PART_COUNT)]
+
+
 def read_command(key: bytes, fields: Sequence[bytes]) -> bytes:
-    """One HMGET, packed. Every field has eight bytes, so that it is a few joins."""
+    """One HMGET, packed. Every field but the mark has eight bytes, so that it is a few joins."""
     joined = b"\r\n$8\r\n".join(fields)
-    return b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n$8\r\n%b\r\n" % (len(fields) + 2, len(key), key, joined)
+    count, size = len(fields) + 3, len(key)
+    return b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n%b$8\r\n%b\r\n" % (count, size, key, _MARK_WORD, joined)
 
 
 def read_groups(key_prefix: bytes, keyspace: bytes, groups: Sequence[GroupRead]) -> tuple[list[bytes], list[bytes]]:
     """The commands that read these groups, and their keys."""
     keys = [group_key(key_prefix, keyspace, group.head) for group in groups]
     return [read_command(key, group.fields) for key, group in zip(keys, groups, strict=True)], keys
+
+
+def read_parts(key_prefix: bytes, keyspace: bytes, group: GroupRead) -> tuple[list[bytes], list[bytes]]:
+    """The commands that read a split group, one for each chunk, and their keys."""
+    before = split_groups_key(key_prefix, range_of(group.head)) + keyspace + group.head
+    keys = [before + part_of(field).to_bytes() for field in group.fields]
+    start = b"*3\r\n$4\r\nHGET\r\n$%d\r\n" % (len(before) + 1)
+    return [b"%b%b\r\n$8\r\n%b\r\n" % (start, *each) for each in zip(keys, group.fields, strict=True)], keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +96,7 @@ def read_whole_groups(key_prefix: bytes, keyspace: bytes, hashes: bytes) -> Pack
     blank, size, key_at, key_bytes = _blank_reads(key_prefix, keyspace, count)
     packed = bytearray(blank)
     head_at = key_at + key_bytes - HASH_BYTES
-    field_at = head_at + HASH_BYTES + len(b"\r\n") + _FIELD_AT
+    field_at = head_at + HASH_BYTES + len(b"\r\n") + len(_MARK_WORD) + _FIELD_AT
     tag_at = head_at - len(keyspace) - len(b"}") - _TAG_BYTES
     high, low = hashes[HASH_BYTES - 2 :: _GROUP_BYTES].hex(), hashes[HASH_BYTES - 1 :: _GROUP_BYTES].hex()
     for digit, digits in enumerate((high[::2], high[1::2], low[::2])):  # of each range_of: hexadecimal, as range_tag
@@ -85,7 +113,7 @@ def _blank_reads(key_prefix: bytes, keyspace: bytes, count: int) -> tuple[bytes,
     """So many commands with gaps for what differs, and the size of each, where its key begins and the key's size."""
     before = key_prefix + b":c:{"
     key_bytes = len(before) + _TAG_BYTES + len(b"}") + len(keyspace) + HASH_BYTES
-    start = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n" % (CHAIN_GROUP_CHUNKS + 2, key_bytes)
+    start = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n" % (CHAIN_GROUP_CHUNKS + 3, key_bytes)
     key = before + bytes(_TAG_BYTES) + b"}" + keyspace + bytes(HASH_BYTES)
-    command = start + key + b"\r\n" + _FIELD_WORD * CHAIN_GROUP_CHUNKS
+    command = start + key + b"\r\n" + _MARK_WORD + _FIELD_WORD * CHAIN_GROUP_CHUNKS
     return command * count, len(command), len(start), key_bytes

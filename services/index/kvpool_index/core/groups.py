@@ -11,6 +11,9 @@ from kvpool.core.location_digest import FIELD_BYTES
 from kvpool_index.core.entries import TIERS, Operation, TierMasks
 
 HASH_BYTES: Final = 16
+SPLIT_CHUNKS: Final = 1024
+"""A group of more chunks is split into parts. `adapters/redis_lua/apply_change.lua` has the same figure."""
+
 # Takes the fields out of n hashes, several times as fast as slices would.
 _FIELDS: Final = [
     struct.Struct(f"{FIELD_BYTES}s{HASH_BYTES - FIELD_BYTES}x" * count) for count in range(CHAIN_GROUP_CHUNKS + 1)
@@ -101,6 +104,14 @@ def part_reads(query: ChainQuery, start: int, count: int) -> list[GroupRead]:
         fields = _FIELDS[min(count - first, CHAIN_GROUP_CHUNKS)].unpack_from(hashes, offset)
         reads.append(GroupRead(hashes[offset : offset + HASH_BYTES], fields))
     return reads
+
+
+def group_read(query: ChainQuery, number: int) -> GroupRead:
+    """One of the reads of `group_reads`."""
+    first = max(0, number * CHAIN_GROUP_CHUNKS - query.first_chunk_index % CHAIN_GROUP_CHUNKS)
+    end = (number + 1) * CHAIN_GROUP_CHUNKS - query.first_chunk_index % CHAIN_GROUP_CHUNKS
+    (read,) = part_reads(query, first, min(end, query.chunk_count))
+    return read
 
 
 def operations_of(

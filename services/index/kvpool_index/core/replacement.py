@@ -1,7 +1,9 @@
-"""What a node says it holds in a range of buckets, as operations that make the store say the same."""
+"""What a node says it holds in some buckets, or a part of a group, as operations that make the store say the same."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import xor
 
 from kvpool.core.cluster import ALL_SHARDS, LocationChange
 from kvpool.core.errors import InvalidRequest
@@ -9,9 +11,11 @@ from kvpool.core.location_digest import (
     BUCKET_COUNT,
     BUCKETS_PER_RANGE,
     FIELD_BYTES,
+    PartSpan,
     bucket_of,
     fingerprint,
     holding,
+    part_of,
     range_of,
 )
 from kvpool_index.core.entries import EVERY_SHARD, Operation
@@ -43,8 +47,19 @@ class BucketSpan:
         return list(range(self.first // BUCKETS_PER_RANGE, (self.last + 1) // BUCKETS_PER_RANGE))
 
 
+def check_part(span: PartSpan, changes: Sequence[LocationChange]) -> None:
+    """Raises InvalidRequest naming the item that lies in another group or part."""
+    place = (span.keyspace, span.group_head, span.part)
+    for index, change in enumerate(changes):
+        if (change.keyspace, change.group_head_hash, part_of(change.chunk_hash)) != place:
+            raise InvalidRequest(f"location {index} does not lie in the part", item_index=index)
+
+
 class Replacement:
-    """A node's whole truth for some buckets. Chunks of a group that share a field are one, as in the store."""
+    """A node's whole truth for some buckets, or for a part of a group.
+
+    Chunks of a group that share a field are one, as in the store.
+    """
 
     def __init__(self, changes: Iterable[LocationChange], *, ordinal: int, full_shards: Callable[[bytes], int]) -> None:
         """full_shards: all_shards of a keyspace's grid, 0 if it is not known."""
@@ -71,13 +86,26 @@ class Replacement:
             found.append(_operation(at, chunk_hash, operation))
         return found
 
-    def digests(self, ranges: Sequence[int]) -> dict[int, int]:
-        """The digests of these ranges when the store holds this and nothing else of the node."""
+    def digests(self, ranges: Sequence[int], *, without: Collection[tuple[bytes, bytes]] = ()) -> dict[int, int]:
+        """The digests of these ranges when the store holds this and nothing else of the node.
+
+        without: groups, by keyspace and head, that are not counted.
+        """
         found = dict.fromkeys(ranges, 0)
+        for at, print_ in self._fingerprints():
+            number = range_of(at.group_head)
+            if number in found and (at.keyspace, at.group_head) not in without:
+                found[number] ^= print_
+        return found
+
+    def digest(self) -> int:
+        """The same of all that is held."""
+        return reduce(xor, (print_ for _, print_ in self._fingerprints()), 0)
+
+    def _fingerprints(self) -> Iterator[tuple[NodeEntry, int]]:
         for at, (_, shards) in self._held.items():
             held = holding(shards, self._full_shards(at.keyspace))
-            found[range_of(at.group_head)] ^= fingerprint(at.keyspace + at.group_head + at.field, held)
-        return found
+            yield at, fingerprint(at.keyspace + at.group_head + at.field, held)
 
     def removals(self, entries: Iterable[NodeEntry]) -> list[ChunkOperation]:
         """What removes those of the node's entries that are not named."""

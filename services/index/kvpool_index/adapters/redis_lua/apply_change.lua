@@ -3,22 +3,37 @@
 -- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs.
 --          The key ends with the keyspace id and the hash of the group's head
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
--- KEYS[3]  groups of the range that have a chunk, a set in the same slot: keyspace id and head of each
+-- KEYS[3]  groups of the range that have a chunk and are not split, a set in the same slot: keyspace id and head of each
+-- KEYS[4]  the chunk's part of the group, should the group be split: a hash in the same slot, 8-byte chunk field -> value,
+--          and u32 ordinal -> u64 digest of the node's chunks in this part. The key is that of a set of the range's groups
+--          that are split and have a chunk, then keyspace id and head of the group, then the first byte of the field
+--
+-- A group of more than SPLIT_CHUNKS chunks is split: from then on its hash has no chunks, but "s" -> u32 number of its
+-- chunks, until it is empty and its time is over. That one change moves so many chunks, all others are of constant time.
+--
 -- ARGV[1]  field of the chunk
 -- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
 -- ARGV[3]  milliseconds for which an emptied group remembers its version and fences
 -- Returns  {status, version, value}; status 1 changed, 0 as it was, -1 refused: a later stream of the node was here
-local band, bor, bnot, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.lshift, bit.tobit
+local band, bor, bnot, bxor, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.bxor, bit.lshift, bit.tobit
+local spread = unpack
 local unpack, pack, sub = struct.unpack, struct.pack, string.sub
-local MAX_ENTRIES, MAX_FENCES = 64, 32
+local MAX_ENTRIES, MAX_FENCES = 64, 256
+local SPLIT_CHUNKS = 1024
 
 local key, field = KEYS[1], ARGV[1]
+local place = sub(key, -32)
+local home = key  -- where the chunk's value is
 -- 1 ordinal, 2 fence, 3 and 4 grid; of tier t: 5 + 4t and on, added and removed; always the low half first
 local op = {unpack("<I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4", ARGV[2])}
 local ordinal, fence, grid_low, grid_high = op[1], op[2], op[3], op[4]
-local got = redis.call("HMGET", key, "", field)
-local meta, value = got[1] or "", got[2] or ""
+local got = redis.call("HMGET", key, "", "s", field)
+local meta, chunk_count, value = got[1] or "", nil, got[3] or ""
+if got[2] then
+  chunk_count, home = unpack("<I4", got[2]), KEYS[4]
+  value = redis.call("HGET", home, field) or ""
+end
 
 local version, old_fences = 0, ""
 if meta ~= "" then
@@ -111,43 +126,130 @@ if result == value then
   return {0, version, value}
 end
 
-if mine_before ~= mine_after then
-  -- Both parts of the digest are folded as 32 bits: numbers here are doubles.
-  local digest_field, chunk = pack("<I4", ordinal), sub(key, -32) .. field
-  local high, low = 0, 0
-  local digest = redis.call("HGET", KEYS[2], digest_field)
+-- Numbers here are doubles, so that a digest is folded as two of 32 bits.
+local function fold(digest_key, digest_field, high, low)
+  local digest = redis.call("HGET", digest_key, digest_field)
   if digest then
-    high, low = unpack(">I4I4", digest)
-  end
-  for _, held in ipairs({mine_before, mine_after}) do
-    if held ~= "" then
-      local hex = redis.sha1hex(chunk .. held)
-      high = bit.bxor(high, tonumber(sub(hex, 1, 8), 16))
-      low = bit.bxor(low, tonumber(sub(hex, 9, 16), 16))
-    end
+    local before_high, before_low = unpack(">I4I4", digest)
+    high, low = bxor(high, before_high), bxor(low, before_low)
   end
   if tobit(high) == 0 and tobit(low) == 0 then
-    redis.call("HDEL", KEYS[2], digest_field)
+    redis.call("HDEL", digest_key, digest_field)
   else
-    redis.call("HSET", KEYS[2], digest_field, pack(">I4I4", high, low))
+    redis.call("HSET", digest_key, digest_field, pack(">I4I4", high, low))
+  end
+end
+
+local function fingerprint(of_field, held)
+  local hex = redis.sha1hex(place .. of_field .. held)
+  return tonumber(sub(hex, 1, 8), 16), tonumber(sub(hex, 9, 16), 16)
+end
+
+if mine_before ~= mine_after then
+  local digest_field = pack("<I4", ordinal)
+  local high, low = 0, 0
+  for _, held in ipairs({mine_before, mine_after}) do
+    if held ~= "" then
+      local held_high, held_low = fingerprint(field, held)
+      high, low = bxor(high, held_high), bxor(low, held_low)
+    end
+  end
+  fold(KEYS[2], digest_field, high, low)
+  if chunk_count then
+    fold(home, digest_field, high, low)
   end
 end
 
 local now = redis.call("TIME")
 version = math.max(version + 1, tonumber(now[1]) * 1000000 + tonumber(now[2]))
 meta = pack("<I8", version) .. fences
-if result == "" then
+
+-- Puts a chunk's fingerprints into the digests of its part: by ordinal, high and low half.
+local function add_digests(digests, of_field, of_value)
+  local i = 1
+  while i <= #of_value do
+    local start, other, flags = i, sub(of_value, i, i + 3), string.byte(of_value, i + 4)
+    i = i + 5
+    for t = 4, 6 do
+      if band(flags, lshift(1, t)) ~= 0 then
+        i = i + 8
+      end
+    end
+    local digest = digests[other] or {0, 0}
+    local high, low = fingerprint(of_field, sub(of_value, start + 4, i - 1))
+    digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
+  end
+end
+
+local function split()
+  local part_keys, parts = sub(KEYS[4], 1, -2), {}
+  local flat = redis.call("HGETALL", key)
+  for i = 1, #flat, 2 do
+    if #flat[i] == 8 then
+      local byte = sub(flat[i], 1, 1)
+      local part = parts[byte] or {pairs = {}, digests = {}}
+      parts[byte] = part
+      part.pairs[#part.pairs + 1] = flat[i]
+      part.pairs[#part.pairs + 1] = flat[i + 1]
+      add_digests(part.digests, flat[i], flat[i + 1])
+    end
+  end
+  redis.call("DEL", key)
+  for byte = 0, 255 do  -- none is there, unless the store lost the group but not its parts
+    redis.call("UNLINK", part_keys .. string.char(byte))
+  end
+  for byte, part in pairs(parts) do
+    for of_node, digest in pairs(part.digests) do
+      if tobit(digest[1]) ~= 0 or tobit(digest[2]) ~= 0 then
+        part.pairs[#part.pairs + 1] = of_node
+        part.pairs[#part.pairs + 1] = pack(">I4I4", digest[1], digest[2])
+      end
+    end
+    for i = 1, #part.pairs, 512 do  -- a call takes a few thousand words
+      redis.call("HSET", part_keys .. byte, spread(part.pairs, i, math.min(i + 511, #part.pairs)))
+    end
+  end
+  redis.call("HSET", key, "", meta, "s", pack("<I4", SPLIT_CHUNKS + 1))
+  redis.call("SREM", KEYS[3], place)
+  redis.call("SADD", sub(KEYS[4], 1, -34), place)
+end
+
+local is_first, is_last = false, false
+if chunk_count then
+  if result == "" then
+    chunk_count = chunk_count - 1
+    is_last = chunk_count == 0
+    redis.call("HDEL", home, field)
+  else
+    if value == "" then
+      chunk_count = chunk_count + 1
+      is_first = chunk_count == 1
+    end
+    redis.call("HSET", home, field, result)
+  end
+  redis.call("HSET", key, "", meta, "s", pack("<I4", chunk_count))
+elseif result == "" then
   redis.call("HSET", key, "", meta)
   redis.call("HDEL", key, field)
-  if redis.call("HLEN", key) == 1 then
-    redis.call("PEXPIRE", key, ARGV[3])
-    redis.call("SREM", KEYS[3], sub(key, -32))
-  end
+  is_last = redis.call("HLEN", key) == 1
 else
   redis.call("HSET", key, "", meta, field, result)
-  if value == "" and redis.call("HLEN", key) == 2 then
+  if value == "" then
+    local held = redis.call("HLEN", key) - 1
+    is_first = held == 1
+    if held > SPLIT_CHUNKS then
+      split()
+    end
+  end
+end
+if is_first or is_last then
+  local groups = chunk_count and sub(KEYS[4], 1, -34) or KEYS[3]
+  if is_first then
     redis.call("PERSIST", key)
-    redis.call("SADD", KEYS[3], sub(key, -32))
+    redis.call("SADD", groups, place)
+  else
+    redis.call("PEXPIRE", key, ARGV[3])
+    redis.call("SREM", groups, place)
   end
 end
 return {1, version, result}
