@@ -15,7 +15,8 @@ from kvpool.client.hashing import Chain
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, Stopped
 from kvpool.testing import eventually
 from kvpool.v1 import gpuagent_pb2
-from kvpool_gpuagent import outbox, registering
+from kvpool_gpuagent import registering
+from kvpool_server import session_stream
 from tests.fixtures.agent import SPEC, Agent, EngineProcess, World, prompt, run_store, running_agent
 from tests.fixtures.raw_engine import RawEngine, raw_engine
 
@@ -166,7 +167,7 @@ async def test_descriptors_that_do_not_come_end_the_session(monkeypatch: pytest.
 async def test_an_engine_that_reads_nothing_is_let_go(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outbox, "LIMIT", 50)
+    monkeypatch.setattr(session_stream, "OUTBOX_MAX", 50)
     world = World()
     async with running_agent(world) as agent:
         engine = EngineProcess(agent.endpoint)

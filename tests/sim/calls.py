@@ -231,18 +231,18 @@ class Call:
         """Run the servicer's method and tell the client how it ended."""
         try:
             requests = self._requests(method)
+            context = _ServerSide(self, method)
             if method.request_streaming and method.response_streaming:
-                served = method.stream_stream(requests, self)
+                served = method.stream_stream(requests, context)
             elif method.response_streaming:
-                served = method.unary_stream(await anext(requests), self)
+                served = method.unary_stream(await anext(requests), context)
             else:
-                self._answer(method, await method.unary_unary(await anext(requests), self), last=True)
+                self._answer(method, await method.unary_unary(await anext(requests), context), last=True)
                 return
             if hasattr(served, "__aiter__"):
                 async for message in served:
                     self._answer(method, message)
             elif served is not None:
-                self._writer = method
                 await served
             self._tell_end(grpc.StatusCode.OK, "", ())
         except asyncio.CancelledError:
@@ -285,7 +285,19 @@ class Call:
                 self._server, self._client, self._last_to_client_s, lambda: self._end_client(code, details, pairs)
             )
 
-    # What a servicer asks of its context
+    @property
+    def server_over(self) -> bool:
+        return self._server_over
+
+
+class _ServerSide:
+    """What a servicer asks of its context."""
+
+    def __init__(self, call: Call, method: Any) -> None:
+        self._call, self._method = call, method
+
+    async def write(self, message: Any) -> None:
+        self._call._answer(self._method, message)
 
     def time_remaining(self) -> float | None:
         return None
@@ -294,7 +306,7 @@ class Call:
         return ()
 
     def cancelled(self) -> bool:
-        return self._server_over
+        return self._call.server_over
 
     def peer(self) -> str:
-        return "sim"
+        return "sim:1"

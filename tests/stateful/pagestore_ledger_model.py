@@ -65,7 +65,6 @@ class LedgerModel(RuleBasedStateMachine):
             segment_bytes=SEGMENT_BYTES,
             first_segment_id=1,
             writer_bytes=WRITER_BYTES,
-            silence_limit_s=4.0,
             grace_s=1.0,
         )
         self.ledger = Ledger(limits, lambda record, present: self.events.append((record.key, present)))
@@ -123,7 +122,7 @@ class LedgerModel(RuleBasedStateMachine):
 
     def add_session(self, tenant: str) -> None:
         self.session_count += 1
-        session = Session(self.session_count.to_bytes(16, "big"), tenant, "peer", WINDOW, 0.0)
+        session = Session(self.session_count.to_bytes(16, "big"), tenant, "peer", WINDOW)
         self.ledger.sessions.add(session)
         self.peers.append(Peer(session, tenant))
 

@@ -78,7 +78,7 @@ RULES: dict[str, Rule] = {
 # The same for each service; {X} is the service's package. No row names another service, so none can be imported.
 SERVICES = ("kvpool_index", "kvpool_pagestore", "kvpool_gpuagent")
 ENGINE = Rule(may_import=(*CORE, *RUNTIME, "{X}.core", "{X}.ports", "{X}.metrics", "{X}.config", "numpy"))
-SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "{X}", "numpy"))
+SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "kvpool_server.session_stream", "{X}", "numpy"))
 WIRING = Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client"))
 SERVICE_RULES: dict[str, Rule] = {
     "{X}": Rule(),

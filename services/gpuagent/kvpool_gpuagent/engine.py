@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from kvpool.core.errors import Draining, KvPoolError, Overloaded, SessionUnknown, Stopped
+from kvpool.core.errors import Draining, Overloaded, SessionUnknown, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_gpuagent.borrowing import PeerAgents
 from kvpool_gpuagent.config import GpuAgentConfig
-from kvpool_gpuagent.core.bandwidth import Bandwidths, CopiedBytes
 from kvpool_gpuagent.core.checks import check_bases
 from kvpool_gpuagent.core.leases import LeaseBudget
 from kvpool_gpuagent.core.requests import Rank
@@ -23,10 +21,7 @@ from kvpool_gpuagent.locations import SeenChunks
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, IndexPort, MappedHandle, PoolFactory
 from kvpool_gpuagent.pulling import PeerPulls
-from kvpool_gpuagent.session import EngineSession
-
-EndStream = Callable[[KvPoolError], None]
-"""Ends an engine's stream with an error; returns at once."""
+from kvpool_gpuagent.session import AgentParts, EngineIdentity, EngineSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +37,7 @@ class Registration:
     load_only: bool = False
     layers_per_progress: int = 0
     previous_session_id: bytes = field(default=b"", repr=False)
+    hold_file: bool = False  # the engine lends one with its memory
     match_only: bool = False  # of an engine's scheduler: there is no memory behind the handles
 
 
@@ -61,11 +57,18 @@ class GpuAgentEngine:
         """agents: of this host, whose sessions may be pulled from; None: no others."""
         self.tracer = tracer
         self.config, self.device, self.metrics = config, device, metrics
-        self._index, self._pools = index, pools
-        self.bandwidths, self._copied = Bandwidths(), CopiedBytes()
+        self._pools = pools
+        self._parts = AgentParts(
+            config=config,
+            device=device,
+            index=index,
+            metrics=metrics,
+            lease_budget=LeaseBudget(config.lease_share),
+            tracer=tracer,
+        )
+        self.bandwidths = self._parts.bandwidths
         self.link_bytes_per_s = 0.0  # of a plain copy to the device, measured at the start; 0: not known
-        self._sessions: dict[EngineSession, EndStream] = {}
-        self._lease_budget = LeaseBudget(config.lease_share)
+        self._sessions: dict[EngineSession, None] = {}  # in order
         self._seen: WeakValueDictionary[tuple[bytes, int], SeenChunks] = WeakValueDictionary()
         self._draining = False
         self.pulls = PeerPulls(self.session_of, device, agents, metrics, config.max_running_requests)
@@ -85,13 +88,12 @@ class GpuAgentEngine:
     async def open_session(
         self,
         wanted: Registration,
-        end_stream: EndStream,
         on_event_waited: OnEventWaited = lambda event: None,
     ) -> EngineSession:
         """Open the keyspace at the index and check the rank against its grid.
 
         A broken earlier session of the same rank is ended first: when this returns nothing touches its blocks any more.
-        end_stream: called if the session must end for a reason of the agent's. on_event_waited: see SessionEvents.
+        on_event_waited: see SessionEvents.
         Raises KeyspaceMismatch, PartitionRefused, NotServed, InvalidRequest naming the argument, Overloaded (too many
         sessions), Draining.
         """
@@ -101,49 +103,38 @@ class GpuAgentEngine:
         if not wanted.match_only:
             self.device.check(wanted.spec, wanted.layout, wanted.handles, wanted.events)
         await self._end_previous(wanted.previous_session_id)
-        opened = await self._index.open_keyspace(wanted.keyspace_name, wanted.spec)
+        opened = await self._parts.index.open_keyspace(wanted.keyspace_name, wanted.spec)
         if self._draining:
             raise Draining("this agent is shutting down")
         if len(self._sessions) >= self.config.max_sessions:
             raise Overloaded(f"this agent serves {self.config.max_sessions} engine sessions at once")
         seen = self._seen.setdefault((opened.keyspace, rank.shards), SeenChunks(self.config.max_remembered_chunks))
-        session = EngineSession(
-            rank.opened(opened.keyspace),
+        identity = EngineIdentity(
+            rank=rank.opened(opened.keyspace),
             engine_name=wanted.engine_name,
             keyspace_name=wanted.keyspace_name,
-            layers_per_progress=wanted.layers_per_progress,
             hash_key=opened.hash_key,
-            config=self.config,
-            device=self.device,
-            index=self._index,
-            pool=self._pools(opened.keyspace, wanted.spec),
-            metrics=self.metrics,
-            bandwidths=self.bandwidths,
-            copied=self._copied,
-            lease_budget=self._lease_budget,
-            events=SessionEvents(len(wanted.events), on_event_waited),
-            seen=seen,
-            tracer=self.tracer,
-            on_closed=self._forget,
+            layers_per_progress=wanted.layers_per_progress,
         )
-        self._sessions[session] = end_stream
+        pool = self._pools(opened.keyspace, wanted.spec)
+        events = SessionEvents(len(wanted.events), on_event_waited)
+        session = EngineSession(identity, self._parts, pool, events, seen, self._forget)
+        self._sessions[session] = None
         self.metrics.sessions.set(len(self._sessions))
         return session
 
     async def close(self) -> None:
         """Take no more sessions and end all; running copies are waited for."""
         self._draining = True
-        for session, end_stream in list(self._sessions.items()):
-            end_stream(Draining("this agent is shutting down"))
-            session.begin_close()
+        for session in self.sessions:
+            session.begin_close(Draining("this agent is shutting down"))
         await asyncio.gather(*(session.close() for session in self.sessions))
         await self.pulls.close()
 
     async def _end_previous(self, session_id: bytes) -> None:
-        for session, end_stream in list(self._sessions.items()):
+        for session in self.sessions:
             if session_id and session.session_id == session_id:
-                end_stream(Stopped("the same engine has registered again"))
-                session.begin_close()
+                session.begin_close(Stopped("the same engine has registered again"))
                 await session.unmapped.wait()
 
     def _forget(self, session: EngineSession) -> None:

@@ -79,6 +79,7 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
         load_only=register.load_only,
         layers_per_progress=check_count(register.layers_per_progress, "layers_per_progress"),
         previous_session_id=register.previous_session_id,
+        hold_file=register.hold_file,
         match_only=register.match_only,
     )
 

@@ -10,10 +10,8 @@ from kvpool.core.ipc import HOLD_FILE_BYTES
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.versions import own_version_to_proto
 from kvpool_gpuagent.descriptors import DescriptorDesk
-from kvpool_gpuagent.engine import EndStream, GpuAgentEngine
-from kvpool_gpuagent.events import OnEventWaited
+from kvpool_gpuagent.engine import GpuAgentEngine, Registration
 from kvpool_gpuagent.hold_file import HoldFile
-from kvpool_gpuagent.messages import registration_from_proto
 from kvpool_gpuagent.session import EngineSession
 
 OFFER_TIMEOUT_S = 30.0
@@ -27,34 +25,25 @@ class Registrar:
     desk: DescriptorDesk
     descriptor_socket: Path
 
-    async def register(
-        self,
-        register: gpuagent_pb2.EngineRegister,
-        send: Callable[[gpuagent_pb2.EngineResponse], None],
-        on_session: Callable[[EngineSession], None],
-        end_stream: EndStream,
-        on_event_waited: OnEventWaited,
+    async def map(
+        self, session: EngineSession, wanted: Registration, send: Callable[[gpuagent_pb2.EngineResponse], None]
     ) -> None:
-        """Open the session, take its descriptors if it has any, map its memory; sends `registered` and `ready`.
+        """Take the session's descriptors if it has any, map its memory; sends `registered` and `ready`.
 
-        on_session: gets the session as soon as there is one; whoever has it must close it.
-        Raises what open_session does; InvalidRequest naming a handle that does not fit or is not offered in time.
+        Raises InvalidRequest naming a handle that does not fit or is not offered in time.
         """
-        wanted = registration_from_proto(register)
-        session = await self.engine.open_session(wanted, end_stream, on_event_waited)
-        on_session(session)
         if wanted.match_only:
             await session.only_match()
             send(gpuagent_pb2.EngineResponse(registered=self._registered(session, b"")))
             send(gpuagent_pb2.EngineResponse(ready=self._ready()))
             return
         shared = [handle for handle in wanted.handles if handle.ipc is None]
-        inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * register.hold_file)
+        inbox = self.desk.open([handle.size_bytes for handle in shared] + [HOLD_FILE_BYTES] * wanted.hold_file)
         try:
             send(gpuagent_pb2.EngineResponse(registered=self._registered(session, inbox.token)))
             descriptors = await inbox.take(OFFER_TIMEOUT_S)
             # Nothing is awaited in between: the descriptors always have an owner.
-            hold_file = HoldFile(descriptors.pop()) if register.hold_file else None
+            hold_file = HoldFile(descriptors.pop()) if wanted.hold_file else None
             handles = [replace(handle, descriptor=fd) for handle, fd in zip(shared, descriptors, strict=True)]
             await session.map_cache(handles or wanted.handles, wanted.events, hold_file)
         finally:

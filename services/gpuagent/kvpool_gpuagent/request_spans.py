@@ -39,7 +39,7 @@ def request_span(tracer: Tracer, session: EngineSession, request: gpuagent_pb2.E
     return tracer.request(f"gpuagent.{request.WhichOneof('kind')}", request.trace, attributes=attributes)
 
 
-def tell_end(
+def note_end(
     span: Span, engine_name: str, request: gpuagent_pb2.EngineRequest, response: gpuagent_pb2.EngineResponse
 ) -> None:
     """What became of it: to the span, and to the log at level debug."""

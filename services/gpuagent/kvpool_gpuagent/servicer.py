@@ -11,7 +11,8 @@ from kvpool.wire.convert_ipc import engine_event_from_proto
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer_peers import CacheLender, outcome_to_proto, wanted_from_proto
-from kvpool_gpuagent.stream import EngineStream
+from kvpool_gpuagent.stream import EngineHandler, session_rules
+from kvpool_server.session_stream import SessionStream
 
 
 class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
@@ -28,7 +29,8 @@ class GpuAgentServicer(gpuagent_pb2_grpc.GpuAgentServiceServicer):
     async def EngineSession(  # type: ignore[override]  # a coroutine that writes: its end is known when it is over
         self, request_iterator: AsyncIterator[gpuagent_pb2.EngineRequest], context: Any
     ) -> None:
-        await EngineStream(self._registrar).serve(request_iterator, context.write)
+        stream = SessionStream(session_rules(self._engine.config), EngineHandler(self._registrar))
+        await stream.serve(request_iterator, context.write)
 
     async def GetAgentStatus(
         self, request: gpuagent_pb2.GetAgentStatusRequest, context: Any

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.core.errors import InvalidRequest, NotServed, Overloaded, Stopped
+from kvpool.core.errors import InvalidRequest, KvPoolError, NotServed, Overloaded, Stopped
 from kvpool.core.ipc import IpcEvent
 from kvpool.core.payload import chunk_bytes
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -60,40 +60,58 @@ class CacheUse:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """Who an engine rank is, once its keyspace is open."""
+
+    rank: Rank
+    engine_name: str
+    keyspace_name: str
+    hash_key: bytes
+    layers_per_progress: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentParts:
+    """What all sessions of an agent share."""
+
+    config: GpuAgentConfig
+    device: Device
+    index: IndexPort
+    metrics: AgentMetrics
+    lease_budget: LeaseBudget
+    bandwidths: Bandwidths = field(default_factory=Bandwidths)
+    copied: CopiedBytes = field(default_factory=CopiedBytes)
+    tracer: Tracer = NO_TRACER
+
+
 class EngineSession:
-    """Belongs to one event loop. `unmapped` is set when nothing touches the engine's memory any more."""
+    """Belongs to one event loop. `unmapped` is set when nothing touches the engine's memory any more; `ended` says why
+    the agent ends the session, if it does."""
 
     def __init__(
         self,
-        rank: Rank,
-        *,
-        engine_name: str,
-        keyspace_name: str,
-        layers_per_progress: int,
-        hash_key: bytes,
-        config: GpuAgentConfig,
-        device: Device,
-        index: IndexPort,
+        identity: EngineIdentity,
+        parts: AgentParts,
         pool: PagePool,
-        metrics: AgentMetrics,
-        bandwidths: Bandwidths,
-        copied: CopiedBytes,
-        lease_budget: LeaseBudget,
         events: SessionEvents,
         seen: SeenChunks,
-        tracer: Tracer = NO_TRACER,
         on_closed: Callable[[EngineSession], None],
     ) -> None:
         """Made by GpuAgentEngine.open_session."""
-        self.rank, self.engine_name, self.keyspace_name, self.hash_key = rank, engine_name, keyspace_name, hash_key
+        rank = self.rank = identity.rank
+        self.engine_name, self.keyspace_name = identity.engine_name, identity.keyspace_name
+        self.hash_key, self._layers_per_progress = identity.hash_key, identity.layers_per_progress
         self.session_id = secrets.token_bytes(16)
         self.unmapped = asyncio.Event()
+        self.ended: asyncio.Future[KvPoolError] = asyncio.get_running_loop().create_future()
         self.events = events
-        self._layers_per_progress = layers_per_progress
-        self._config, self._device, self._pool, self._on_closed = config, device, pool, on_closed
-        self._metrics, self._bandwidths, self._copied, self._tracer = metrics, bandwidths, copied, tracer
-        self._locations = ChainLocations(rank, index, pool, metrics, seen, host_id=config.host_id)
-        self._leases = SessionLeases(self.rank, self._locations, pool, lease_budget, config, metrics)
+        config = self._config = parts.config
+        self._device, self._pool, self._on_closed = parts.device, pool, on_closed
+        self._metrics, self._bandwidths, self._copied = parts.metrics, parts.bandwidths, parts.copied
+        self._tracer = parts.tracer
+        self._locations = ChainLocations(rank, parts.index, pool, parts.metrics, seen, host_id=config.host_id)
+        self._leases = SessionLeases(rank, self._locations, pool, parts.lease_budget, config, parts.metrics)
         self._cache: EngineCache | None = None
         self._hold_file: HoldFile | None = None
         self._mapping = _Running()
@@ -243,8 +261,11 @@ class EngineSession:
             self._uses.discard(use)
             use.ended.set()
 
-    def begin_close(self) -> None:
-        """Refuse new requests, tell running ones to stop, and end the session in the background."""
+    def begin_close(self, reason: KvPoolError | None = None) -> None:
+        """Refuse new requests, tell running ones to stop, and end the session in the background. reason: the agent's,
+        for the engine."""
+        if reason is not None and not self.ended.done():
+            self.ended.set_result(reason)
         if self._closing is None:
             for stop in (*(run.stop for run in self._running.values()), *(use.stop for use in self._uses)):
                 stop.set()

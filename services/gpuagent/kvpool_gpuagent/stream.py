@@ -1,270 +1,186 @@
-"""One engine's session stream: requests in, answers out, requests of the same session at the same time."""
+"""What an agent does with the messages of an engine's session; kvpool_server.session_stream runs the stream."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from kvpool.core.errors import InvalidRequest, KvPoolError, Overloaded, Stopped
+from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.tracing import Span
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, engine_event_to_proto
 from kvpool.wire.versions import versions_from_proto
+from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.events import UsedEvent
-from kvpool_gpuagent.listening import Listener
 from kvpool_gpuagent.messages import (
     compute_speed_from_proto,
     event_of,
     leased_from_proto,
     load_done_to_proto,
     match_to_proto,
+    registration_from_proto,
     span_from_proto,
     store_done_to_proto,
 )
-from kvpool_gpuagent.outbox import Outbox
 from kvpool_gpuagent.registering import Registrar
-from kvpool_gpuagent.request_spans import request_span, tell_end
+from kvpool_gpuagent.request_spans import note_end, request_span
 from kvpool_gpuagent.session import EngineSession
-from kvpool_server.logs import fields, note_request
+from kvpool_server.logs import fields
+from kvpool_server.session_stream import End, Role, SessionRules
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_WAIT_S = 30.0
-FLUSH_S = 2.0  # for a client that reads to get its last answers
 _REQUESTS_PER_PLACE = 2  # matches ride along: so many requests are worked on for each load or store that may run
 
-_NOT_READY = "wait for `ready` before the first request"
+_ROLES = {
+    "register": Role.OPEN,
+    "match": Role.REQUEST,
+    "store": Role.REQUEST,
+    "load": Role.REQUEST,
+    "lease": Role.REQUEST,
+    "kept": Role.NOTICE,
+    "cancel": Role.NOTICE,
+    "event_recorded": Role.NOTICE,
+    "heartbeat": Role.HEARTBEAT,
+    "close": Role.CLOSE,
+}
 
 Request = gpuagent_pb2.EngineRequest
 Response = gpuagent_pb2.EngineResponse
+_Send = Callable[[Response], None]
 
 
-class EngineStream:
-    """Serves one EngineSession call. When `serve` ends nothing touches the engine's memory any more."""
+def session_rules(config: GpuAgentConfig) -> SessionRules[Response]:
+    """What the runtime goes by. Requests are not cancelled: when stopped they give their slots back themselves."""
+    return SessionRules(
+        roles=_ROLES,
+        response=Response,
+        requests_max=_REQUESTS_PER_PLACE * config.max_running_requests,
+        heartbeat_s=config.heartbeat_interval_ms / 1e3,
+        cancels_requests=False,
+    )
+
+
+class EngineHandler:
+    """One session. See kvpool_server.session_stream.SessionHandler: once `end` and all requests have ended, nothing
+    touches the engine's memory."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar, self._config = registrar, registrar.engine.config
         self._metrics, self._tracer = registrar.engine.metrics, registrar.engine.tracer
-        self._tasks: set[asyncio.Task[None]] = set()
         self._kept: dict[int, tuple[int, asyncio.Future[bool]]] = {}
-        self._session: EngineSession | None = None
-        self._registering: asyncio.Task[None] | None = None
-        self._listener = Listener(self._config.heartbeat_interval_ms / 1e3, self._left)
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._failure: KvPoolError | None = None
-        self._outbox: Outbox[Response]
-        self._ending: asyncio.Future[None] | None = None
+        self._opened: asyncio.Future[EngineSession] = asyncio.get_running_loop().create_future()
 
-    async def serve(self, requests: AsyncIterator[Request], write: Callable[[Response], Awaitable[None]]) -> None:
-        """Until the engine closes, leaves or is silent. Raises the error that ends the stream."""
-        self._outbox = Outbox(write, lambda: self._left(Overloaded("the engine does not read its answers")))
-        reader = asyncio.ensure_future(self._read_all(requests))
-        self._listener.start()
-        try:
-            await asyncio.wait((reader, self._over), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self._left(Stopped("the engine's call was cancelled"))
-            raise
-        finally:
-            # Whoever ends the stream (engine, cancelled call, we ourselves): the memory is let go before it is over.
-            self._listener.stop()
-            self._ending = asyncio.ensure_future(self._end(reader))
-            await asyncio.shield(self._ending)
-        if self._failure is not None:
-            raise self._failure
+    async def open(self, request: Request, send: _Send) -> None:
+        def event_waited(event: EngineEvent) -> None:
+            send(Response(event_waited=engine_event_to_proto(event)))
 
-    def end(self, error: KvPoolError) -> None:
-        """End the stream with an error, soon."""
-        if self._failure is None:
-            self._failure = error
-        if not self._over.done():
-            self._over.set_result(None)
+        register = request.register
+        wanted = registration_from_proto(register)
+        session = await self._registrar.engine.open_session(wanted, event_waited)
+        self._opened.set_result(session)
+        await self._registrar.map(session, wanted, send)
+        peer = versions_from_proto(register.version)
+        _log.info("engine registered", extra=fields(engine=self._name, keyspace=register.keyspace_name, peer=str(peer)))
 
-    async def _end(self, reader: asyncio.Future[None]) -> None:
-        reader.cancel()
-        if self._registering is not None:
-            self._registering.cancel()
-        await asyncio.gather(reader, self._let_go(), return_exceptions=True)
-        await self._outbox.close(FLUSH_S)
-
-    async def _let_go(self) -> None:
-        """Idempotent, and waits for whatever else does the same."""
-        if self._registering is not None:
-            await asyncio.wait((self._registering,))
-        if self._session is not None:
-            await self._session.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def _read_all(self, requests: AsyncIterator[Request]) -> None:
-        try:
-            while True:
-                request = await anext(requests)
-                self._listener.heard()
-                if request.WhichOneof("kind") == "close":
-                    break
-                self._dispatch(request)
-            await self._close_normally(request.request_id)
-        except StopAsyncIteration:
-            # An engine that is killed looks like this too, so only an explicit close counts as normal.
-            self._left(Stopped("the engine left without closing its session"))
-        except KvPoolError as error:
-            self.end(error)
-        except Exception as error:
-            _log.exception("an engine's requests could not be read")
-            self._left(Stopped(f"the engine's requests could not be read ({error})"))
-
-    def _left(self, error: KvPoolError) -> None:
-        if self._failure is not None:
-            return
-        self._metrics.abnormal_session_ends.inc()
-        _log.warning("engine session ended abnormally: %s", error, extra=fields(engine=self._name()))
-        self.end(error)
-
-    async def _close_normally(self, request_id: int) -> None:
-        self._listener.stop()
-        if self._registering is not None:
-            self._registering.cancel()
-        await self._let_go()
-        self._send(request_id, Response(closed=gpuagent_pb2.EngineClose()))
-
-    def _dispatch(self, request: Request) -> None:
+    def handle_now(self, request: Request) -> Response | None:
         match request.WhichOneof("kind"):
-            case "register" if self._registering is None:
-                self._registering = asyncio.ensure_future(self._register(request))
-            case _ if self._registering is None:
-                raise InvalidRequest("the first message of an engine session must be `register`")
-            case "match" | "store" | "load" | "lease":
-                self._start(request)
             case "kept":
                 self._answer_kept(request.request_id, request.kept)
             case "cancel":
-                if self._session is not None:
-                    # After the first step of a request that came just before it: its task was made earlier.
-                    loop = asyncio.get_running_loop()
-                    loop.call_soon(self._session.cancel, request.cancel.target_request_id)
-            case "heartbeat":
-                self._send(0, Response(heartbeat=gpuagent_pb2.EngineHeartbeat()))
-            case "event_recorded":
-                self._announce(request)
-            case kind:
-                self._refuse(
-                    request.request_id, InvalidRequest(f"message {kind or 'without a known kind'} is not expected here")
-                )
+                self._session.cancel(request.cancel.target_request_id)
+            case _:
+                self._session.events.announce(engine_event_from_proto(request.event_recorded))
+        return None
 
-    async def _register(self, request: Request) -> None:
-        register = request.register
-
-        def send(response: Response) -> None:
-            self._send(request.request_id, response)
-
-        def on_session(session: EngineSession) -> None:
-            self._session = session
-
-        try:
-            await self._registrar.register(register, send, on_session, self.end, self._event_waited)
-        except KvPoolError as error:
-            self.end(error)
-        except Exception:
-            _log.exception("an engine could not be registered", extra=fields(engine=register.engine_name))
-            self.end(KvPoolError("internal error in the agent; its log has the details"))
-        else:
-            peer = versions_from_proto(register.version)
-            told = fields(engine=register.engine_name, keyspace=register.keyspace_name, peer=str(peer))
-            _log.info("engine registered", extra=told)
-
-    def _start(self, request: Request) -> None:
-        if self._session is None:
-            self._refuse(request.request_id, InvalidRequest(_NOT_READY))
-            return
+    async def handle(self, request: Request, send: _Send, span: Span) -> Response:
         try:
             # Before anything is awaited: the event's slot may be announced again by a later message.
             after = self._session.events.use(event_of(request))
+            with after.ended_after():
+                response = await self._respond(request, send, after)
         except KvPoolError as error:
-            self._refuse(request.request_id, error)
-            return
-        if len(self._tasks) >= _REQUESTS_PER_PLACE * self._config.max_running_requests:
-            # Never by reading no further: what the running ones wait for (`kept`) comes on the same stream.
-            self._refuse(request.request_id, Overloaded(f"{len(self._tasks)} requests are being worked on"))
-            after.end()
-        else:
-            task = asyncio.ensure_future(self._answer(self._session, request, after))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            note_end(span, self._name, request, Response(error=item_error_to_proto(error)))
+            raise
+        note_end(span, self._name, request, response)
+        return response
 
-    def _announce(self, request: Request) -> None:
-        try:
-            if self._session is None:
-                raise InvalidRequest(_NOT_READY)
-            self._session.events.announce(engine_event_from_proto(request.event_recorded))
-        except KvPoolError as error:
-            self._refuse(request.request_id, error)
+    def refused(self, request: Request) -> None:
+        if self._opened.done():  # its event's slot is free again
+            with contextlib.suppress(KvPoolError):
+                self._session.events.use(event_of(request)).end()
 
-    def _event_waited(self, event: EngineEvent) -> None:
-        self._send(0, Response(event_waited=engine_event_to_proto(event)))
+    def span(self, request: Request) -> Span:
+        return request_span(self._tracer, self._session, request)
 
-    async def _answer(self, session: EngineSession, request: Request, after: UsedEvent) -> None:
-        note_request(request.request_id)
-        with request_span(self._tracer, session, request) as span:
-            try:
-                with after.ended_after():
-                    response = await self._respond(session, request, after)
-            except KvPoolError as error:
-                span.fail(error)
-                response = _refusal(error)
-            except Exception:
-                _log.exception("engine request failed", extra=fields(engine=self._name()))
-                internal = KvPoolError("internal error in the agent; its log has the details, recompute and go on")
-                span.fail(internal)
-                response = _refusal(internal)
-            tell_end(span, self._name(), request, response)
-        self._send(request.request_id, response)
+    async def ended(self) -> KvPoolError:
+        # Shielded: who waits here may be cancelled, and that must not cancel the futures.
+        session = await asyncio.shield(self._opened)
+        return await asyncio.shield(session.ended)
 
-    async def _respond(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
+    async def end(self, end: End) -> None:
+        if end.abnormal:
+            self._metrics.abnormal_session_ends.inc()
+            _log.warning("engine session ended abnormally: %s", end.error, extra=fields(engine=self._name))
+        if self._opened.done():
+            await self._session.close()
+
+    # Inside
+
+    @property
+    def _session(self) -> EngineSession:
+        return self._opened.result()
+
+    @property
+    def _name(self) -> str:
+        return self._session.engine_name if self._opened.done() else "(unregistered)"
+
+    async def _respond(self, request: Request, send: _Send, after: UsedEvent) -> Response:
         match request.WhichOneof("kind"):
             case "match":
-                return await self._match(session, request.match)
+                hashes = hashes_from_bytes(request.match.chunk_hashes)
+                return Response(match=match_to_proto(await self._session.match(hashes, request.match.held_chunks)))
             case "store":
-                return await self._store(session, request, after)
+                return await self._store(request, send, after)
             case "lease":
-                return await self._lease(session, request)
+                return await self._lease(request)
             case _:
-                return await self._load(session, request, after)
+                return await self._load(request, send, after)
 
-    async def _match(self, session: EngineSession, match: gpuagent_pb2.EngineMatchRequest) -> Response:
-        found = await session.match(hashes_from_bytes(match.chunk_hashes), match.held_chunks)
-        return Response(match=match_to_proto(found))
-
-    async def _store(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
+    async def _store(self, request: Request, send: _Send, after: UsedEvent) -> Response:
         async def ask_kept(chunk_count: int) -> bool:
-            return await self._ask_kept(request.request_id, chunk_count)
+            return await self._ask_kept(request.request_id, chunk_count, send)
 
-        outcome = await session.store(request.request_id, span_from_proto(request.store), ask_kept, after)
+        outcome = await self._session.store(request.request_id, span_from_proto(request.store), ask_kept, after)
         return Response(store_done=store_done_to_proto(outcome))
 
-    async def _load(self, session: EngineSession, request: Request, after: UsedEvent) -> Response:
-        wait_s = request.load.wait_ms / 1e3 if request.load.wait_ms > 0 else DEFAULT_LOAD_WAIT_S
+    async def _load(self, request: Request, send: _Send, after: UsedEvent) -> Response:
+        load = request.load
+        wait_s = load.wait_ms / 1e3 if load.wait_ms > 0 else DEFAULT_LOAD_WAIT_S
 
         def report(layers: int, failed: Sequence[int]) -> None:
             progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
-            self._send(request.request_id, Response(load_progress=progress))
+            send(Response(load_progress=progress))
 
-        span, speed_s = span_from_proto(request.load), compute_speed_from_proto(request.load)
-        outcome = await session.load(request.request_id, span, wait_s, report, after, compute_s_per_token=speed_s)
+        span, speed_s = span_from_proto(load), compute_speed_from_proto(load)
+        outcome = await self._session.load(request.request_id, span, wait_s, report, after, compute_s_per_token=speed_s)
         return Response(load_done=load_done_to_proto(outcome))
 
-    async def _lease(self, session: EngineSession, request: Request) -> Response:
+    async def _lease(self, request: Request) -> Response:
         span, hold_s = leased_from_proto(request.lease), request.lease.hold_ms / 1e3
-        outcome = await session.lease(request.request_id, span, hold_s, hold_only=request.lease.hold_only)
+        outcome = await self._session.lease(request.request_id, span, hold_s, hold_only=request.lease.hold_only)
         held = gpuagent_pb2.EngineLeaseHeld(held_chunks=outcome.held_chunks, staged_chunks=outcome.staged_chunks)
         return Response(lease_held=held)
 
-    async def _ask_kept(self, request_id: int, chunk_count: int) -> bool:
+    async def _ask_kept(self, request_id: int, chunk_count: int, send: _Send) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._kept[request_id] = (chunk_count, answer)
-        self._send(request_id, Response(gathered=gpuagent_pb2.EngineGathered(chunk_count=chunk_count)))
+        send(Response(gathered=gpuagent_pb2.EngineGathered(chunk_count=chunk_count)))
         try:
             async with asyncio.timeout(self._config.kept_timeout_ms / 1e3):
                 return await answer
@@ -277,17 +193,3 @@ class EngineStream:
         asked = self._kept.get(request_id)
         if asked is not None and asked[0] == message.chunk_count and not asked[1].done():
             asked[1].set_result(message.kept)
-
-    def _refuse(self, request_id: int, error: KvPoolError) -> None:
-        self._send(request_id, _refusal(error))
-
-    def _send(self, request_id: int, response: Response) -> None:
-        response.request_id = request_id
-        self._outbox.put(response)
-
-    def _name(self) -> str:
-        return self._session.engine_name if self._session is not None else "(unregistered)"
-
-
-def _refusal(error: KvPoolError) -> Response:
-    return Response(error=item_error_to_proto(error))

@@ -108,7 +108,7 @@ class PageStoreEngine:
             clock,
         )
         self.sessions = PeerSessions(
-            session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics, clock
+            session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics
         )
         self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, metrics)
         self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)

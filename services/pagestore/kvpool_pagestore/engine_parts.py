@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from kvpool.core.clock import Clock
 from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
-from kvpool.core.silence import SILENT_HEARTBEATS
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
@@ -67,7 +66,6 @@ def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimit
         segment_bytes=config.segment_bytes,
         first_segment_id=first_segment_id,
         writer_bytes=config.writer_bytes,
-        silence_limit_s=SILENT_HEARTBEATS * config.heartbeat_interval_ms / 1e3,
         grace_s=config.quarantine_grace_ms / 1e3,
         eviction_policy=PolicyName(config.eviction_policy),
     )
@@ -124,7 +122,6 @@ def session_times(config: PageStoreConfig) -> SessionTimes:
     return SessionTimes(
         max_sessions=config.max_sessions,
         max_leases=config.max_leases,
-        heartbeat_s=config.heartbeat_interval_ms / 1e3,
     )
 
 

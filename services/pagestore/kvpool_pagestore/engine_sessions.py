@@ -7,10 +7,9 @@ import hmac
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.core.clock import Clock
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, LeaseLost, Overloaded, SessionUnknown
 from kvpool.core.keyspace import KeyspaceSpec
@@ -20,7 +19,6 @@ from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.core.slots import SegmentState
 from kvpool_pagestore.engine_acquire import Acquisition
 from kvpool_pagestore.engine_quarantine import Quarantine
-from kvpool_pagestore.engine_tasks import background, cancelled
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena
 
@@ -36,6 +34,7 @@ class SessionRequest:
     tenant: str
     keyspaces: Sequence[tuple[bytes, KeyspaceSpec]] = ()
     peer_name: str = ""
+    address: str = ""  # as gRPC says, without a port; empty: not known, and not counted
     previous_session_id: bytes = b""
     previous_drained: bool = False
     wants_arena: bool = False
@@ -51,6 +50,10 @@ class Descriptor:
     give_up: bool
 
 
+def _new_future() -> asyncio.Future[KvPoolError]:
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(slots=True, eq=False)
 class PeerSession:
     """A session with what the engine keeps beside the ledger's part."""
@@ -59,8 +62,9 @@ class PeerSession:
     token: bytes  # of the descriptor socket; empty if the peer may not map
     keyspaces: dict[bytes, Keyspace] = field(default_factory=dict)
     acquisitions: set[Acquisition] = field(default_factory=set)
-    on_ended: Callable[[KvPoolError], None] = lambda error: None  # told once, unless the peer itself closed it
+    ended: asyncio.Future[KvPoolError] = field(default_factory=_new_future)  # why, unless the peer itself closed it
     session_fd: int = -1  # until the peer has fetched it
+    owner: str = ""  # whose share of all sessions it takes: an address, or a process once that is known
 
     def keyspace(self, keyspace: bytes) -> Keyspace | None:
         """One that the session has named, or None."""
@@ -83,11 +87,10 @@ class SessionTimes:
 
     max_sessions: int
     max_leases: int
-    heartbeat_s: float
 
 
 class PeerSessions:
-    """All sessions. Timers run only while there is something to watch."""
+    """All sessions."""
 
     def __init__(
         self,
@@ -97,7 +100,6 @@ class PeerSessions:
         keyspaces: KeyspaceBook,
         quarantine: Quarantine,
         metrics: PageStoreMetrics,
-        clock: Clock,
     ) -> None:
         self._times = times
         self._ledger = ledger
@@ -105,41 +107,38 @@ class PeerSessions:
         self._keyspaces = keyspaces
         self._quarantine = quarantine
         self._metrics = metrics
-        self._clock = clock
         self._peers: dict[bytes, PeerSession] = {}
-        self._watching: asyncio.Task[None] | None = None
 
     async def open(self, request: SessionRequest) -> PeerSession:
         """Raises TenantDenied or InvalidRequest for a keyspace, Overloaded for too many sessions."""
         if len(request.keyspaces) > _MAX_KEYSPACES:
             raise InvalidRequest(f"{len(request.keyspaces)} keyspaces, at most {_MAX_KEYSPACES} in a session")
         named = [self._keyspaces.admit(request.tenant, *one) for one in request.keyspaces]
+        await self._end_previous(request)
         if len(self._peers) >= self._times.max_sessions:
             raise Overloaded(f"{len(self._peers)} sessions are open, the limit")
-        await self._end_previous(request)
+        if self._share_taken(request.address):
+            raise Overloaded("half of all sessions are open, of one peer: the rest is for others")
         session = Session(
             secrets.token_bytes(16),
             request.tenant,
             request.peer_name,
             self._times.max_leases,
-            self._clock.monotonic_s(),
             trusts_arena=request.trusts_arena,
         )
         peer = PeerSession(session, secrets.token_bytes(32) if request.wants_arena else b"")
-        peer.keyspaces = {one.keyspace: one for one in named}
+        peer.keyspaces, peer.owner = {one.keyspace: one for one in named}, request.address
         if request.wants_arena:
             # Shared memory is never waited for; and a caller who left during an await would leave the file behind.
             peer.session_fd = self._arena.create_session_file(session.session_id)
         self._peers[session.session_id] = peer
         self._ledger.sessions.add(session)
-        if self._watching is None:
-            self._watching = background(self._watch_silence(), "watch-silence")
         return peer
 
     def open_internal(self, tenant: str, keyspaces: Sequence[tuple[bytes, KeyspaceSpec]]) -> PeerSession:
         """A session of this process itself: it never ends abnormally and is never silent."""
         named = [self._keyspaces.admit(tenant, *one) for one in keyspaces]
-        session = Session(secrets.token_bytes(16), tenant, "bulk", self._times.max_leases, float("inf"))
+        session = Session(secrets.token_bytes(16), tenant, "bulk", self._times.max_leases)
         peer = PeerSession(session, b"")
         peer.keyspaces = {one.keyspace: one for one in named}
         self._ledger.sessions.add(session)
@@ -151,10 +150,6 @@ class PeerSessions:
         if len(peer.keyspaces) >= _MAX_KEYSPACES and keyspace not in peer.keyspaces:
             raise InvalidRequest(f"at most {_MAX_KEYSPACES} keyspaces in a session")
         peer.keyspaces[keyspace] = named
-
-    def heard(self, peer: PeerSession) -> None:
-        """The peer said something."""
-        peer.session.heard_s = self._clock.monotonic_s()
 
     def close(self, peer: PeerSession) -> None:
         """The peer ended the session properly. Idempotent."""
@@ -173,13 +168,14 @@ class PeerSessions:
         _log.warning("session of %s ended (%s) with %d leases", peer.session.peer_name or "a peer", cause, held)
         self._ledger.end_session(peer.session)
         self._forget_peer(peer, "abnormal")
-        peer.on_ended(error or SessionUnknown(f"the session has ended: {cause}"))
+        peer.ended.set_result(error or SessionUnknown(f"the session has ended: {cause}"))
         self._quarantine.watch()
 
-    def descriptor(self, token: bytes, number: int) -> Descriptor:
+    def descriptor(self, token: bytes, number: int, process: str = "") -> Descriptor:
         """What the token's session asks for on the raw socket.
 
-        Raises SessionUnknown, InvalidRequest, LeaseLost, ArenaFull.
+        process: who asks, as the kernel says: from its session file on a session counts as that process's. Raises
+        SessionUnknown, InvalidRequest, LeaseLost, ArenaFull, and Overloaded when that process has half of all sessions.
         """
         peer = next((one for one in self._peers.values() if one.token and hmac.compare_digest(one.token, token)), None)
         if peer is None:
@@ -187,6 +183,9 @@ class PeerSessions:
         if number == SESSION_FILE_NUMBER:
             if peer.session_fd < 0:
                 raise InvalidRequest("the session file was fetched before; it is handed out once")
+            if self._share_taken(process):
+                raise Overloaded("half of all sessions are open, of one process: the rest is for others")
+            peer.owner = process or peer.owner
             fd, peer.session_fd = peer.session_fd, -1
             return Descriptor(fd, 0, True)
         if peer.session_fd >= 0:
@@ -199,12 +198,16 @@ class PeerSessions:
         return Descriptor(fd, segment.size_bytes, False)
 
     async def stop(self) -> None:
-        """End all sessions and stop watching."""
+        """End all sessions."""
         for peer in list(self._peers.values()):
             self.end(peer, "shutdown", Draining("the pagestore is shutting down"))
-        await cancelled(self._watching)
 
     # Inside
+
+    def _share_taken(self, owner: str) -> bool:
+        """Whether one owner has half of the sessions that may be open."""
+        count = sum(one.owner == owner for one in self._peers.values()) if owner else 0
+        return count >= max(1, self._times.max_sessions // 2)
 
     async def _end_previous(self, request: SessionRequest) -> None:
         """The peer has reconnected: its earlier session, if it is known, has ended."""
@@ -225,12 +228,3 @@ class PeerSessions:
         if peer.session_fd >= 0:  # never fetched: our copy alone would keep the lock
             os.close(peer.session_fd)
             peer.session_fd = -1
-
-    async def _watch_silence(self) -> None:
-        try:
-            while self._peers:
-                await asyncio.sleep(self._times.heartbeat_s)
-                for session in self._ledger.sessions.silent(self._clock.monotonic_s()):
-                    self.end(self._peers[session.session_id], "no heartbeat")
-        finally:
-            self._watching = None

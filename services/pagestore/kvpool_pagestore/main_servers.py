@@ -112,7 +112,9 @@ class PageStoreServers:
         await asyncio.to_thread(self.bulk.stop, _GRACE_S)
 
     def _fetch(self, peer: PeerCredentials, token: bytes, number: int) -> FdGrant:
-        found = self._engine.sessions.descriptor(token, number)
+        # In another PID namespace (a container's) the kernel shows no pid.
+        process = f"process {peer.pid}" if peer.pid else f"user {peer.uid}"
+        found = self._engine.sessions.descriptor(token, number, process)
         return FdGrant(found.fd, found.size_bytes, 0, close_after=found.give_up)
 
 

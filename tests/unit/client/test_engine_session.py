@@ -274,7 +274,7 @@ async def test_close_ends_holds_when_the_agent_confirms() -> None:
         session, stream = await one.open()
         load = await session.load(span(1), wait_s=60)
         closing = asyncio.create_task(session.close())
-        assert (await stream.next("close")).request_id > 0
+        assert (await stream.next("close")).request_id == 0
         stream.send(Response(closed=gpuagent_pb2.EngineClose()))
         stream.end()
         assert await closing

@@ -132,7 +132,7 @@ async def test_a_caller_cancelled_in_the_instant_of_the_answer_gives_its_leases_
         session, stream = await one.open()
         reserving = asyncio.create_task(session.reserve(reserve_items(1)))
         request = await stream.next("reserve")
-        (reply, _), *_ = session._stream._stream._pending.values()
+        (reply, _), *_ = session._stream._pending.values()
         reply.deliver(granted(request, 4))
         reserving.cancel()
         with pytest.raises(asyncio.CancelledError):

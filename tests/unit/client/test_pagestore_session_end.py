@@ -56,11 +56,11 @@ async def test_heartbeat_answers_keep_the_session(tmp_path: Path) -> None:
     async with peer(tmp_path) as one:
         session, stream = await one.open(interval_ms=10_000)
         for _ in range(20):
-            heard_s = session._stream._stream.last_received_s
+            heard_s = session._stream.last_received_s
             stood_still(5.0)
             await stream.next("heartbeat")
             stream.send(Response(heartbeat=pagestore_pb2.SessionHeartbeat()))
-            await eventually(lambda heard_s=heard_s: session._stream._stream.last_received_s > heard_s)  # type: ignore[misc]
+            await eventually(lambda heard_s=heard_s: session._stream.last_received_s > heard_s)  # type: ignore[misc]
         assert session.failure is None
 
 

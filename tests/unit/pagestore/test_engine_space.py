@@ -55,7 +55,6 @@ async def test_a_segment_that_is_full_as_soon_as_it_is_made_hides_no_room(turns:
         segment_bytes=SLOTS_A_SEGMENT * SLOT_BYTES,
         writer_bytes=1 << 30,
         first_segment_id=1,
-        silence_limit_s=1,
         grace_s=1,
     )
     ledger = Ledger(limits, lambda record, present: None)

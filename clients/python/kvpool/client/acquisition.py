@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from kvpool.client.page_items import AcquireResult, acquire_result_from_proto
-from kvpool.client.stream import Reply
+from kvpool.client.session_stream import Reply
 from kvpool.core.errors import DeadlineExceeded, KvPoolError
 from kvpool.core.spans import SpanAnswer
 from kvpool.core.tracing import NO_SPAN, SERVED_PAGES, Span

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.engine_registration import GpuRegion
-from kvpool.client.stream import RequestStream
-from kvpool.core.errors import InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
+from kvpool.client.session_stream import SessionStream
+from kvpool.core.errors import InvalidRequest, KvPoolError, Stopped
 from kvpool.core.layout import EngineLayout
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
@@ -38,16 +38,16 @@ class CacheLoan:
         self.ended = asyncio.Event()
         self.layout: EngineLayout
         self.regions: tuple[GpuRegion, ...] = ()
-        self._channel = open_channel(endpoint, config)
-        stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(self._channel)
-        self._stream: RequestStream[_Request, _Response] = RequestStream(
+        channel = open_channel(endpoint, config)
+        stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
+        self._stream: SessionStream[_Request, _Response] = SessionStream(
             stub.LendCache(metadata=config.metadata),
-            lambda response: response.alive or (_BORROW if response.HasField("lent") else 0),
+            config,
             name="cache loan",
-            in_flight_max=config.requests_in_flight_max,
-            tls=config.tls,
+            channel=channel,
             on_broken=lambda error: self.ended.set(),
             on_unasked=lambda response: self.ended.set(),  # `ending`
+            request_id_of=lambda response: response.alive or (_BORROW if response.HasField("lent") else 0),
         )
 
     @classmethod
@@ -101,5 +101,4 @@ class CacheLoan:
 
     async def close(self) -> None:
         """Give the cache back. Idempotent, never raises."""
-        await self._stream.abort(ServiceUnavailable("the loan was given back"))
-        await self._channel.close()
+        await self._stream.abort("the loan was given back")

@@ -65,11 +65,10 @@ class EngineSession:
         channel = open_channel(plan.endpoint, config)
         stub: GpuAgentServiceAsyncStub = GpuAgentServiceStub(channel)
         self._stream: SessionStream[_Request, _Response] = SessionStream(
-            channel,
             stub.EngineSession(metadata=config.metadata),
             config,
             name="engine session",
-            numbers_all=True,
+            channel=channel,
             on_broken=self._on_broken,
             on_unasked=self._on_unasked,
         )

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool.client.channel import Endpoints
-from kvpool.client.stream import RequestStream
+from kvpool.client.session_stream import SessionStream
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, StoreUnavailable
 from kvpool.core.tracing import CHUNKS, QUESTIONS, SERVED_CHUNKS, SpanKind, rpc_attributes
@@ -29,7 +29,7 @@ ResultT = TypeVar("ResultT")
 QUESTIONS_MAX: Final = 256
 CHUNKS_MAX: Final = 1024
 
-_Stream = RequestStream[index_pb2.MatchStreamRequest, index_pb2.MatchStreamResponse]
+_Stream = SessionStream[index_pb2.MatchStreamRequest, index_pb2.MatchStreamResponse]
 
 
 class MatchStream:
@@ -121,15 +121,12 @@ class MatchStream:
         self, queries: Sequence[ChainQuery], limit_s: float
     ) -> tuple[_Stream, index_pb2.MatchStreamResponse]:
         stream, endpoint = self._open(), self._endpoint
-        request_id = stream.next_id()
-        request = questions_to_proto(request_id, queries)
-        self._tracer.stamp(request)
         asked_s = asyncio.get_running_loop().time()
         try:
-            answer = await stream.request(request_id, request, timeout_s=limit_s)
+            answer = await stream.exchange(questions_to_proto(0, queries), limit_s)
         except DeadlineExceeded:
             if stream.last_received_s < asked_s:  # not slow but silent: the connection may be dead without our knowing
-                await stream.abort(ServiceUnavailable(f"the index did not answer within {limit_s:g} s"))
+                await stream.abort(f"the index did not answer within {limit_s:g} s")
             raise
         if answer.HasField("error"):
             error = item_error_from_proto(answer.error)
@@ -147,21 +144,15 @@ class MatchStream:
                 if not self._closed:
                     self._endpoints.fail(endpoint)
 
-            self._stream = RequestStream(
-                self._endpoints.stub().MatchStream(metadata=self._config.metadata),
-                lambda response: response.request_id,
-                name="match stream",
-                in_flight_max=self._config.requests_in_flight_max,
-                tls=self._config.tls,
-                on_broken=on_broken,
-            )
+            call = self._endpoints.stub().MatchStream(metadata=self._config.metadata)
+            self._stream = SessionStream(call, self._config, name="match stream", on_broken=on_broken)
         return self._stream
 
     async def close(self) -> None:
         """End the stream; matches in flight fail. Idempotent."""
         self._closed = True
         if self._stream is not None:
-            await self._stream.abort(ServiceUnavailable("the match stream was closed"))
+            await self._stream.abort("the match stream was closed")
 
 
 def _parts(queries: Sequence[ChainQuery]) -> Iterator[Sequence[ChainQuery]]:

@@ -23,8 +23,7 @@ from kvpool.client.page_items import (
     reserve_to_proto,
 )
 from kvpool.client.segments import FetchFd, MapHook, SegmentMap
-from kvpool.client.session_stream import SessionStream
-from kvpool.client.stream import Reply
+from kvpool.client.session_stream import Reply, SessionStream
 from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.spans import Int64s, PageGrants, PageSpan, SpanAnswer
@@ -96,7 +95,9 @@ class PageStoreSession:
         channel = open_channel(plan.endpoint, config)
         stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
         call = stub.Session(metadata=config.metadata)
-        session = cls(plan, config, SessionStream(channel, call, config, name="pagestore session"), fetch, on_map)
+        session = cls(
+            plan, config, SessionStream(call, config, name="pagestore session", channel=channel), fetch, on_map
+        )
         try:
             await session._open()
         except BaseException:

@@ -42,7 +42,7 @@ class Ledger(StagedPages):
 
     def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
         super().__init__(limits, on_staging)
-        self.sessions = SessionTable(silence_limit_s=limits.silence_limit_s, grace_s=limits.grace_s)
+        self.sessions = SessionTable(grace_s=limits.grace_s)
 
     # Writing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,7 +27,6 @@ class Session:
     tenant: str
     peer_name: str
     max_leases: int  # of each kind: the window
-    heard_s: float  # when the peer last spoke
     state: SessionState = SessionState.LIVE
     writes: dict[int, Slot] = field(default_factory=dict)  # by lease id
     reads: dict[int, Slot] = field(default_factory=dict)  # by lease id
@@ -49,9 +47,7 @@ class Session:
 class SessionTable:
     """Open sessions, and ended ones whose peers may still touch memory."""
 
-    def __init__(self, *, silence_limit_s: float, grace_s: float) -> None:
-        self._silence_limit_s = silence_limit_s
-        self._looked_s = math.inf  # when it was looked for silent peers, or the first of them came
+    def __init__(self, *, grace_s: float) -> None:
         self._grace_s = grace_s
         self._live: dict[bytes, Session] = {}
         self._ended: dict[bytes, Session] = {}
@@ -69,14 +65,11 @@ class SessionTable:
         return len(self._live)
 
     def add(self, session: Session) -> None:
-        if not self._live:
-            self._looked_s = math.inf
-        self._looked_s = min(self._looked_s, session.heard_s)
         self._live[session.session_id] = session
 
     def add_old(self, session_id: bytes) -> None:
         """A session of an earlier process of this node whose file was found."""
-        session = Session(session_id, "", "", 0, 0.0, state=SessionState.ENDED)
+        session = Session(session_id, "", "", 0, state=SessionState.ENDED)
         self._ended[session_id] = session
 
     def end(self, session: Session) -> None:
@@ -98,20 +91,6 @@ class SessionTable:
         """The ended session of that id, unless it is another tenant's."""
         session = self._ended.get(session_id)
         return session if session is not None and session.tenant in (tenant, "") else None
-
-    def silent(self, now_s: float) -> list[Session]:
-        """Live sessions whose peers have said nothing for the limit. To be asked again and again.
-
-        Time beyond half the limit between two looks does not count: this process stood still then, and has not read yet
-        what its peers said meanwhile.
-        """
-        deaf_s = now_s - self._looked_s - self._silence_limit_s / 2
-        self._looked_s = now_s
-        if deaf_s > 0:
-            for one in self._live.values():
-                # Never earlier than it was: a session of this process itself is heard for ever.
-                one.heard_s = max(one.heard_s, min(now_s, one.heard_s + deaf_s))
-        return [one for one in self._live.values() if now_s - one.heard_s >= self._silence_limit_s]
 
     def note_gone(self, session_ids: list[bytes], now_s: float) -> None:
         """The kernel says that these peers' processes are gone."""

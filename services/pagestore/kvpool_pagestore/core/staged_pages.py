@@ -28,7 +28,6 @@ class LedgerLimits:
     first_segment_id: int
     # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading.
     writer_bytes: int
-    silence_limit_s: float
     grace_s: float
     eviction_policy: PolicyName = DEFAULT_POLICY
 

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvpool.core.errors import InvalidRequest
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
@@ -26,10 +25,10 @@ from kvpool_pagestore.engine_listing import MAX_MOST_READ
 from kvpool_pagestore.engine_retention import MAX_PIN_CHUNKS
 from kvpool_pagestore.servicer.messages import (
     chunk_hash_from_proto,
-    session_request_from_proto,
     wanted_gone_from_proto,
 )
-from kvpool_pagestore.servicer.session import SessionLimits, SessionStream
+from kvpool_pagestore.servicer.session import PageStoreHandler, SessionLimits
+from kvpool_server.session_stream import SessionStream, peer_address
 
 _DISK_STATES = (pb.DISK_STATE_READ_WRITE, pb.DISK_STATE_READ_ONLY, pb.DISK_STATE_OFF)  # by DiskState
 _PREFETCH_KEYS_MAX = 4096
@@ -48,18 +47,12 @@ class PageStoreServicer(pb_grpc.PageStoreServiceServicer):
         self._tenant = tenant
         self._limits = limits
 
-    async def Session(
+    async def Session(  # type: ignore[override]  # a coroutine that writes: its end is known when it is over
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
-    ) -> AsyncIterator[pb.SessionResponse]:
-        first = await anext(aiter(request_iterator), None)
-        if first is None or first.WhichOneof("kind") != "open":
-            raise InvalidRequest("the first message of a session must be `open`")
-        request = session_request_from_proto(first.open, self._tenant())
-        peer = await self._engine.open_session(request, first.open.expected_incarnation)
-        stream = SessionStream(self._engine, self._limits, peer, self._tracer)
-        async with aclosing(stream.answers(first.request_id, request_iterator)) as answers:
-            async for answer in answers:
-                yield answer
+    ) -> None:
+        address = peer_address(context.peer())
+        handler = PageStoreHandler(self._engine, self._limits, self._tenant(), address, self._tracer)
+        await SessionStream(self._limits.rules(), handler).serve(request_iterator, context.write)
 
     async def Flush(self, request: pb.FlushRequest, context: _Context) -> pb.FlushResponse:
         keyspace = check_optional_id(request.keyspace_id, "keyspace_id")

@@ -35,7 +35,8 @@ _SOURCES = {Source.STAGING: pb.SOURCE_STAGING, Source.DISK: pb.SOURCE_DISK, Sour
 _ADMISSIONS = {Admission.EXISTS: pb.ADMISSION_EXISTS, Admission.PENDING: pb.ADMISSION_PENDING}
 
 
-def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionRequest:
+def session_request_from_proto(message: pb.SessionOpen, tenant: str, address: str) -> SessionRequest:
+    """tenant, address: of the caller."""
     check_peer_version(message.version, "the peer")
     if len(message.peer_name) > _MAX_PEER_NAME_CHARS:
         raise InvalidRequest(f"peer_name must be at most {_MAX_PEER_NAME_CHARS} characters")
@@ -43,6 +44,7 @@ def session_request_from_proto(message: pb.SessionOpen, tenant: str) -> SessionR
         tenant=tenant,
         keyspaces=convert_items(message.keyspaces, session_keyspace_from_proto, "keyspace"),
         peer_name=message.peer_name,
+        address=address,
         previous_session_id=check_optional_id(message.previous_session_id, "previous_session_id"),
         previous_drained=message.previous_drained,
         wants_arena=message.wants_arena,

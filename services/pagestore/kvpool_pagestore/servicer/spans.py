@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextvars import copy_context
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvpool.core.errors import KvPoolError
 from kvpool.core.spans import SpanAnswer
@@ -26,11 +26,11 @@ _SOURCES = {
 _RPC = rpc_attributes("PageStoreService", "Session")
 
 
-def request_span(tracer: Tracer, request: pb.SessionRequest, page_count: int) -> Span:
+def request_span(tracer: Tracer, request: pb.SessionRequest) -> Span:
     """The pagestore's span of a reserve, commit or acquire."""
     if not tracer.recording:
         return NO_SPAN
-    attributes = {**_RPC, PAGES: page_count, REQUEST_ID: request.request_id}
+    attributes = {**_RPC, REQUEST_ID: request.request_id}
     kind = str(request.WhichOneof("kind")).removesuffix("_span")  # however the pages are named
     return tracer.request(f"pagestore.{kind}", request.trace, attributes=attributes)
 
@@ -39,7 +39,7 @@ def note_reserved(span: Span, answers: Sequence[ReserveAnswer]) -> None:
     """How a reserve ended; the rest are there already, or refused."""
     if span.recording:
         granted = sum(isinstance(answer, Grant) for answer in answers)
-        span.set({SERVED_PAGES: granted})
+        span.set({PAGES: len(answers), SERVED_PAGES: granted})
         _note_errors(span, answers)
         _log.debug("reserve ended", extra=fields(pages=len(answers), served_pages=granted))
 
@@ -49,7 +49,7 @@ def note_span_reserved(span: Span, answer: SpanAnswer) -> None:
     if span.recording:
         failed_count = len(answer.failed)
         page_count = answer.granted.count + answer.exists.size + answer.pending.size + failed_count
-        span.set({SERVED_PAGES: answer.granted.count})
+        span.set({PAGES: page_count, SERVED_PAGES: answer.granted.count})
         _note_errors(span, [error for _, error in answer.failed])
         _log.debug("reserve ended", extra=fields(pages=page_count, served_pages=answer.granted.count))
 
@@ -57,7 +57,7 @@ def note_span_reserved(span: Span, answer: SpanAnswer) -> None:
 def note_committed(span: Span, errors: Sequence[KvPoolError | None]) -> None:
     """How a commit ended."""
     if span.recording:
-        span.set({SERVED_PAGES: errors.count(None)})
+        span.set({PAGES: len(errors), SERVED_PAGES: errors.count(None)})
         _note_errors(span, errors)
         _log.debug("commit ended", extra=fields(pages=len(errors), served_pages=errors.count(None)))
 
@@ -68,31 +68,29 @@ def _note_errors(span: Span, answers: Sequence[object]) -> None:
         span.fail(error)
 
 
-class AcquireSpan:
-    """The span of an acquire, whose items settle one after another."""
+class AcquireCounts:
+    """What became of an acquire's items, which settle one after another; for its span and the log."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self._context = copy_context()  # of the request: the last item may settle in that of a disk read or a pull
+    def __init__(self, span: Span, page_count: int) -> None:
+        self._span = span
         self._pages: dict[str, int] = {}  # by where they came from, misses as "miss"
         self._size_bytes = 0
+        span.set({PAGES: page_count})
 
-    def settled(self, acquired: Sequence[Acquired], final: bool) -> None:
-        """Some items are decided; the span ends with the last of them."""
-        if not self.span.recording:
+    def note(self, acquired: Sequence[Acquired]) -> None:
+        """Some items are decided."""
+        if not self._span.recording:
             return
         for one in acquired:
             self._count(one.source.value if one.source is not None else "miss")
             if one.grant is not None:
                 self._size_bytes += one.grant.slot.page.page_bytes
             if one.error is not None:
-                self.span.fail(one.error)
-        if final:
-            self._end()
+                self._span.fail(one.error)
 
-    def answered(self, answer: SpanAnswer, final: bool, page_bytes: Callable[[int], int]) -> None:
+    def note_span(self, answer: SpanAnswer, page_bytes: Callable[[int], int]) -> None:
         """The same for pages of a span. page_bytes: of a page, by its number."""
-        if not self.span.recording:
+        if not self._span.recording:
             return
         for page, source in zip(answer.granted.pages.tolist(), answer.granted.sources.tolist(), strict=True):
             self._count(_SOURCES[source])
@@ -100,26 +98,19 @@ class AcquireSpan:
         for _, error in answer.failed:
             self._count("miss")
             if error is not None:
-                self.span.fail(error)
-        if final:
-            self._end()
+                self._span.fail(error)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Write the counts to the span when the block ends, however it ends."""
+        try:
+            yield
+        finally:
+            if self._span.recording:
+                hit_count = sum(count for source, count in self._pages.items() if source != "miss")
+                by_source = {f"kvpool.pages.{source}": count for source, count in self._pages.items()}
+                self._span.set({**by_source, SERVED_PAGES: hit_count, BYTES: self._size_bytes})
+                _log.debug("acquire ended", extra=fields(pages=sum(self._pages.values()), served_pages=hit_count))
 
     def _count(self, source: str) -> None:
         self._pages[source] = self._pages.get(source, 0) + 1
-
-    def _end(self) -> None:
-        hit_count = sum(count for source, count in self._pages.items() if source != "miss")
-        told = {f"kvpool.pages.{source}": count for source, count in self._pages.items()}
-        self.span.set({**told, SERVED_PAGES: hit_count, BYTES: self._size_bytes})
-        self._context.run(self._log_end, hit_count)
-        self.span.end()
-
-    def _log_end(self, hit_count: int) -> None:
-        with self.span.current():
-            _log.debug("acquire ended", extra=fields(pages=sum(self._pages.values()), served_pages=hit_count))
-
-    def failed(self, error: KvPoolError) -> None:
-        """Nothing was begun, or nobody is left to hear of the rest."""
-        if self.span.recording:
-            self.span.fail(error)
-            self._end()
