@@ -14,7 +14,7 @@ from contextvars import copy_context
 from functools import partial
 
 from kvpool.core.clock import Clock
-from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
@@ -126,9 +126,11 @@ class Pulls:
                 error = _verify(page, self._space.view(slot))
             loop.call_soon_threadsafe(self._arrived, stream, position, error, hit)
 
+        unplaced = deque(pages)
         try:
-            for page in pages:
-                slot = await self._slot(page)
+            while unplaced:
+                slot = await self._slot(unplaced[0])
+                page = unplaced.popleft()
                 if isinstance(slot, Slot):
                     stream.pages[len(going)] = (page, slot)
                     going.append((page, slot))
@@ -147,6 +149,8 @@ class Pulls:
             # the thread has left all its slots.
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
+            for page in unplaced:
+                self._settle(page, None, failure, False)
             peer.streams.discard(stream)
             self._pump()
 
@@ -181,7 +185,7 @@ class Pulls:
         spec = going[0][0].keyspace.spec
         self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
 
-    async def _slot(self, page: Pulled) -> Slot | ArenaFull | None:
+    async def _slot(self, page: Pulled) -> Slot | KvPoolError | None:
         """None if the page came from elsewhere meanwhile."""
         return await self._space.find(
             page.keyspace.tenant,
