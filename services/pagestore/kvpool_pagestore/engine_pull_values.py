@@ -12,7 +12,6 @@ from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
-
 QUIET_STREAMS_MAX = 64
 """Threads for streams whose peers are slow or hang, on top of those for streams that move."""
 
