@@ -120,6 +120,8 @@ class Segment:
     slots: list[Slot] = field(default_factory=list)
     free: list[int] = field(default_factory=list)  # indexes of `slots`; the last is handed out next
     idle_count: int = 0  # evictable slots
+    is_queued: bool = False  # among the segments that could be emptied
+    pinned_until_us: int = 0  # it is passed over until then; 0: it is not known to hold pinned pages
     last_used: int = 0  # tick of the last touch of any of its pages
     mappers: set[bytes] = field(default_factory=set)  # sessions whose peer may map it
 

@@ -19,6 +19,9 @@ OnStaging = Callable[[PageRecord, bool], None]
 """Told of every page that becomes visible in staging (True) or leaves it (False)."""
 
 
+_NO_PAGES: dict[PageKey, Slot] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLimits:
     """Budgets and times of the ledger."""
@@ -61,7 +64,8 @@ class StagedPages:
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
         self._tick = 0
-        self._ready: dict[PageKey, Slot] = {}
+        self.ready_count = 0  # visible pages
+        self._ready: dict[bytes, dict[PageKey, Slot]] = {}  # visible pages by keyspace; none is empty
         self._writing: dict[PageKey, Slot] = {}
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
 
@@ -70,17 +74,18 @@ class StagedPages:
         """Whether the pages that are not yet durable take more than half of what writers may have."""
         return 2 * self.dirty_bytes > self._limits.writer_bytes
 
-    @property
-    def ready_count(self) -> int:
-        return len(self._ready)
-
     def find(self, key: PageKey) -> Slot | None:
         """The slot of a visible page."""
-        return self._ready.get(key)
+        pages = self._ready.get(key.keyspace)
+        return None if pages is None else pages.get(key)
 
     def ready_pages(self) -> list[PageRecord]:
         """All visible pages."""
-        return [slot.page for slot in self._ready.values()]
+        return [slot.page for pages in self._ready.values() for slot in pages.values()]
+
+    def ready_keyspaces(self) -> list[bytes]:
+        """Keyspaces that have visible pages."""
+        return list(self._ready)
 
     def is_coming(self, key: PageKey) -> bool:
         """Somebody writes the page, or it is on its way from disk or a peer."""
@@ -88,7 +93,7 @@ class StagedPages:
 
     def ready_slots(self, keyspace: bytes) -> list[Slot]:
         """Visible pages of a keyspace."""
-        return [slot for key, slot in self._ready.items() if key.keyspace == keyspace]
+        return list(self._ready.get(keyspace, _NO_PAGES).values())
 
     # Promotion and pulls
 
@@ -119,7 +124,7 @@ class StagedPages:
         filling.remove(slot)
         if not filling:
             del self._filling[slot.page.key]
-        present = self._ready.get(slot.page.key)
+        present = self.find(slot.page.key)
         if verified and not slot.doomed and present is None:
             slot.pins = 1
             slot.sealed = True  # as it came: its sums were verified on the way
@@ -186,10 +191,10 @@ class StagedPages:
         """Make a page invisible at once; its slot comes back after its last use. False if it is not in staging."""
         for filling in self._filling.get(key, ()):
             filling.doomed = True  # what is on its way here is not wanted any more
-        slot = self._ready.get(key)
+        slot = self.find(key)
         if slot is None:
             return False
-        del self._ready[key]
+        self._hide(key)
         self._tell(slot.page, False)
         slot.doomed = True
         self.make_clean(slot)
@@ -198,7 +203,7 @@ class StagedPages:
 
     def keys_of(self, keyspace: bytes) -> list[PageKey]:
         """Visible pages of a keyspace, and those on their way from disk or a peer."""
-        return [key for pages in (self._ready, self._filling) for key in pages if key.keyspace == keyspace]
+        return [*self._ready.get(keyspace, _NO_PAGES), *(key for key in self._filling if key.keyspace == keyspace)]
 
     # Inside
 
@@ -231,15 +236,23 @@ class StagedPages:
 
     def _publish(self, slot: Slot) -> None:
         slot.state = SlotState.READY
-        self._ready[slot.page.key] = slot
+        self._ready.setdefault(slot.page.key.keyspace, {})[slot.page.key] = slot
+        self.ready_count += 1
         self.space.settle(slot)
         self._touch(slot)
         self._tell(slot.page, True)
 
+    def _hide(self, key: PageKey) -> None:
+        pages = self._ready[key.keyspace]
+        del pages[key]
+        self.ready_count -= 1
+        if not pages:
+            del self._ready[key.keyspace]
+
     def _evicted(self, slot: Slot) -> None:
         self.on_evicted()
         self.on_held(slot.page, -slot.size_bytes)
-        del self._ready[slot.page.key]
+        self._hide(slot.page.key)
         self._tell(slot.page, False)
         self.on_left(slot.page.key)
 
@@ -251,7 +264,7 @@ class StagedPages:
         if slot.readers or slot.pins:
             return  # settled when it came into use
         if slot.fleeting and slot.evictable:
-            del self._ready[slot.page.key]
+            self._hide(slot.page.key)
             self._tell(slot.page, False)
             self._free(slot)
         elif slot.doomed and not slot.ghosts:
