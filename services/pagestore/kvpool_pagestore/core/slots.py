@@ -73,6 +73,7 @@ class Slot:
     doomed: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     fleeting: bool = False
+    is_announced: bool = False  # others may know that the page is in staging
     name: bytes = b""  # of the page to the eviction policy of its size class; empty while it is not there
     idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it

@@ -177,9 +177,11 @@ class StagedPages:
         slot.record = replace(slot.page, metadata=metadata)
         self.space.retain(slot)
 
-    def tell_anew(self, slot: Slot, present: bool) -> None:
-        """Staging has become a tier of the page's keyspace, or is none any more."""
-        self._on_staging(slot.page, present)
+    def reannounce(self, slot: Slot) -> None:
+        """Announce a visible page, or take that back, after staging became a tier of its keyspace or ceased to be one."""
+        if self.tells(slot.page.key.keyspace) != slot.is_announced:
+            slot.is_announced = not slot.is_announced
+            self._on_staging(slot.page, slot.is_announced)
 
     def give_up(self, slot: Slot) -> None:
         """Throw a page out that nobody uses and that is not dirty."""
@@ -195,7 +197,7 @@ class StagedPages:
         if slot is None:
             return False
         self._hide(key)
-        self._tell(slot.page, False)
+        self._withdraw(slot)
         slot.doomed = True
         self.make_clean(slot)
         self._free_or_settle(slot)
@@ -240,7 +242,7 @@ class StagedPages:
         self.ready_count += 1
         self.space.settle(slot)
         self._touch(slot)
-        self._tell(slot.page, True)
+        self.reannounce(slot)
 
     def _hide(self, key: PageKey) -> None:
         pages = self._ready[key.keyspace]
@@ -253,19 +255,21 @@ class StagedPages:
         self.on_evicted()
         self.on_held(slot.page, -slot.size_bytes)
         self._hide(slot.page.key)
-        self._tell(slot.page, False)
+        self._withdraw(slot)
         self.on_left(slot.page.key)
 
-    def _tell(self, record: PageRecord, present: bool) -> None:
-        if self.tells(record.key.keyspace):
-            self._on_staging(record, present)
+    def _withdraw(self, slot: Slot) -> None:
+        """The page leaves: only what was announced is taken back, whatever the keyspace's policy says by now."""
+        if slot.is_announced:
+            slot.is_announced = False
+            self._on_staging(slot.page, False)
 
     def _free_or_settle(self, slot: Slot) -> None:
         if slot.readers or slot.pins:
             return  # settled when it came into use
         if slot.fleeting and slot.evictable:
             self._hide(slot.page.key)
-            self._tell(slot.page, False)
+            self._withdraw(slot)
             self._free(slot)
         elif slot.doomed and not slot.ghosts:
             self._free(slot)
