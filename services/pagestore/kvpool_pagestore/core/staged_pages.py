@@ -178,7 +178,7 @@ class StagedPages:
         self.space.retain(slot)
 
     def reannounce(self, slot: Slot) -> None:
-        """Announce a visible page, or take that back, after staging became a tier of its keyspace or ceased to be one."""
+        """Announce a visible page, or take that back, as the policy of its keyspace says now."""
         if self.tells(slot.page.key.keyspace) != slot.is_announced:
             slot.is_announced = not slot.is_announced
             self._on_staging(slot.page, slot.is_announced)
