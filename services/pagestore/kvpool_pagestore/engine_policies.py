@@ -53,7 +53,6 @@ class Policies:
         self._learning = False
         self._saving = asyncio.Lock()
         self.on_change: Callable[[bytes, KeyspacePolicy], None] = lambda keyspace, policy: None
-        ledger.tells = lambda keyspace: book.plan(keyspace).staging_is_tier
         ledger.on_used = self._used
 
     async def load(self) -> None:

@@ -5,7 +5,7 @@ Every method is one atomic change. Nothing here waits: whoever cannot have a slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
@@ -40,8 +40,13 @@ class ReadLeases:
 class Ledger(StagedPages):
     """Pages in the arena, their slots, sessions and leases. Use from one thread only."""
 
-    def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
-        super().__init__(limits, on_staging)
+    def __init__(
+        self,
+        limits: LedgerLimits,
+        on_staging: OnStaging,
+        staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
+    ) -> None:
+        super().__init__(limits, on_staging, staging_is_tier)
         self.sessions = SessionTable(silence_limit_s=limits.silence_limit_s, grace_s=limits.grace_s)
 
     # Writing

@@ -39,13 +39,17 @@ class LedgerLimits:
 class StagedPages:
     """The part of the ledger that knows no sessions. Use from one thread only."""
 
-    def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
-        """on_staging hears only of pages whose keyspace `tells`."""
+    def __init__(
+        self,
+        limits: LedgerLimits,
+        on_staging: OnStaging,
+        staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
+    ) -> None:
+        """staging_is_tier: whether others may know what is in staging; `on_staging` gets no other pages."""
         self._limits = limits
+        self._staging_is_tier = staging_is_tier
         self._on_staging = on_staging
         self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
-        # Whether staging is a tier of its own for a keyspace, so that others may know what is there.
-        self.tells: Callable[[bytes], bool] = lambda keyspace: True
         # Whether a keyspace may take so many slot bytes for a page; it may throw out others of its own.
         self.admit: Callable[[PageRecord, int], KvPoolError | None] = lambda record, size_bytes: None
         # A visible page was leased, or asked to be stored again.
@@ -179,7 +183,7 @@ class StagedPages:
 
     def reannounce(self, slot: Slot) -> None:
         """Announce a visible page, or take that back, as the policy of its keyspace says now."""
-        if self.tells(slot.page.key.keyspace) != slot.is_announced:
+        if self._staging_is_tier(slot.page.key.keyspace) != slot.is_announced:
             slot.is_announced = not slot.is_announced
             self._on_staging(slot.page, slot.is_announced)
 
