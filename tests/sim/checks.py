@@ -64,7 +64,9 @@ def check_pages(world: World) -> None:
     for store in world.pagestores:
         if store.engine is None:
             raise Violation(f"{store.name} does not serve")
-        for key, slot in store.engine._ledger._ready.items():
+        ledger = store.engine._ledger
+        visible = [slot for keyspace in ledger.ready_keyspaces() for slot in ledger.ready_slots(keyspace)]
+        for key, slot in ((slot.page.key, slot) for slot in visible):
             memory = store.host.segments[slot.segment.segment_id].memory
             if memory[slot.offset : slot.offset + PAGE_BYTES] != true_page(key):
                 raise Violation(f"{store.name}: page {key} is staged with wrong bytes")
@@ -115,7 +117,7 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     if not store.serving or store.engine is None:
         return f"{store.name} does not serve"
     truth: Counter[tuple[bytes, Tier]] = Counter()
-    for key in store.engine._ledger._ready:
+    for key in (page.key for page in store.engine._ledger.ready_pages()):
         truth[key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
     if store.engine._disk is not None:
         for chunk in store.engine._disk.map.chunks():

@@ -67,7 +67,11 @@ class PageStoreEngine:
         self._disk_live_bytes = parts.disk_live_bytes
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
-        self._ledger = Ledger(ledger_limits(config, parts.first_segment_id), self._announcer.staging)
+        self._ledger = Ledger(
+            ledger_limits(config, parts.first_segment_id),
+            self._announcer.staging,
+            lambda keyspace: policies.plan(keyspace).staging_is_tier,
+        )
         self._ledger.space.now_us = parts.clock.wall_us
         self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
         self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)

@@ -55,11 +55,13 @@ class Copying:
         return load.disk_free_bytes - self._sent_bytes.get(node.node_id, 0) >= size_bytes
 
     async def holders(self, chunks: Sequence[HeldChunk]) -> dict[HeldChunk, list[Holder]]:
-        """Who else holds chunks of one group, as the index knows now. Raises StoreUnavailable and the like."""
-        found: dict[HeldChunk, list[Holder]] = {}
-        for run in consecutive(chunks):
-            found.update(zip(run, await self.placement.holders(run), strict=True))
-        return found
+        """Who else holds chunks, as the index knows now: one question for all of them.
+
+        Raises StoreUnavailable and the like.
+        """
+        runs = [run for group in by_group(chunks) for run in consecutive(group)]
+        holders = await self.placement.holders(runs) if runs else []
+        return dict(zip((chunk for run in runs for chunk in run), holders, strict=True))
 
     async def copy(self, target: NodeInfo, wanted: Sequence[Wanted], purpose: Purpose) -> CopyReport:
         """Give pages of one keyspace to a node; durable ones become durable there before they count."""

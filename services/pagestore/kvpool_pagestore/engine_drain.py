@@ -207,33 +207,36 @@ class Drain:
     async def _pass(self) -> int:
         """Look at everything once; how many pages had to be moved."""
         self._full.clear()
-        names = self._copying.held.names()
-        self._update(kept_pages=0, remaining=len(names))
+        buckets = await self._copying.held.buckets()
+        remaining = sum(map(len, buckets))
+        self._update(kept_pages=0, remaining=remaining)
         needed = 0
-        for start in range(0, len(names), _SLICE_CHUNKS):
-            part = names[start : start + _SLICE_CHUNKS]
-            needed += await self._slice(part)
-            self._update(remaining=max(0, len(names) - start - len(part)))
+        for bucket in buckets:
+            for start in range(0, len(bucket), _SLICE_CHUNKS):
+                part = bucket[start : start + _SLICE_CHUNKS]
+                needed += await self._slice(part)
+                remaining -= len(part)
+                self._update(remaining=remaining)
         self._update(remaining=0)
         return needed
 
     async def _slice(self, names: Sequence[bytes]) -> int:
         needed = 0
         left = by_group(chunk for name in names for chunk in self._copying.held.chunk(name))
+        holders = await self._copying.holders([chunk for group in left for chunk in group])
         for start in range(0, len(left), _GROUPS_AT_ONCE):
-            moves = (self._group(chunks) for chunks in left[start : start + _GROUPS_AT_ONCE])
+            moves = (self._group(chunks, holders) for chunks in left[start : start + _GROUPS_AT_ONCE])
             for moved in await asyncio.gather(*moves, return_exceptions=True):
                 if isinstance(moved, BaseException):
                     raise moved
                 needed += moved
         return needed
 
-    async def _group(self, chunks: Sequence[HeldChunk]) -> int:
+    async def _group(self, chunks: Sequence[HeldChunk], holders: dict[HeldChunk, list[Holder]]) -> int:
         """Move what of one chain group is nowhere else; how many pages that were."""
         me = self._copying.placement.me()
         if me is None:
             raise DrainBlocked("the node is not registered with the index: wait until it is, or restart it")
-        holders = await self._copying.holders(chunks)
         alone = [chunk for chunk in chunks if not others(chunk, holders[chunk], me.node_id)]
         kept = sum(chunk.shards.bit_count() for chunk in chunks) - sum(chunk.shards.bit_count() for chunk in alone)
         self._update(kept_pages=self.progress.kept_pages + kept)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvpool.core.errors import ArenaFull, KvPoolError, PageCorrupt, PageMissing
+from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
@@ -138,21 +138,23 @@ class Flights:
 
     async def _read(self, flight: Flight) -> None:
         assert self._disk is not None
-        slot = await self._slot(flight)
-        if isinstance(slot, ArenaFull):
-            self._land(flight, None, slot)
-            return
-        if flight.record.key not in self._disk:  # its bytes may be there still, and it must not come back
-            self._land(flight, slot, PageMissing(f"page {flight.record.key} was given up while its slot was sought"))
-            return
+        slot: Slot | None = None
         error: KvPoolError | None = PageCorrupt(f"page {flight.record.key} was not read to its end")
-        try:
+        try:  # whatever goes wrong, the flight ends: the next reader of the page begins another one
+            found = await self._slot(flight)
+            if isinstance(found, KvPoolError):
+                error = found
+                return
+            slot = found
+            if flight.record.key not in self._disk:  # its bytes may be there still, and it must not come back
+                error = PageMissing(f"page {flight.record.key} was given up while its slot was sought")
+                return
             reach("pagestore.promote.read")
             error = await self._disk.read(flight.record.key, flight.keyspace, self._space.view(slot))
         finally:
             self._land(flight, slot, error)
 
-    async def _slot(self, flight: Flight) -> Slot | ArenaFull:
+    async def _slot(self, flight: Flight) -> Slot | KvPoolError:
         return await self._space.find(
             flight.keyspace.tenant,
             flight.record.page_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 
 from kvpool.core.page import PageKey
@@ -11,6 +12,8 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.engine_disk import DiskTier
 
 _NAME_BYTES = 32  # keyspace id and chunk hash
+_CHUNKS_A_TURN = 2048  # looked at between two turns of the loop: each takes a microsecond or two
+_BUCKET_CHUNKS = 256
 
 
 class HeldPages:
@@ -21,14 +24,42 @@ class HeldPages:
         self._disk = disk
         self._keyspaces = keyspaces
 
-    def names(self, keyspaces: Collection[bytes] | None = None) -> list[bytes]:
-        """Keyspace id + chunk hash of all there is now, or of these keyspaces."""
+    async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[list[bytes]]:
+        """Keyspace id + chunk hash of all there is now, or of these keyspaces, some hundreds of chunks together.
+
+        Chunks of a chain group are in one list, one after the other in no order. Takes one reference for each chunk and
+        bounded steps, however many chunks there are.
+        """
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
-        found = disk.map.names() if disk is not None else []
-        for name in dict.fromkeys(page.key.keyspace + page.key.chunk_hash for page in self._ledger.ready_pages()):
-            if disk is None or disk.map.chunk(name[:16], name[16:]) is None:
-                found.append(name)
-        return found if keyspaces is None else [name for name in found if name[:16] in keyspaces]
+        stored = disk.map.names() if disk is not None else []
+        count = 1 + (len(stored) + self._ledger.ready_count) // _BUCKET_CHUNKS
+        buckets: list[list[bytes]] = [[] for _ in range(count)]
+        for start in range(0, len(stored), _CHUNKS_A_TURN):
+            for name in stored[start : start + _CHUNKS_A_TURN]:
+                if disk is not None and (keyspaces is None or name[:16] in keyspaces):
+                    location = disk.map.location(name[:16], name[16:])
+                    if location is not None:
+                        buckets[_bucket(location[1], count)].append(name)
+            await asyncio.sleep(0)
+        for keyspace in self._ledger.ready_keyspaces():
+            if keyspaces is None or keyspace in keyspaces:
+                await self._add_staged(keyspace, buckets)
+        return buckets
+
+    async def _add_staged(self, keyspace: bytes, buckets: list[list[bytes]]) -> None:
+        """Add chunks of which nothing is on disk."""
+        disk = self._disk if self._disk is not None and self._disk.is_readable else None
+        keys, seen = self._ledger.keys_of(keyspace), set[bytes]()
+        for start in range(0, len(keys), _CHUNKS_A_TURN):
+            for key in keys[start : start + _CHUNKS_A_TURN]:
+                slot = self._ledger.find(key)
+                if slot is None or key.chunk_hash in seen:
+                    continue
+                seen.add(key.chunk_hash)
+                if disk is None or disk.map.location(keyspace, key.chunk_hash) is None:
+                    at = _bucket(slot.page.metadata.group_head_hash, len(buckets))
+                    buckets[at].append(keyspace + key.chunk_hash)
+            await asyncio.sleep(0)
 
     def chunk(self, name: bytes) -> list[HeldChunk]:
         """What is here of one chunk now: its durable shards, and those in staging only; nothing if it is gone."""
@@ -72,3 +103,7 @@ class HeldPages:
                 )
             )
         return held
+
+
+def _bucket(group_head_hash: bytes, count: int) -> int:
+    return int.from_bytes(group_head_hash[:8], "big") % count

@@ -16,6 +16,8 @@ from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.ports import IndexLink
 
+_NAMES_A_PART = 1024  # looked at in one turn of the event loop
+
 
 @dataclass(slots=True)
 class StagedChunk:
@@ -60,12 +62,19 @@ class Announcer:
         self.flush()
         await self._index.wait_announced()
 
-    async def drop_keyspace(self, keyspace: bytes, remaining: Callable[[], Sequence[LocationChange]]) -> None:
-        """The index forgets the keyspace here, then learns what came meanwhile."""
+    async def drop_keyspace(self, keyspace: bytes, remaining: Callable[[], Iterator[Sequence[LocationChange]]]) -> None:
+        """The index forgets the keyspace here, then learns what came meanwhile.
+
+        Each part that `remaining` yields is true when it is yielded, and announced in the same turn of the loop.
+        """
         self._buffer.forget_keyspace(keyspace)
         await self._index.drop_keyspace(keyspace)
         self.flush()
-        self._index.announce(remaining())
+        for part in remaining():
+            self.flush()
+            if part:
+                self._index.announce(part)
+            await asyncio.sleep(0)
 
     def _note_staged(self, record: PageRecord, present: bool) -> None:
         at = record.key.keyspace + record.key.chunk_hash
@@ -125,25 +134,30 @@ class NodeTruth:
     def keyspace_encodings(self) -> list[bytes]:
         return [keyspace.encoding for keyspace in self._keyspaces.all()]
 
-    def of_keyspace(self, keyspace: bytes) -> list[LocationChange]:
-        """All that is held of one keyspace now; every other shard of these chunks is said to be gone."""
+    def of_keyspace(self, keyspace: bytes) -> Iterator[list[LocationChange]]:
+        """All that is held of one keyspace; every other shard of these chunks is said to be gone.
+
+        Part after part, each as it is when it is yielded and a bounded step: changes meanwhile are announced as ever.
+        """
         known = self._keyspaces.find(keyspace)
         valid_shards = known.grid.valid_shards if known is not None else 0
-        names = [at for at in self._announcer.staged if at.startswith(keyspace)]
+        names = list(self._announcer.staged)
         if self._disk_map is not None:  # a million at times: no value is made for each
-            names += [at for at in self._disk_map.names() if at.startswith(keyspace)]
-        places = dict.fromkeys(at[16:] for at in names)
-        return [
-            LocationChange(
-                keyspace=keyspace,
-                chunk_hash=chunk_hash,
-                group_head_hash=held.group_head,
-                tier=tier,
-                added_shards=shards,
-                removed_shards=valid_shards & ~shards,
-            )
-            for chunk_hash in places
-            for held in self.locate(keyspace, chunk_hash)
-            for tier, shards in zip((Tier.GPU, Tier.STAGING, Tier.DISK), held.shards, strict=True)
-            if shards
-        ]
+            names += self._disk_map.names()
+        for start in range(0, len(names), _NAMES_A_PART):
+            part = names[start : start + _NAMES_A_PART]
+            places = dict.fromkeys(at[16:] for at in part if at.startswith(keyspace))
+            yield [
+                LocationChange(
+                    keyspace=keyspace,
+                    chunk_hash=chunk_hash,
+                    group_head_hash=held.group_head,
+                    tier=tier,
+                    added_shards=shards,
+                    removed_shards=valid_shards & ~shards,
+                )
+                for chunk_hash in places
+                for held in self.locate(keyspace, chunk_hash)
+                for tier, shards in zip((Tier.GPU, Tier.STAGING, Tier.DISK), held.shards, strict=True)
+                if shards
+            ]

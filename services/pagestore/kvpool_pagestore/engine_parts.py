@@ -156,6 +156,7 @@ def make_flights(
         stall_s=config.pull_stall_ms / 1e3,
         hedge_s=config.hedge_ms / 1e3,
         streams_per_peer=config.pull_streams_per_peer,
+        moving_streams=config.pull_threads,
     )
     pullers, clock = parts.workers.pull, parts.clock
     pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)

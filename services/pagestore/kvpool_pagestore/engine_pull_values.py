@@ -12,6 +12,9 @@ from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine_stop import StopSignal
 from kvpool_pagestore.ports import PageMetadata, RemoteSource
 
+QUIET_STREAMS_MAX = 64
+"""Threads for streams whose peers are slow or hang, on top of those for streams that move."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullLimits:
@@ -21,6 +24,7 @@ class PullLimits:
     stall_s: float  # a stream that brings nothing for so long is given up
     hedge_s: float  # least time without a page after which the next source is asked too; 0: never
     streams_per_peer: int
+    moving_streams: int  # to all peers together; a stream that has brought nothing for a while does not count
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,9 @@
 
 A page that is asked of two sources has two slots, one for each: no two threads ever write into one. The slower source's
 stream is stopped once nobody waits for it, and its slots come back when its thread has left them.
+
+A stream takes a thread. So that peers that hang do not keep others from being asked, streams that have brought nothing
+for a while do not count against the limit of streams; when all threads are taken, the quietest stream is given up.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from contextvars import copy_context
 from functools import partial
 
 from kvpool.core.clock import Clock
-from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, PageCorrupt, StaleIncarnation, Stopped
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey, verify
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, PEER, SpanKind, Tracer
@@ -32,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _PULL_PAGES = 32  # of one stream: what it may hold of the arena
 _HEDGED_MAX = 256  # pages asked of two sources at once
+_QUIET_S = 0.25  # a stream that brings nothing for so long leaves its place to another one
 
 
 class Pulls:
@@ -85,17 +89,35 @@ class Pulls:
 
     def _pump(self) -> None:
         self._pumping = False
-        for endpoint, peer in list(self._peers.items()):
-            while peer.waiting and len(peer.streams) < self._limits.streams_per_peer:
+        while startable := self._startable():
+            for endpoint, peer in startable:  # one stream each, then the next round
                 stream = PullStream(peer.waiting[0][1], moved_s=self._clock.monotonic_s())
                 pages = self._take(peer, stream.source)
                 if pages:
                     peer.streams.add(stream)
+                    self._peers[endpoint] = self._peers.pop(endpoint)  # the others come first next time
                     self._tasks.start(self._run(peer, stream, pages), "pull")
+        for endpoint, peer in list(self._peers.items()):
             if not peer.waiting and not peer.streams:
                 del self._peers[endpoint]
         if self._peers and self._watch is None:
             self._watch_later()
+
+    def _startable(self) -> list[tuple[str, PulledPeer]]:
+        """Peers that may be asked now: as many as there are places for streams."""
+        streams = self._streams()
+        quiet_before_s = self._clock.monotonic_s() - _QUIET_S
+        moving_count = sum(stream.moved_s > quiet_before_s for stream in streams)
+        places = min(self._limits.moving_streams - moving_count, self._pullers.threads - len(streams))
+        return self._waiting_peers()[: max(0, places)]
+
+    def _streams(self) -> list[PullStream]:
+        return [stream for peer in self._peers.values() for stream in peer.streams]
+
+    def _waiting_peers(self) -> list[tuple[str, PulledPeer]]:
+        """Those that would get a stream if there were a place for it."""
+        most = self._limits.streams_per_peer
+        return [(at, peer) for at, peer in self._peers.items() if peer.waiting and len(peer.streams) < most]
 
     def _take(self, peer: PulledPeer, source: RemoteSource) -> list[Pulled]:
         """Pages of one keyspace and source for one stream. They do not have to be next to each other in the queue."""
@@ -126,9 +148,11 @@ class Pulls:
                 error = _verify(page, self._space.view(slot))
             loop.call_soon_threadsafe(self._arrived, stream, position, error, hit)
 
+        unplaced = deque(pages)
         try:
-            for page in pages:
-                slot = await self._slot(page)
+            while unplaced:
+                slot = await self._slot(unplaced[0])
+                page = unplaced.popleft()
                 if isinstance(slot, Slot):
                     stream.pages[len(going)] = (page, slot)
                     going.append((page, slot))
@@ -147,6 +171,8 @@ class Pulls:
             # the thread has left all its slots.
             for position in list(stream.pages):
                 self._arrived(stream, position, failure, False)
+            for page in unplaced:
+                self._settle(page, None, failure, False)
             peer.streams.discard(stream)
             self._pump()
 
@@ -181,7 +207,7 @@ class Pulls:
         spec = going[0][0].keyspace.spec
         self._pages.pull(stream.source, spec, items, self._limits.timeout_s, on_page, stream.stop)
 
-    async def _slot(self, page: Pulled) -> Slot | ArenaFull | None:
+    async def _slot(self, page: Pulled) -> Slot | KvPoolError | None:
         """None if the page came from elsewhere meanwhile."""
         return await self._space.find(
             page.keyspace.tenant,
@@ -200,7 +226,8 @@ class Pulls:
         if not isinstance(error, Stopped):
             stream.moved_s = now_s
         elif stream.stalled:
-            error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
+            silent_s = min(now_s - stream.moved_s, self._limits.stall_s)
+            error = DeadlineExceeded(f"{stream.source.bulk_endpoint} sent nothing for {silent_s:g} s")
         self._judge(page, stream.source, error, hit)
         self._ledger.describe_fill(slot, inherited(page.record.metadata, stream.told.pop(position, None)))
         self._settle(page, slot, error, hit)
@@ -240,7 +267,7 @@ class Pulls:
     # Hedging
 
     def _watch_later(self) -> None:
-        pause_s = (self._delay.delay_s if self._delay.enabled else self._limits.stall_s) / 2
+        pause_s = min(self._delay.delay_s if self._delay.enabled else self._limits.stall_s, _QUIET_S) / 2
         self._watch = asyncio.get_running_loop().call_later(pause_s, self._look)
 
     def _look(self) -> None:
@@ -251,15 +278,30 @@ class Pulls:
             late = [stream for stream in peer.streams if now_s - stream.moved_s >= delay_s]
             for stream in late:
                 if now_s - stream.moved_s >= self._limits.stall_s and not stream.stalled:
-                    stream.stalled = True
-                    stream.stop.stop()
+                    self._give_up(stream)
                 for page, _ in list(stream.pages.values()):
                     self._hedge(page)
             if len(late) == len(peer.streams):  # pages that only wait for one of them are as late
                 for page, _ in list(peer.waiting):
                     self._hedge(page)
-        if self._peers:
+        if self._waiting_peers():
+            self._make_place(now_s)
+            self._pump()
+        if self._peers and self._watch is None:
             self._watch_later()
+
+    def _make_place(self, now_s: float) -> None:
+        """Give up the quietest stream if all threads are taken and none is on its way back."""
+        streams = self._streams()
+        if len(streams) < self._pullers.threads or any(stream.stalled for stream in streams):
+            return
+        quietest = min(streams, key=lambda stream: stream.moved_s)
+        if now_s - quietest.moved_s >= _QUIET_S:
+            self._give_up(quietest)
+
+    def _give_up(self, stream: PullStream) -> None:
+        stream.stalled = True
+        stream.stop.stop()
 
     def _hedge(self, page: Pulled) -> None:
         if not self._delay.enabled or page.settled or page.hedge is not None or not page.sources:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 
 from kvpool.core.clock import Clock
+from kvpool.core.errors import KvPoolError
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.sessions import Session, SessionState
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -41,6 +42,8 @@ class Quarantine:
         self._old_sessions: dict[bytes, Mapping[int, int]] = {}
         self._old_bytes = 0  # of those segments, each counted once
         self._departing: set[bytes] = set()  # closed properly, but their peers may not have unmapped yet
+        self._resolved: set[bytes] = set()  # nothing is held back for them; their files are still to be removed
+        self._is_failing = False  # the last attempt to look failed
         self._task: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
         self._old_going: asyncio.Future[None] | None = None  # while all that old segments wait for is time
@@ -70,12 +73,16 @@ class Quarantine:
 
     async def drained(self, session: Session) -> None:
         """The peer of an ended session says that all its work and mappings have ended."""
-        await self._resolve(session)
+        self._resolve(session)
+        await self._remove_files()
 
     async def all_gone(self) -> bool:
-        """Whether no peer can map segments any more, those of an earlier process included."""
+        """Whether it is known that no peer can map segments any more, those of an earlier process included."""
         ended = {one.session_id for one in self._ledger.sessions.ended} | self._departing
-        gone = await self._workers.run(self._arena.gone_sessions, sorted(ended))
+        try:
+            gone = await self._workers.run(self._arena.gone_sessions, sorted(ended))
+        except KvPoolError:  # no room in the queue
+            return False
         return ended == set(gone)
 
     async def settle(self) -> None:
@@ -85,9 +92,10 @@ class Quarantine:
         if waiting or self._departing:
             gone = await self._workers.run(self._arena.gone_sessions, [*waiting, *self._departing])
             sessions.note_gone(list(gone), self._clock.monotonic_s())
-            await self._let_go(self._departing.intersection(gone))
+            self._let_go(self._departing.intersection(gone))
         for session in sessions.resolvable(self._clock.monotonic_s()):
-            await self._resolve(session)
+            self._resolve(session)
+        await self._remove_files()
         if self._old_bytes:
             alive = {one.session_id for one in sessions.ended if one.gone_s is None}
             self._expect_old_room(is_going=not alive & self._old_sessions.keys())
@@ -101,8 +109,8 @@ class Quarantine:
         try:
             while True:
                 self._poke.clear()
-                await self.settle()
-                urgent = self._ledger.sessions.ended or self._old_bytes
+                await self._look()
+                urgent = self._ledger.sessions.ended or self._old_bytes or self._is_failing
                 if not urgent and not self._departing:
                     return
                 with contextlib.suppress(TimeoutError):
@@ -113,6 +121,17 @@ class Quarantine:
             if self._old_bytes:
                 self._expect_old_room(is_going=False)
 
+    async def _look(self) -> None:
+        """A failure, as of a full queue, passes: the next poll tries again."""
+        try:
+            await self.settle()
+        except (KvPoolError, OSError) as error:
+            if not self._is_failing:
+                _log.warning("ended sessions could not be looked at, which is tried again: %s", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
     def _expect_old_room(self, *, is_going: bool) -> None:
         """Let those who need room wait for that of old segments exactly while it is sure to come soon."""
         if is_going and self._old_going is None:
@@ -122,19 +141,24 @@ class Quarantine:
             self._old_going.set_result(None)
             self._old_going = None
 
-    async def _resolve(self, session: Session) -> None:
+    def _resolve(self, session: Session) -> None:
         if session.state is SessionState.ENDED:
             self._ledger.resolve_session(session)
         if self._old_sessions.pop(session.session_id, None):
             self._count_old()
-        await self._workers.run(self._arena.forget_sessions, [session.session_id])
+        self._resolved.add(session.session_id)
 
-    async def _let_go(self, session_ids: set[bytes]) -> None:
+    def _let_go(self, session_ids: set[bytes]) -> None:
         self._departing -= session_ids
         for session_id in session_ids:
             self._ledger.space.forget_mapper(session_id)
-        if session_ids:
+        self._resolved |= session_ids
+
+    async def _remove_files(self) -> None:
+        if self._resolved:
+            session_ids = set(self._resolved)
             await self._workers.run(self._arena.forget_sessions, sorted(session_ids))
+            self._resolved -= session_ids
 
     def _count_old(self) -> None:
         """Count each segment of an earlier process that some peer may still map; the kernel has freed the others."""

@@ -51,13 +51,17 @@ class Quotas:
         """A keyspace's own quota has changed; what is too much is given up at once, as far as it is not in use."""
         self._know(keyspace)
         self._book.limit(keyspace, limit_bytes)
-        self.enforce()
+        self._make_room(keyspace, 0, None)
 
     def enforce(self) -> None:
         """Give up whatever is beyond a quota."""
+        tenants = set[str]()
         for one in self._keyspaces.all():
             self._know(one.keyspace)
-            self._make_room(one.keyspace, 0, None)
+            for shortfall in self._book.shortfalls(one.keyspace, 0):
+                if shortfall.tenant not in tenants:  # once for all of its keyspaces, also where it cannot be met
+                    tenants.update(filter(None, (shortfall.tenant,)))
+                    self._give_up(shortfall, None)
 
     # Inside
 
@@ -99,30 +103,30 @@ class Quotas:
     def _give_up(self, shortfall: Shortfall, spare: PageKey | None) -> None:
         """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
         what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone."""
-        used_bytes = sum(self._book.used_bytes(one) for one in shortfall.keyspaces)
+        used_bytes = self._book.used_for(shortfall)
         aim_bytes = used_bytes - shortfall.size_bytes - used_bytes // _SPARE_PART
 
         disk = self._disk
         if disk is not None:
-            self._give_up_staged(shortfall.keyspaces, aim_bytes, lambda key: key == spare or key not in disk)
-        self._give_up_stored(shortfall.keyspaces, aim_bytes, spare)
-        self._give_up_staged(shortfall.keyspaces, aim_bytes, lambda key: key == spare)
+            self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare or key not in disk)
+        self._give_up_stored(shortfall, aim_bytes, spare)
+        self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare)
 
-    def _give_up_staged(self, keyspaces: frozenset[bytes], aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
-        with closing(self._ledger.space.victims(keyspaces, lambda slot: spared(slot.page.key))) as victims:
-            while sum(self._book.used_bytes(one) for one in keyspaces) > aim_bytes:
+    def _give_up_staged(self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
+        with closing(self._ledger.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
+            while self._book.used_for(shortfall) > aim_bytes:
                 slot = next(victims, None)
                 if slot is None:
                     return
                 self._ledger.give_up(slot)
 
-    def _give_up_stored(self, keyspaces: frozenset[bytes], aim_bytes: int, spare: PageKey | None) -> None:
+    def _give_up_stored(self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None) -> None:
         """Pages on disk, by the disk's eviction policy held to these keyspaces."""
         disk = self._disk
-        over_bytes = sum(self._book.used_bytes(one) for one in keyspaces) - aim_bytes
+        over_bytes = self._book.used_for(shortfall) - aim_bytes
         if disk is None or disk.fault or over_bytes <= 0:
             return
-        chunks = disk.map.oldest(over_bytes, lambda key: key == spare or disk.is_read(key), keyspaces)
+        chunks = disk.map.oldest(over_bytes, lambda key: key == spare or disk.is_read(key), shortfall.keyspaces)
         keys = [key for chunk in chunks for key in chunk.keys]
         if keys:
             self._metrics.evicted_pages.labels("disk").inc(len(keys))

@@ -39,9 +39,11 @@ class ArenaSpace:
         """Exactly the page's bytes of a slot."""
         return self._arena.view(slot.segment.segment_id, slot.offset, slot.page.page_bytes)
 
-    async def find(self, tenant: str, page_bytes: int, attempt: Callable[[], T | SpaceNeed]) -> T | ArenaFull:
-        """What `attempt` answers once there is room for it; ArenaFull if there is none, none can be made and none is
-        expected."""
+    async def find(self, tenant: str, page_bytes: int, attempt: Callable[[], T | SpaceNeed]) -> T | KvPoolError:
+        """Return what `attempt` answers once there is room for it.
+
+        Otherwise ArenaFull if there is none, none can be made and none is expected, or why making room failed.
+        """
         attempts_left = _ATTEMPTS
         while attempts_left:
             attempts_left -= 1
@@ -53,7 +55,12 @@ class ArenaSpace:
             elif answer is SpaceNeed.SEGMENT:
                 await self._grow(tenant, slot_bytes_for(page_bytes))
             elif answer is SpaceNeed.RETIREMENT:
-                await self.reap()
+                try:
+                    await self.reap()
+                except KvPoolError as refused:  # no room in the queue, or closing
+                    return refused
+                except OSError as error:
+                    return ArenaFull(f"a segment that is out of use could not be destroyed: {error}")
             elif not isinstance(answer, SpaceNeed):
                 self.grow_ahead(tenant, slot_bytes_for(page_bytes))
                 return answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
@@ -17,7 +17,7 @@ from kvpool.core.cluster import LiveNode, NodeInfo
 from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool.core.placement import place
-from kvpool_pagestore.core.copies import HeldChunk, others
+from kvpool_pagestore.core.copies import HeldChunk, Holder, is_safe_without, others
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.engine_copying import Copying, Wanted, by_group, lacking
 from kvpool_pagestore.engine_kept import KeptValue
@@ -28,7 +28,7 @@ from kvpool_pagestore.engine_tasks import background, cancelled
 _log = logging.getLogger(__name__)
 
 _SLICE_CHUNKS = 256
-_PAUSE_S = 0.002  # between two chain groups: a walk over a million chunks is in no hurry
+_PAUSE_S = 0.01  # between two slices: a walk over a million chunks is in no hurry
 _ANNOUNCED_TRIES = 20
 _ID_BYTES = 16
 _SETTLED_MAX = (
@@ -103,17 +103,11 @@ class Sweep:
         joined = ids - self._known if self._pace is not None else set()
         self._unsettled.clear()
         replicated = self._replicated()
-        names = self._copying.held.names(None if joined else replicated) if joined or replicated else []
-        for start in range(0, len(names), _SLICE_CHUNKS):
-            chunks = (
-                chunk for name in names[start : start + _SLICE_CHUNKS] for chunk in self._copying.held.chunk(name)
-            )
-            for group in by_group(chunks):
-                if joined:
-                    await self._rebalance(group, me, nodes, joined)
-                if group[0].keyspace in replicated:
-                    await self._heal(group)
-                await asyncio.sleep(_PAUSE_S)
+        if joined or replicated:
+            for bucket in await self._copying.held.buckets(None if joined else replicated):
+                for start in range(0, len(bucket), _SLICE_CHUNKS):
+                    names = bucket[start : start + _SLICE_CHUNKS]
+                    await self._look(names, me, nodes, joined, replicated)
         if not ids - self._unsettled <= self._known:
             await self._settle(self._known | (ids - self._unsettled))
 
@@ -134,8 +128,27 @@ class Sweep:
             except KvPoolError as error:
                 _log.warning("looking after copies is put off: %s", error)
 
-    async def _heal(self, group: Sequence[HeldChunk]) -> None:
-        holders = await self._copying.holders(group)
+    async def _look(
+        self,
+        names: Sequence[bytes],
+        me: NodeInfo,
+        nodes: Sequence[LiveNode],
+        joined: set[bytes],
+        replicated: Collection[bytes],
+    ) -> None:
+        """Look at some chunks: one question to the index for those that should have copies."""
+        groups = by_group(chunk for name in names for chunk in self._copying.held.chunk(name))
+        if joined:
+            for group in groups:
+                await asyncio.sleep(0)  # placement takes a millisecond among a thousand nodes
+                await self._rebalance(group, me, nodes, joined)
+        wanted = [group for group in groups if group[0].keyspace in replicated]
+        holders = await self._copying.holders([chunk for group in wanted for chunk in group])
+        for group in wanted:
+            await self._heal(group, holders)
+        await asyncio.sleep(_PAUSE_S)
+
+    async def _heal(self, group: Sequence[HeldChunk], holders: Mapping[HeldChunk, Sequence[Holder]]) -> None:
         short = [chunk for chunk in group if self._replication.short(chunk, holders[chunk])]
         error = await self._replication.ensure(short) if short else None
         if error is not None:
@@ -160,7 +173,7 @@ class Sweep:
                 self._unsettled.add(target.node_id)  # the next walk brings what is missing
                 return
         if me.node_id not in {node.node_id for node in placed}:
-            await self._forget(durable, me, factor, {node.node_id for node in placed} & joined)
+            await self._forget(durable, me, factor, {node.node_id for node in placed}, joined)
 
     async def _paced_copy(self, target: NodeInfo, wanted: Sequence[Wanted], senders: int) -> bool:
         """Whether the node took all of it. The rate is what it gets from all `senders` together."""
@@ -172,8 +185,11 @@ class Sweep:
                 return False
         return True
 
-    async def _forget(self, chunks: Sequence[HeldChunk], me: NodeInfo, factor: int, targets: set[bytes]) -> None:
+    async def _forget(
+        self, chunks: Sequence[HeldChunk], me: NodeInfo, factor: int, placed: set[bytes], joined: set[bytes]
+    ) -> None:
         """Only what the index, too, knows of enough others, a new node among them: durable there, and to be found."""
+        targets = placed & joined
         if not targets:
             return
         for attempt in range(_ANNOUNCED_TRIES):
@@ -181,8 +197,8 @@ class Sweep:
             safe = [
                 chunk
                 for chunk in chunks
-                if len(there := {node.node_id for node in others(chunk, holders[chunk], me.node_id)}) >= factor
-                and there & targets
+                if is_safe_without(me.node_id, others(chunk, holders[chunk], me.node_id), placed, factor)
+                and any(node.node_id in targets for node in others(chunk, holders[chunk], me.node_id))
             ]
             if len(safe) == len(chunks) or attempt == _ANNOUNCED_TRIES - 1:
                 break

@@ -108,8 +108,9 @@ class WriteBack:
         """
         self._queue.urge(pages, self._clock.monotonic_s())
         self.start_due()
-        while not self._stopped and any(_undecided(page, failures_before) for page in pages):
-            await self._next_progress()
+        for page in pages:  # what is decided stays so: each page is looked at until it is, and then no more
+            while not self._stopped and _undecided(page, failures_before):
+                await self._next_progress()
         return [_verdict(page) for page in pages]
 
     async def flush(self, keyspaces: set[bytes]) -> tuple[int, int]:
@@ -121,9 +122,9 @@ class WriteBack:
         before = {page.number: page.failures for page in wanted}
         self._queue.urge(wanted, self._clock.monotonic_s())
         self._pump()
-        waiting = wanted
-        while not self._stopped and (waiting := [page for page in waiting if _undecided(page, before[page.number])]):
-            await self._next_progress()
+        for page in wanted:
+            while not self._stopped and _undecided(page, before[page.number]):
+                await self._next_progress()
         failed_count = sum(1 for page in wanted if page.state is not WriteState.DONE and page.wanted)
         if failed_count and self._disk.fault:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
@@ -137,9 +138,7 @@ class WriteBack:
     async def hold(self, keyspace: bytes) -> None:
         """Start no write of a keyspace any more, and wait until those under way have ended."""
         self._queue.hold(keyspace)
-        while any(
-            page.state is WriteState.WRITING and page.record.key.keyspace == keyspace for page in self._queue.pending
-        ):
+        while self._queue.is_writing(keyspace):
             await self._next_progress()
 
     def unhold(self, keyspace: bytes) -> None:

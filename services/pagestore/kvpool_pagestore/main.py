@@ -26,6 +26,7 @@ from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_parts import EngineParts, EngineWorkers
+from kvpool_pagestore.engine_pull_values import QUIET_STREAMS_MAX
 from kvpool_pagestore.main_servers import PageStoreServers, parse_address
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import IndexLink, PageStore
@@ -184,7 +185,7 @@ def _workers(config: PageStoreConfig, stack: AsyncExitStack) -> EngineWorkers:
         read=executor("read", config.read_threads),
         write=executor("write", config.write_threads, niceness=_NICENESS),
         seal=executor("seal", config.seal_threads, niceness=_NICENESS),
-        pull=executor("pull", config.pull_threads),
+        pull=executor("pull", config.pull_threads + QUIET_STREAMS_MAX),
         push=executor("push", config.push_threads),
         prepare=executor("prepare", min(config.prepare_threads, os.cpu_count() or 1), niceness=_NICENESS),
     )

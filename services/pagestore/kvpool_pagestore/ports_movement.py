@@ -24,10 +24,10 @@ class Placement(Protocol):
         """The live pagestores, this one included."""
         ...
 
-    async def holders(self, chunks: Sequence[HeldChunk]) -> list[list[Holder]]:
+    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
         """Per chunk, the live nodes that hold some of its shards; nothing for a chunk that the index does not know.
 
-        The chunks are consecutive ones of one chain group.
+        The chunks of a run are consecutive ones of one chain group; the answer has those of all runs, in order.
         """
         ...
 
@@ -49,8 +49,8 @@ class NoPlacement:
     async def nodes(self) -> Sequence[LiveNode]:
         return ()
 
-    async def holders(self, chunks: Sequence[HeldChunk]) -> list[list[Holder]]:
-        return [[] for _ in chunks]
+    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
+        return [[] for run in runs for _ in run]
 
     async def set_draining(self, draining: bool) -> None:
         raise DrainBlocked("this pagestore has no index and knows no other node")

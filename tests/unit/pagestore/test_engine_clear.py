@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.core.outcome import Tier
+from kvpool.core.page import PageKey
 from kvpool.testing import eventually
-from kvpool_pagestore import engine_disk
+from kvpool_pagestore import engine_clear, engine_disk, engine_locations
+from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.engine_pages import WantedPage
 from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
@@ -92,13 +94,20 @@ async def test_a_page_stored_while_one_of_two_clears_still_runs_is_known_if_it_i
 
 async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_disk, "_CLEARED_CHUNKS", 4)
+    monkeypatch.setattr(engine_clear, "_PAGES_A_TURN", 4)
+    monkeypatch.setattr(engine_locations, "_NAMES_A_PART", 4)
     with new_world() as world:
         async with running_engine(world) as running:
             engine, peer = running.engine, await open_session(running)
             for start in (0, 16):
                 await store(running, peer, range(start, start + 16))
                 await engine.flush(TENANT, b"")
-            turn, removed = 0, Counter[int]()
+            turn, removed, dropped = 0, Counter[int](), Counter[int]()
+            true_drop = Ledger.drop
+
+            def drop(self: Ledger, key: PageKey) -> bool:
+                dropped[turn] += 1
+                return true_drop(self, key)
 
             async def turns() -> None:
                 nonlocal turn
@@ -108,8 +117,10 @@ async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPat
 
             assert engine._disk is not None
             engine._disk.map.on_removed = lambda key: removed.update([turn])
+            monkeypatch.setattr(Ledger, "drop", drop)
             others = asyncio.ensure_future(turns())
             assert await engine.clear(TENANT, b"") == 32
             others.cancel()
+            assert max(dropped.values()) <= 4
             assert sum(removed.values()) == 32 and max(removed.values()) <= 4
             assert engine.gauges().disk_pages == engine.gauges().staging_pages == 0

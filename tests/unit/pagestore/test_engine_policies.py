@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+import kvpool_pagestore.engine_policies
 from kvpool.core.cluster import LocationChange, RemoteSource
 from kvpool.core.errors import StoreFault
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.outcome import Tier
-from kvpool.core.policy import KeyspacePolicy, VersionedPolicy, WritePolicy
+from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.testing.waiting import eventually
 from kvpool_pagestore.core.ledger import Grant
-from kvpool_pagestore.core.slots import SlotState
+from kvpool_pagestore.core.quota import QuotaBook, Shortfall
+from kvpool_pagestore.core.slots import Slot, SlotState
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_pages import ReserveItem
+from kvpool_pagestore.engine_policies import Policies
 from kvpool_pagestore.ports import PullItem
 from tests.fixtures.pagestore import (
     KEYSPACE,
     PAGE_BYTES,
+    SPEC,
     TENANT,
     Running,
     ScriptedPeers,
@@ -264,3 +270,76 @@ async def test_a_write_through_page_that_a_peer_brought_first_is_durable_at_its_
             assert (await acquire_one(running, peer, wanted(1, source))).source is Source.REMOTE
             assert await running.engine.pages.commit(peer, [grant.lease_id]) == [None]
             assert [page.metadata.priority for page in world.memory.scan()] == [9]
+
+
+async def test_a_changed_policy_is_applied_in_bounded_steps_and_announces_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvpool_pagestore.engine_policies, "_PAGES_A_TURN", 4)
+    turns: list[int] = []
+    looks: list[int] = []  # turns in which a page was looked at
+    true_reconsider = Policies._reconsider
+
+    def counted(self: Policies, slot: Slot) -> None:
+        looks.append(len(turns))
+        true_reconsider(self, slot)
+
+    async def count_turns() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Policies, "_reconsider", counted)
+    with new_world() as world:
+        async with running_engine(world, write_policy="staging-only") as running:
+            peer = await open_session(running)
+            await store(running, peer, range(32))
+            await eventually(lambda: world.index.shards(31, Tier.STAGING) == 1)
+            world.index.policies[KEYSPACE] = told(write_policy=WritePolicy.WRITE_BACK, staging=StagingMode.TRANSIT)
+            counting = asyncio.ensure_future(count_turns())
+            running.engine.policies.version_seen(1)
+            # A page that leaves while the change is applied is taken back, too.
+            await eventually(lambda: looks)
+            running.engine._ledger.drop(page_key(31))
+            await eventually(lambda: len(looks) >= 31)
+            counting.cancel()
+            assert max(Counter(looks).values()) <= 4
+            await eventually(lambda: not any(world.index.shards(number, Tier.STAGING) for number in range(32)))
+            await eventually(lambda: stored(world) >= set(range(31)))
+
+
+async def test_a_policy_that_changes_nothing_for_pages_looks_at_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Slot] = []
+    monkeypatch.setattr(Policies, "_reconsider", lambda self, slot: looks.append(slot))
+    with new_world() as world:
+        async with running_engine(world) as running:
+            await store(running, await open_session(running), range(8))
+            world.index.policies[KEYSPACE] = told(quota_bytes=1 << 30)
+            running.engine.policies.version_seen(1)
+            await eventually(lambda: running.engine.policies._version_learnt == 1)
+            assert not looks
+
+
+async def test_policies_of_many_keyspaces_are_loaded_without_looking_at_all_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count, looks = 100, 0
+    true_shortfalls = QuotaBook.shortfalls
+
+    def counted(self: QuotaBook, keyspace: bytes, more_bytes: int) -> list[Shortfall]:
+        nonlocal looks
+        looks += 1
+        return true_shortfalls(self, keyspace, more_bytes)
+
+    specs = [replace(SPEC, model_id=f"m-{number}") for number in range(count)]
+    keyspaces = [(keyspace_id(encode_keyspace(TENANT, spec)), spec) for spec in specs]
+    with new_world() as world:
+        async with running_engine(world) as running:
+            for keyspace, _ in keyspaces:
+                world.index.policies[keyspace] = replace(told(quota_bytes=1 << 30), keyspace=keyspace)
+            for start in range(0, count, 10):
+                await open_session(running, keyspaces=keyspaces[start : start + 10])
+            monkeypatch.setattr(QuotaBook, "shortfalls", counted)
+            running.engine.policies.repeat()
+            running.engine.quotas.enforce()
+            assert looks <= 4 * count

@@ -13,7 +13,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.testing import ManualClock, eventually
 from kvpool_pagestore.engine_acquire import Acquired
 from kvpool_pagestore.engine_flights import Source
-from kvpool_pagestore.ports import PullItem, RemoteSource, Stop
+from kvpool_pagestore.ports import PullItem, RemoteSource, Stop, Workers
 from tests.fixtures.pagestore import (
     SLOT_BYTES,
     Running,
@@ -183,3 +183,46 @@ async def test_a_page_whose_hedge_failed_still_gets_its_turn_with_the_first_sour
             peers.go.set()  # the stream that the second page waits for comes to its end
             check(running, await first, 1)
             check(running, await second, 2)
+
+
+async def test_peers_that_hang_leave_pulls_from_healthy_ones_alone() -> None:
+    with stuck_world() as (world, peers):
+        roomy = {"arena_bytes": 512 * SLOT_BYTES, "segment_bytes": 256 * SLOT_BYTES, "pull_threads": 4}
+        async with running_engine(world, pull_stall_ms=int(1000 * PATIENCE_S), **roomy) as running:
+            peer = await open_session(running)
+            hung = [wanted(number, remote_source(1 + number % 2)) for number in range(150)]
+            asking = asyncio.ensure_future(acquire(running, peer, hung))
+            await eventually(lambda: len(peers.calls) == 4)  # as many streams as may move at once
+            for number in range(1000, 1010):
+                check(running, await acquire_one(running, peer, wanted(number, remote_source(11 + number % 3))), number)
+            assert not asking.done()
+            peers.go.set()
+            for number, answer in enumerate(await asking):
+                check(running, answer, number)
+
+
+class FewThreads:
+    """A ports.Workers with so many threads as it says."""
+
+    threads = 3
+
+    def __init__(self, workers: Workers) -> None:
+        self.run = workers.run
+
+
+async def test_more_peers_that_hang_than_threads_give_up_the_quietest_of_them() -> None:
+    with stuck_world() as (world, peers):
+        world.wrap_workers = lambda name, workers: FewThreads(workers) if name == "pull" else workers
+        async with running_engine(world, pull_stall_ms=int(1000 * PATIENCE_S), pull_threads=1) as running:
+            peer = await open_session(running)
+            hung = [
+                asyncio.ensure_future(acquire_one(running, peer, wanted(number, remote_source(number))))
+                for number in range(1, 4)
+            ]
+            await eventually(lambda: len(peers.calls) == 3)
+            check(running, await acquire_one(running, peer, wanted(1000, remote_source(11))), 1000)
+            first = await hung[0]
+            assert isinstance(first.error, DeadlineExceeded) and peers.stopped == [remote_source(1)]
+            assert not hung[1].done() and not hung[2].done()
+            peers.go.set()
+            await asyncio.gather(*hung)

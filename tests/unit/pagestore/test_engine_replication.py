@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
 import pytest
 
 from kvpool.core.errors import ArenaFull
 from kvpool.core.outcome import Tier
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.testing import eventually
+from kvpool_pagestore import engine_held
+from kvpool_pagestore.core.disk_map import DiskMap
 from tests.fixtures.movement import Cluster, MemberPeers, cluster_of, flip
-from tests.fixtures.pagestore import KEYSPACE
+from tests.fixtures.pagestore import KEYSPACE, TENANT, metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 
 PAGES = range(20)  # two chain groups
@@ -150,3 +155,48 @@ async def test_a_keyspace_has_a_factor_of_its_own() -> None:
             member.run.engine.policies._book.tell(told)
         await fill(cluster)
         await eventually(lambda: all(cluster.holders_of(number) == [0, 1, 2] for number in PAGES))
+
+
+async def test_a_sweep_asks_the_index_once_for_many_chain_groups() -> None:
+    async with cluster_of(2, replication_factor=2) as cluster:
+        numbers = range(64)  # four chain groups
+        for start in range(0, 64, 16):
+            await fill(cluster, numbers=range(start, start + 16))
+            await cluster.members[0].run.engine.flush(TENANT, b"")
+        await eventually(lambda: all(cluster.holders_of(number) == [0, 1] for number in numbers))
+        movement = cluster.members[0].run.engine.movement
+        await movement.sweep.sweep()
+        await eventually(lambda: not movement.replication.waiting_chunks)
+        before = cluster.places
+        await movement.sweep.sweep()
+        assert cluster.places - before <= 2, "who the nodes are, and who holds the chunks"
+
+
+async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_held, "_CHUNKS_A_TURN", 4)
+    monkeypatch.setattr(engine_held, "_BUCKET_CHUNKS", 8)
+    async with cluster_of(1) as cluster:
+        running = cluster.members[0].run
+        for start in range(0, 64, 16):
+            await fill(cluster, numbers=range(start, start + 16))
+            await running.engine.flush(TENANT, b"")
+        turn, looks = 0, Counter[int]()
+        true_location = DiskMap.location
+
+        def counted(self: DiskMap, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
+            looks[turn] += 1
+            return true_location(self, keyspace, chunk_hash)
+
+        async def turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(DiskMap, "location", counted)
+        others = asyncio.ensure_future(turns())
+        buckets = await running.engine.movement.sweep._copying.held.buckets()
+        others.cancel()
+        assert max(looks.values()) <= 4
+        groups = [{metadata(int.from_bytes(name[16:24], "big")).group_head_hash for name in one} for one in buckets]
+        assert sum(map(len, buckets)) == 64 and sum(map(len, groups)) == 4, "no group is in two of them"

@@ -43,7 +43,7 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
         truth = NodeTruth(announcer, None, book)
         (held,) = truth.locate(KEYSPACE, chunk)
         assert (held.shards, held.full_shards) == ((0, staged, 0), 0b001)
-        (change,) = truth.of_keyspace(KEYSPACE)
+        ((change,),) = truth.of_keyspace(KEYSPACE)
         assert (change.added_shards, change.removed_shards) == (staged, 0b111 & ~staged)
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLoad
 from kvpool.core.grid import ShardGrid
-from kvpool_pagestore.core.copies import HeldChunk, Holder, consecutive, missing, others, pick, ranked
+from kvpool_pagestore.core.copies import (
+    HeldChunk,
+    Holder,
+    consecutive,
+    is_safe_without,
+    missing,
+    others,
+    pick,
+    ranked,
+)
 from kvpool_pagestore.core.hotness import HotChunks
 from kvpool_pagestore.core.pace import Pace
 from kvpool_pagestore.core.replicas import ReplicaQueue
@@ -178,3 +188,18 @@ def test_chunks_used_most_come_first_and_cool() -> None:
     assert 55 < rate < 65 and 5 < slow < 7, "of a use a second some 60 a minute"
     assert hot.most_used(1, 660.0)[0][1] < 0.6 * rate
     assert hot.most_used(0, 600.0) == []
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_old_holders_that_decide_at_the_same_time_leave_enough_copies(factor: int, order: tuple[int, ...]) -> None:
+    placed = {node(9).node_id}
+    holders = [node(9), *map(node, order)]  # three old ones, and one by placement
+    kept = [
+        one
+        for one in holders
+        if one.node_id in placed
+        or not is_safe_without(one.node_id, [other for other in holders if other is not one], placed, factor)
+    ]
+    assert len(kept) == factor and kept[0] == node(9)
+    assert {one.node_id for one in kept[1:]} == {node(number).node_id for number in range(1, factor)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvpool.core.eviction import PolicyName
 from kvpool_pagestore.core.segments import SegmentTable
-from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
+from kvpool_pagestore.core.slots import PageRecord, Segment, Slot, SlotState, SpaceNeed, slot_bytes_for
 from tests.fixtures.pagestore import metadata, page_key
 
 KIB = 1024
@@ -310,3 +312,73 @@ def test_an_emptied_segment_is_found_again_for_another_size() -> None:
         table.space.free(slot)
     slot = table.page(10, 8 * KIB)
     assert not table.evicted and slot.segment is slots[0].segment
+
+
+def test_a_full_arena_is_not_walked_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    is_idle = Segment.all_idle.fget  # type: ignore[attr-defined]  # a property
+
+    def counted(segment: Segment) -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(is_idle(segment))
+
+    count = 64
+    table = Table(capacity_bytes=count * 16 * KIB)
+    held = [table.page(number, 16 * KIB) for number in range(count)]
+    for slot in held:
+        slot.readers = 1
+        table.space.settle(slot)
+    assert table.allocate(8 * KIB) is SpaceNeed.FULL
+    monkeypatch.setattr(Segment, "all_idle", property(counted))
+    for _ in range(100):
+        assert table.allocate(8 * KIB) is SpaceNeed.FULL
+    assert looks == 0
+    held[7].readers = 0
+    table.space.settle(held[7])
+    assert isinstance(table.allocate(8 * KIB), Slot) and table.evicted == [7]
+    assert looks <= 8
+
+
+def test_pages_in_use_are_not_walked_for_each_slot_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    held = [table.page(number) for number in range(16)]
+    for number, slot in enumerate(held):
+        if number:
+            slot.readers = 1
+        else:
+            slot.record = replace(slot.page, metadata=replace(slot.page.metadata, pinned_until_us=50))
+            table.space.retain(slot)
+        table.space.settle(slot)
+    looks = 0
+    true_page = Slot.page.fget  # type: ignore[attr-defined]  # a property
+
+    def counted(slot: Slot) -> PageRecord:
+        nonlocal looks
+        looks += 1
+        record: PageRecord = true_page(slot)
+        return record
+
+    monkeypatch.setattr(Slot, "page", property(counted))
+    for _ in range(100):
+        assert table.allocate() is SpaceNeed.FULL
+    assert looks <= 2
+    table.space.now_us = lambda: 50
+    assert isinstance(table.allocate(), Slot) and table.evicted == [0]
+
+
+def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_the_pins() -> None:
+    table, now_us = Table(), [0]
+    table.space.now_us = lambda: now_us[0]
+    slots = [table.page(number, 16 * KIB) for number in range(4)]
+    for number, slot in enumerate(slots):
+        slot.record = replace(slot.page, metadata=replace(slot.page.metadata, pinned_until_us=100 - 10 * number))
+        table.space.retain(slot)
+    assert table.allocate(8 * KIB) is SpaceNeed.FULL
+    slots[0].record = replace(slots[0].page, metadata=replace(slots[0].page.metadata, pinned_until_us=0))
+    table.space.retain(slots[0])
+    assert isinstance(table.allocate(8 * KIB), Slot) and table.evicted == [0], "unpinned"
+    assert table.allocate(16 * KIB) is SpaceNeed.FULL
+    now_us[0] = 70
+    table.page(10, 16 * KIB)
+    assert table.evicted == [0, 3], "its pin has ended"

@@ -110,18 +110,35 @@ def test_everything_is_pending_until_it_is_durable() -> None:
     assert isinstance(one.record.key, PageKey)
 
 
+def counted_looks(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Grows by one for each page that is looked at."""
+    looks = list[bytes]()
+    wanted = DirtyPage.wanted.fget  # type: ignore[attr-defined]  # a property
+
+    def counted(page: DirtyPage) -> bool:
+        looks.append(page.record.key.chunk_hash)
+        return bool(wanted(page))
+
+    monkeypatch.setattr(DirtyPage, "wanted", property(counted))
+    return looks
+
+
 def test_pages_of_a_held_keyspace_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = queue(*(slot(number) for number in range(64)))  # four groups
     waiting.hold(KEYSPACE)
-    may_start, looks = WriteQueue._may_start, list[PageKey]()
-
-    def counted(self: WriteQueue, key: PageKey, busy: set[PageKey]) -> bool:
-        looks.append(key)
-        return may_start(self, key, busy)
-
-    monkeypatch.setattr(WriteQueue, "_may_start", counted)
+    looks = counted_looks(monkeypatch)
     assert waiting.next_batch(2.0) == []
+    assert waiting.next_batch(3.0) == []
     assert len(looks) == 64, "each commit during a clear would cost the square of what waits"
+    waiting.unhold(KEYSPACE)
+    assert numbers(waiting.next_batch(3.0)) == [0, 1, 2, 3]
+
+
+def test_figures_of_a_deep_queue_look_at_its_oldest_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = queue(*(slot(number) for number in range(640)))
+    looks = counted_looks(monkeypatch)
+    assert waiting.oldest_s(7.0) == 7.0 and waiting.waiting_bytes() == 64_000
+    assert len(looks) == 1
 
 
 def test_a_page_that_waits_to_be_tried_again_is_found_by_its_slot() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.core.cluster import ChainMatch, ChainQuery, LiveNode, Location, NodeInfo, NodeKind
-from kvpool.core.errors import KeyspaceUnknown
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool.core.outcome import Tier
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
 from kvpool_pagestore.core.copies import HeldChunk, Holder
@@ -23,17 +23,24 @@ class IndexPlacement:
     async def nodes(self) -> Sequence[LiveNode]:
         return await self._link.client.list_nodes(NodeKind.PAGESTORE)
 
-    async def holders(self, chunks: Sequence[HeldChunk]) -> list[list[Holder]]:
-        """A chunk that the index does not know ends a match, and the rest is asked for anew."""
-        found: list[list[Holder]] = []
-        while len(found) < len(chunks):
-            rest = chunks[len(found) :]
-            match = await self._match(rest)
-            for run in match.runs:
-                found += [_holders(run.locations, match)] * run.chunk_count
-            if match.matched_chunks < len(rest):
-                found.append([])
-        return found
+    async def holders(self, runs: Sequence[Sequence[HeldChunk]]) -> list[list[Holder]]:
+        """A chunk that the index does not know ends a match; what follows it is asked for with the next questions."""
+        found: list[list[list[Holder]]] = [[] for _ in runs]
+        stream = self._link.client.match_stream
+        while asked := [at for at, run in enumerate(runs) if len(found[at]) < len(run)]:
+            queries = [_query(runs[at][len(found[at]) :]) for at in asked]
+            answers = await stream.match_many(queries, timeout_s=self._link.timeout_s)
+            for at, answer in zip(asked, answers, strict=True):
+                if isinstance(answer, KeyspaceUnknown):  # no client has opened it since the index lost what it knew
+                    found[at] += [[]] * (len(runs[at]) - len(found[at]))
+                    continue
+                if isinstance(answer, KvPoolError):
+                    raise answer
+                for run in answer.runs:
+                    found[at] += [_holders(run.locations, answer)] * run.chunk_count
+                if len(found[at]) < len(runs[at]):
+                    found[at].append([])
+        return [holders for one in found for holders in one]
 
     async def set_draining(self, draining: bool) -> None:
         await self._link.set_draining(draining)
@@ -41,19 +48,16 @@ class IndexPlacement:
     async def leave(self) -> None:
         await self._link.leave()
 
-    async def _match(self, chunks: Sequence[HeldChunk]) -> ChainMatch:
-        first = chunks[0]
-        query = ChainQuery(
-            keyspace=first.keyspace,
-            chunk_hashes=b"".join(chunk.chunk_hash for chunk in chunks),
-            first_chunk_index=first.chunk_index,
-            group_head_hash=first.group_head_hash,
-            shards=first.shards,
-        )
-        try:
-            return await self._link.client.match_stream.match(query, timeout_s=self._link.timeout_s)
-        except KeyspaceUnknown:  # nobody has opened it since the index lost what it knew
-            return ChainMatch(matched_chunks=0)
+
+def _query(chunks: Sequence[HeldChunk]) -> ChainQuery:
+    first = chunks[0]
+    return ChainQuery(
+        keyspace=first.keyspace,
+        chunk_hashes=b"".join(chunk.chunk_hash for chunk in chunks),
+        first_chunk_index=first.chunk_index,
+        group_head_hash=first.group_head_hash,
+        shards=first.shards,
+    )
 
 
 def _holders(locations: Sequence[Location], match: ChainMatch) -> list[Holder]:

@@ -54,6 +54,15 @@ def others(chunk: HeldChunk, holders: Iterable[Holder], my_id: bytes) -> list[No
     ]
 
 
+def is_safe_without(my_id: bytes, others: Iterable[NodeInfo], placed: Collection[bytes], factor: int) -> bool:
+    """Whether a node may give up its copy without fewer than `factor` being left, whatever the others do.
+
+    Nodes that hold a copy outside of its placement decide by their ids: a node counts those that keep it by placement,
+    and those with lower ids. Two of them that count each other would both give it up.
+    """
+    return sum(node.node_id in placed or node.node_id < my_id for node in others) >= factor
+
+
 def missing(chunk: HeldChunk, holders: Iterable[Holder], node_id: bytes) -> int:
     """Shards of the chunk that a node lacks."""
     return next((chunk.lacking(one.held(chunk)) for one in holders if one.node.node_id == node_id), chunk.shards)

@@ -5,7 +5,7 @@ Every method is one atomic change. Nothing here waits: whoever cannot have a slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
@@ -40,8 +40,13 @@ class ReadLeases:
 class Ledger(StagedPages):
     """Pages in the arena, their slots, sessions and leases. Use from one thread only."""
 
-    def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
-        super().__init__(limits, on_staging)
+    def __init__(
+        self,
+        limits: LedgerLimits,
+        on_staging: OnStaging,
+        staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
+    ) -> None:
+        super().__init__(limits, on_staging, staging_is_tier)
         self.sessions = SessionTable(grace_s=limits.grace_s)
 
     # Writing
@@ -55,7 +60,7 @@ class Ledger(StagedPages):
         self, session: Session, record: PageRecord, slot_bytes: int
     ) -> Slot | Admission | KvPoolError | SpaceNeed:
         """The same. The lease on a slot has the session's last lease id."""
-        ready = self._ready.get(record.key)
+        ready = self.find(record.key)
         if ready is not None:
             self._use(ready)
             return Admission.EXISTS
@@ -93,7 +98,7 @@ class Ledger(StagedPages):
         assert slot.state is SlotState.COMMITTING
         self.writer_bytes -= slot.size_bytes
         del self._writing[slot.page.key]
-        if not verified or slot.page.key in self._ready:  # pulled from a peer meanwhile: the same bytes
+        if not verified or self.find(slot.page.key) is not None:  # pulled from a peer meanwhile: the same bytes
             self._free(slot)
             return False
         if dirty:
@@ -121,7 +126,7 @@ class Ledger(StagedPages):
 
     def acquire(self, session: Session, key: PageKey) -> Grant | SessionBusy | None:
         """A read lease on a visible page; None if it is not in staging, or not sealed for a session that wants that."""
-        slot = self._ready.get(key)
+        slot = self.find(key)
         if slot is None or not (slot.sealed or session.trusts_arena):
             return None
         busy = self.read_window(session)
@@ -133,7 +138,7 @@ class Ledger(StagedPages):
         """Read leases on those of the pages that are visible, as far as the session's window goes."""
         leases = ReadLeases()
         left = session.max_leases - len(session.reads) - session.waiting
-        for page, slot in enumerate(map(self._ready.get, keys)):
+        for page, slot in enumerate(map(self.find, keys)):
             if slot is None or not (slot.sealed or session.trusts_arena):
                 leases.absent.append(page)
             elif left <= 0:

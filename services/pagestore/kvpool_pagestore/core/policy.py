@@ -81,6 +81,10 @@ class PolicyBook:
         told = self._told.get(keyspace)
         return told.policy if told is not None else KeyspacePolicy()
 
+    def told(self, keyspace: bytes) -> VersionedPolicy | None:
+        """What was said of a keyspace, with its version."""
+        return self._told.get(keyspace)
+
     def known(self) -> list[VersionedPolicy]:
         """Everything the node was told, by keyspace."""
         return [self._told[keyspace] for keyspace in sorted(self._told)]

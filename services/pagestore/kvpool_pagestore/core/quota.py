@@ -12,6 +12,7 @@ enough is given up.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvpool.core.errors import InvalidRequest
@@ -45,8 +46,9 @@ class Shortfall:
     """Bytes that must be given up by pages of these keyspaces before more may be taken."""
 
     size_bytes: int
-    keyspaces: frozenset[bytes]
+    keyspaces: AbstractSet[bytes]  # as they are now: a tenant may have thousands
     owner: str  # for people: whose quota it is, and how large
+    tenant: str = ""  # whose keyspaces these all are; empty: it is about one keyspace
 
 
 class QuotaBook:
@@ -84,6 +86,12 @@ class QuotaBook:
     def tenant_bytes(self, tenant: str) -> int:
         return self._tenant_bytes.get(tenant, 0)
 
+    def used_for(self, shortfall: Shortfall) -> int:
+        """What its keyspaces use together."""
+        if shortfall.tenant:
+            return self.tenant_bytes(shortfall.tenant)
+        return sum(map(self.used_bytes, shortfall.keyspaces))
+
     def shortfalls(self, keyspace: bytes, more_bytes: int) -> list[Shortfall]:
         """What stands in the way of `more_bytes` (0: of what there is) for a keyspace: its own quota first."""
         found: list[Shortfall] = []
@@ -94,5 +102,5 @@ class QuotaBook:
         limit_bytes = self._tenants.of(tenant)
         if limit_bytes and (over_bytes := self.tenant_bytes(tenant) + more_bytes - limit_bytes) > 0:
             owner = f"the tenant's quota of {limit_bytes} bytes"
-            found.append(Shortfall(over_bytes, frozenset(self._keyspaces_of[tenant]), owner))
+            found.append(Shortfall(over_bytes, self._keyspaces_of[tenant], owner, tenant))
         return found

@@ -9,7 +9,8 @@ or until they are assigned to a tenant ahead of use. A class of that tenant that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+import heapq
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
@@ -29,6 +30,40 @@ class _SizeClass:
     pages: EvictionPolicy[bytes]
     slots: dict[bytes, Slot] = field(default_factory=dict)
     open: dict[int, Segment] = field(default_factory=dict)  # segments with a free slot, by id
+    idle: dict[int, Segment] = field(default_factory=dict)  # segments with an evictable slot, by id
+    pinned_until_us: int = 0  # all evictable slots are pinned until then, as of the last look; 0: not known
+
+
+class _IdleSegments:
+    """Segments with nothing in use, the one whose pages have been unused for longest first.
+
+    What has changed since a segment was added is seen when it comes up: one that was used since goes back to its
+    place, one that does not fit any more leaves.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []  # last use when it was put there, and id
+        self._segments: dict[int, Segment] = {}
+
+    def add(self, segment: Segment) -> None:
+        if segment.segment_id not in self._segments:
+            self._segments[segment.segment_id] = segment
+            heapq.heappush(self._heap, (segment.last_used, segment.segment_id))
+
+    def first(self, fits: Callable[[Segment], bool]) -> Segment | None:
+        """The first one that fits."""
+        while self._heap:
+            used, segment_id = self._heap[0]
+            segment = self._segments[segment_id]
+            if not fits(segment):
+                heapq.heappop(self._heap)
+                del self._segments[segment_id]
+                segment.is_queued = False
+            elif used != segment.last_used:
+                heapq.heapreplace(self._heap, (segment.last_used, segment_id))
+            else:
+                return segment
+        return None
 
 
 class SegmentTable:
@@ -60,6 +95,11 @@ class SegmentTable:
         self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
+        self._unmade: dict[int, Segment] = {}
+        self._dying: dict[int, Segment] = {}
+        self._own_idle: dict[str, dict[int, _IdleSegments]] = {}  # by tenant and size
+        self._unmapped_idle: dict[int, _IdleSegments] = {}  # of all tenants, those that no peer maps, by size
+        self._pinned_idle: list[tuple[int, int]] = []  # left out of these: a heap of the ends of pins, and ids
         self._vacant: dict[str, dict[int, Segment]] = {}  # all slots FREE, by tenant and id; tenant "": PREPARED
         self._tick = 0
 
@@ -91,7 +131,7 @@ class SegmentTable:
         if victim is not None:
             self._evict(victim)
             return self._pop_free(size_class)
-        own = self._idlest(lambda one: one.tenant == tenant and one.size_bytes >= slot_bytes)
+        own = self._idlest(self._own_idle.get(tenant, {}), slot_bytes)
         if own is not None:
             return self._reformat(own, slot_bytes, tenant)
         return self._retire_for(tenant, slot_bytes)
@@ -113,6 +153,7 @@ class SegmentTable:
         if segment.vacant:
             self._vacant.setdefault(segment.tenant, {})[segment.segment_id] = segment
         self._class(segment.tenant, segment.slot_bytes).open[segment.segment_id] = segment
+        self._queue_idle(segment)
 
     def touch(self, slot: Slot) -> None:
         """The page was used just now."""
@@ -130,25 +171,26 @@ class SegmentTable:
         if not slot.name:
             self._enter(slot, evictable)
         elif evictable != slot.idle:
-            slot.idle = evictable
-            slot.segment.idle_count += 1 if evictable else -1
-            pages = self._class_of(slot).pages
+            size_class = self._class_of(slot)
+            self._set_idle(slot, size_class, evictable)
             if evictable:
-                pages.release(slot.name)
+                size_class.pages.release(slot.name)
             else:
-                pages.hold(slot.name)
+                size_class.pages.hold(slot.name)
 
     def hold(self, slot: Slot) -> None:
         """A visible page has come into use: what `settle` would do, in less time."""
         if slot.idle:
-            slot.idle = False
-            slot.segment.idle_count -= 1
-            self._class_of(slot).pages.hold(slot.name)
+            size_class = self._class_of(slot)
+            self._set_idle(slot, size_class, False)
+            size_class.pages.hold(slot.name)
 
     def retain(self, slot: Slot) -> None:
         """The page's metadata says something else about how long it is to stay."""
         if slot.name:
-            self._class_of(slot).pages.retain(slot.name, retention_of(slot.page.metadata))
+            size_class = self._class_of(slot)
+            size_class.pages.retain(slot.name, retention_of(slot.page.metadata))
+            self._pins_changed(slot, size_class)
 
     def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
         """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
@@ -184,10 +226,14 @@ class SegmentTable:
         """Whether it is time to make the next segment of a class, so that nobody has to wait for it."""
         if not self._new_segment_bytes(slot_bytes):
             return False
-        free_count = sum(one.free_count for one in self._class(tenant, slot_bytes).open.values())
-        if 2 * free_count * slot_bytes >= self._segment_bytes or self._vacant_for(tenant, slot_bytes) is not None:
+        free_count = 0
+        for one in self._class(tenant, slot_bytes).open.values():
+            free_count += one.free_count
+            if 2 * free_count * slot_bytes >= self._segment_bytes:
+                return False
+        if self._vacant_for(tenant, slot_bytes) is not None:
             return False
-        return not any(one.state is SegmentState.PLANNED and one.tenant == tenant for one in self._segments.values())
+        return not any(one.tenant == tenant for one in self._unmade.values())
 
     def plan_segment(self, tenant: str, slot_bytes: int) -> Segment | None:
         """Book the bytes of a new segment that the caller is about to make; None if the budget has no room for it."""
@@ -196,10 +242,12 @@ class SegmentTable:
 
     def segment_made(self, segment: Segment) -> None:
         """Its file is there: its slots can be handed out."""
+        del self._unmade[segment.segment_id]
         segment.state = SegmentState.LIVE
         segment.format(segment.slot_bytes)
         self._class(segment.tenant, segment.slot_bytes).open[segment.segment_id] = segment
         self._vacant.setdefault(segment.tenant, {})[segment.segment_id] = segment
+        self._queue_idle(segment)
 
     def plan_prepared(self, size_bytes: int) -> Segment | None:
         """Book the bytes of a segment that is made before anything needs it; None if the budget has no room for it.
@@ -213,6 +261,7 @@ class SegmentTable:
 
     def segment_prepared(self, segment: Segment) -> None:
         """Its memory is in place: it is for the first tenant that needs one."""
+        del self._unmade[segment.segment_id]
         segment.state = SegmentState.PREPARED
         self._vacant.setdefault("", {})[segment.segment_id] = segment
 
@@ -244,6 +293,8 @@ class SegmentTable:
         """It could not be made, or was destroyed: its bytes come back."""
         assert segment.state is not SegmentState.LIVE
         del self._segments[segment.segment_id]
+        self._unmade.pop(segment.segment_id, None)
+        self._dying.pop(segment.segment_id, None)
         self.segment_total_bytes -= segment.size_bytes
 
     @property
@@ -253,12 +304,15 @@ class SegmentTable:
 
     def reapable(self) -> list[Segment]:
         """Segments out of service that no peer maps any more: destroy them, then call `segment_gone`."""
-        return [one for one in self._segments.values() if one.state is SegmentState.DYING and not one.mappers]
+        return [one for one in self._dying.values() if not one.mappers]
 
     def forget_mapper(self, session_id: bytes) -> None:
         """The session's peer maps nothing any more."""
         for segment in self._segments.values():
-            segment.mappers.discard(session_id)
+            if session_id in segment.mappers:
+                segment.mappers.discard(session_id)
+                segment.is_queued = False  # as one that no peer maps
+                self._queue_idle(segment)
 
     # Inside
 
@@ -271,7 +325,7 @@ class SegmentTable:
     def _planned(self, tenant: str, size_bytes: int, slot_bytes: int) -> Segment:
         segment = Segment(self._next_segment_id, tenant, size_bytes, slot_bytes)
         self._next_segment_id += 1
-        self._segments[segment.segment_id] = segment
+        self._segments[segment.segment_id] = self._unmade[segment.segment_id] = segment
         self.segment_total_bytes += size_bytes
         return segment
 
@@ -280,6 +334,7 @@ class SegmentTable:
         del self._vacant[""][segment.segment_id]
         segment.state, segment.tenant = SegmentState.LIVE, tenant
         self._vacant.setdefault(tenant, {})[segment.segment_id] = segment
+        self._queue_idle(segment)
 
     def _vacant_for(self, tenant: str, slot_bytes: int) -> Segment | None:
         """A segment with nothing in it: of the tenant, first one that was never used; else a prepared one."""
@@ -316,8 +371,7 @@ class SegmentTable:
         parent = key.keyspace + metadata.parent_hash + shard if metadata.chunk_index else None
         size_class.pages.insert(slot.name, parent, domain=key.keyspace, retention=retention_of(metadata))
         if evictable:
-            slot.idle = True
-            slot.segment.idle_count += 1
+            self._set_idle(slot, size_class, True)
         else:
             size_class.pages.hold(slot.name)
 
@@ -327,8 +381,33 @@ class SegmentTable:
         size_class = self._class_of(slot)
         size_class.pages.remove(slot.name)
         del size_class.slots[slot.name]
-        slot.segment.idle_count -= slot.idle
-        slot.name, slot.idle = b"", False
+        if slot.idle:
+            self._set_idle(slot, size_class, False)
+        self._pins_changed(slot, size_class)
+        slot.name = b""
+
+    def _set_idle(self, slot: Slot, size_class: _SizeClass, idle: bool) -> None:
+        segment = slot.segment
+        slot.idle = idle
+        if idle:
+            segment.idle_count += 1
+            size_class.idle[segment.segment_id] = segment
+            size_class.pinned_until_us = 0
+            if not segment.is_queued:
+                self._queue_idle(segment)
+        else:
+            segment.idle_count -= 1
+            if not segment.idle_count:
+                del size_class.idle[segment.segment_id]
+
+    def _pins_changed(self, slot: Slot, size_class: _SizeClass) -> None:
+        """A page leaves, or is pinned otherwise: what was passed over because of pins is looked at again."""
+        size_class.pinned_until_us = 0
+        segment = slot.segment
+        if segment.pinned_until_us:
+            segment.pinned_until_us = 0
+            segment.is_queued = False
+            self._queue_idle(segment)
 
     def _victim(self, size_class: _SizeClass) -> Slot | None:
         now_us, slots = self.now_us(), size_class.slots
@@ -337,22 +416,56 @@ class SegmentTable:
             return slots[name]
         # Every end of a chain is in use, as where one chain fills the arena: a gap in a chain that is on disk too is
         # better than no slot for anybody.
-        idle = (slot for slot in slots.values() if slot.idle)
-        return next((slot for slot in idle if slot.page.metadata.pinned_until_us <= now_us), None)
+        if size_class.pinned_until_us > now_us:
+            return None
+        ends_us: list[int] = []
+        for slot in (slot for segment in size_class.idle.values() for slot in segment.slots if slot.idle):
+            if slot.page.metadata.pinned_until_us <= now_us:
+                return slot
+            ends_us.append(slot.page.metadata.pinned_until_us)
+        size_class.pinned_until_us = min(ends_us, default=0)
+        return None
 
     def _evict(self, slot: Slot) -> None:
         self._on_evict(slot)
         self.free(slot)
 
-    def _idlest(self, wanted: Callable[[Segment], bool]) -> Segment | None:
-        """Of the wanted segments with nothing in use or pinned, the one whose pages have been unused for longest."""
+    def _idlest(
+        self, by_size: Mapping[int, _IdleSegments], slot_bytes: int, *, unmapped: bool = False
+    ) -> Segment | None:
+        """Of segments that hold such a slot, with nothing in use or pinned, the one whose pages have been unused for
+        longest."""
         now_us = self.now_us()
-        idle = [
-            one
-            for one in self._segments.values()
-            if one.all_idle and wanted(one) and (not one.idle_count or not _is_pinned(one, now_us))
-        ]
-        return min(idle, key=lambda one: one.last_used, default=None)
+        while self._pinned_idle and self._pinned_idle[0][0] <= now_us:
+            segment = self._segments.get(heapq.heappop(self._pinned_idle)[1])
+            if segment is not None and segment.pinned_until_us <= now_us:
+                segment.pinned_until_us, segment.is_queued = 0, False
+                self._queue_idle(segment)
+
+        def fits(segment: Segment) -> bool:
+            if not segment.all_idle or (unmapped and segment.mappers) or segment.pinned_until_us:
+                return False
+            until_us = _pinned_until_us(segment) if segment.idle_count else 0
+            if until_us > now_us:
+                segment.pinned_until_us = until_us
+                heapq.heappush(self._pinned_idle, (until_us, segment.segment_id))
+                if len(self._pinned_idle) > 2 * len(self._segments) + 64:  # pins that ended early
+                    ends = ((one.pinned_until_us, one.segment_id) for one in self._segments.values())
+                    self._pinned_idle[:] = sorted(end for end in ends if end[0])
+            return until_us <= now_us
+
+        found = [one.first(fits) for size_bytes, one in by_size.items() if size_bytes >= slot_bytes]
+        return min((one for one in found if one is not None), key=lambda one: one.last_used, default=None)
+
+    def _queue_idle(self, segment: Segment) -> None:
+        """Have a segment found by `_idlest` if nothing in it is in use."""
+        if segment.is_queued or segment.pinned_until_us or not segment.all_idle:
+            return
+        segment.is_queued = True
+        size_bytes = segment.size_bytes
+        self._own_idle.setdefault(segment.tenant, {}).setdefault(size_bytes, _IdleSegments()).add(segment)
+        if not segment.mappers:
+            self._unmapped_idle.setdefault(size_bytes, _IdleSegments()).add(segment)
 
     def _empty(self, segment: Segment) -> None:
         for slot in segment.slots:
@@ -373,16 +486,18 @@ class SegmentTable:
 
     def _retire_for(self, tenant: str, slot_bytes: int) -> SpaceNeed:
         """Take another tenant's idle segment out of service; a segment never changes tenant."""
-        if any(one.state is SegmentState.DYING and not one.mappers for one in self._segments.values()):
+        if any(not one.mappers for one in self._dying.values()):
             return SpaceNeed.RETIREMENT  # one is on its way out already
         if self._retire_prepared(slot_bytes):
             return SpaceNeed.RETIREMENT
-        victim = self._idlest(lambda one: one.tenant != tenant and one.size_bytes >= slot_bytes and not one.mappers)
+        # None of the tenant's own: they are in use or pinned, or `allocate` would have taken one.
+        victim = self._idlest(self._unmapped_idle, slot_bytes, unmapped=True)
         if victim is None:
             return SpaceNeed.FULL
         self._empty(victim)
         del self._vacant[victim.tenant][victim.segment_id]
         victim.state = SegmentState.DYING
+        self._dying[victim.segment_id] = victim
         victim.slots, victim.free = [], []
         return SpaceNeed.RETIREMENT
 
@@ -396,9 +511,10 @@ class SegmentTable:
                 break
             del self._vacant[""][segment.segment_id]
             segment.state = SegmentState.DYING
+            self._dying[segment.segment_id] = segment
             left_bytes += segment.size_bytes
         return True
 
 
-def _is_pinned(segment: Segment, now_us: int) -> bool:
-    return any(slot.record is not None and slot.record.metadata.pinned_until_us > now_us for slot in segment.slots)
+def _pinned_until_us(segment: Segment) -> int:
+    return max((slot.record.metadata.pinned_until_us for slot in segment.slots if slot.record is not None), default=0)

@@ -73,6 +73,7 @@ class Slot:
     doomed: bool = False
     # Nothing is lost when the page goes, and it is not kept for later: free after the last use.
     fleeting: bool = False
+    is_announced: bool = False  # others may know that the page is in staging
     name: bytes = b""  # of the page to the eviction policy of its size class; empty while it is not there
     idle: bool = False  # counted among its segment's evictable slots
     uses: int = 0  # of the page since it came here: leases, and stores that found it
@@ -120,6 +121,8 @@ class Segment:
     slots: list[Slot] = field(default_factory=list)
     free: list[int] = field(default_factory=list)  # indexes of `slots`; the last is handed out next
     idle_count: int = 0  # evictable slots
+    is_queued: bool = False  # among the segments that could be emptied
+    pinned_until_us: int = 0  # it is passed over until then; 0: it is not known to hold pinned pages
     last_used: int = 0  # tick of the last touch of any of its pages
     mappers: set[bytes] = field(default_factory=set)  # sessions whose peer may map it
 

@@ -19,6 +19,9 @@ OnStaging = Callable[[PageRecord, bool], None]
 """Told of every page that becomes visible in staging (True) or leaves it (False)."""
 
 
+_NO_PAGES: dict[PageKey, Slot] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLimits:
     """Budgets and times of the ledger."""
@@ -35,13 +38,17 @@ class LedgerLimits:
 class StagedPages:
     """The part of the ledger that knows no sessions. Use from one thread only."""
 
-    def __init__(self, limits: LedgerLimits, on_staging: OnStaging) -> None:
-        """on_staging hears only of pages whose keyspace `tells`."""
+    def __init__(
+        self,
+        limits: LedgerLimits,
+        on_staging: OnStaging,
+        staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
+    ) -> None:
+        """staging_is_tier: whether others may know what is in staging; `on_staging` gets no other pages."""
         self._limits = limits
+        self._staging_is_tier = staging_is_tier
         self._on_staging = on_staging
         self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
-        # Whether staging is a tier of its own for a keyspace, so that others may know what is there.
-        self.tells: Callable[[bytes], bool] = lambda keyspace: True
         # Whether a keyspace may take so many slot bytes for a page; it may throw out others of its own.
         self.admit: Callable[[PageRecord, int], KvPoolError | None] = lambda record, size_bytes: None
         # A visible page was leased, or asked to be stored again.
@@ -60,7 +67,8 @@ class StagedPages:
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
         self._tick = 0
-        self._ready: dict[PageKey, Slot] = {}
+        self.ready_count = 0  # visible pages
+        self._ready: dict[bytes, dict[PageKey, Slot]] = {}  # visible pages by keyspace; none is empty
         self._writing: dict[PageKey, Slot] = {}
         self._filling: dict[PageKey, list[Slot]] = {}  # more than one: the page is asked of two sources at once
 
@@ -69,17 +77,18 @@ class StagedPages:
         """Whether the pages that are not yet durable take more than half of what writers may have."""
         return 2 * self.dirty_bytes > self._limits.writer_bytes
 
-    @property
-    def ready_count(self) -> int:
-        return len(self._ready)
-
     def find(self, key: PageKey) -> Slot | None:
         """The slot of a visible page."""
-        return self._ready.get(key)
+        pages = self._ready.get(key.keyspace)
+        return None if pages is None else pages.get(key)
 
     def ready_pages(self) -> list[PageRecord]:
         """All visible pages."""
-        return [slot.page for slot in self._ready.values()]
+        return [slot.page for pages in self._ready.values() for slot in pages.values()]
+
+    def ready_keyspaces(self) -> list[bytes]:
+        """Keyspaces that have visible pages."""
+        return list(self._ready)
 
     def is_coming(self, key: PageKey) -> bool:
         """Somebody writes the page, or it is on its way from disk or a peer."""
@@ -87,7 +96,7 @@ class StagedPages:
 
     def ready_slots(self, keyspace: bytes) -> list[Slot]:
         """Visible pages of a keyspace."""
-        return [slot for key, slot in self._ready.items() if key.keyspace == keyspace]
+        return list(self._ready.get(keyspace, _NO_PAGES).values())
 
     # Promotion and pulls
 
@@ -118,7 +127,7 @@ class StagedPages:
         filling.remove(slot)
         if not filling:
             del self._filling[slot.page.key]
-        present = self._ready.get(slot.page.key)
+        present = self.find(slot.page.key)
         if verified and not slot.doomed and present is None:
             slot.pins = 1
             slot.sealed = True  # as it came: its sums were verified on the way
@@ -171,9 +180,11 @@ class StagedPages:
         slot.record = replace(slot.page, metadata=metadata)
         self.space.retain(slot)
 
-    def tell_anew(self, slot: Slot, present: bool) -> None:
-        """Staging has become a tier of the page's keyspace, or is none any more."""
-        self._on_staging(slot.page, present)
+    def reannounce(self, slot: Slot) -> None:
+        """Announce a visible page, or take that back, as the policy of its keyspace says now."""
+        if self._staging_is_tier(slot.page.key.keyspace) != slot.is_announced:
+            slot.is_announced = not slot.is_announced
+            self._on_staging(slot.page, slot.is_announced)
 
     def give_up(self, slot: Slot) -> None:
         """Throw a page out that nobody uses and that is not dirty."""
@@ -185,11 +196,11 @@ class StagedPages:
         """Make a page invisible at once; its slot comes back after its last use. False if it is not in staging."""
         for filling in self._filling.get(key, ()):
             filling.doomed = True  # what is on its way here is not wanted any more
-        slot = self._ready.get(key)
+        slot = self.find(key)
         if slot is None:
             return False
-        del self._ready[key]
-        self._tell(slot.page, False)
+        self._hide(key)
+        self._withdraw(slot)
         slot.doomed = True
         self.make_clean(slot)
         self._free_or_settle(slot)
@@ -197,7 +208,7 @@ class StagedPages:
 
     def keys_of(self, keyspace: bytes) -> list[PageKey]:
         """Visible pages of a keyspace, and those on their way from disk or a peer."""
-        return [key for pages in (self._ready, self._filling) for key in pages if key.keyspace == keyspace]
+        return [*self._ready.get(keyspace, _NO_PAGES), *(key for key in self._filling if key.keyspace == keyspace)]
 
     # Inside
 
@@ -230,28 +241,38 @@ class StagedPages:
 
     def _publish(self, slot: Slot) -> None:
         slot.state = SlotState.READY
-        self._ready[slot.page.key] = slot
+        self._ready.setdefault(slot.page.key.keyspace, {})[slot.page.key] = slot
+        self.ready_count += 1
         self.space.settle(slot)
         self._touch(slot)
-        self._tell(slot.page, True)
+        self.reannounce(slot)
+
+    def _hide(self, key: PageKey) -> None:
+        pages = self._ready[key.keyspace]
+        del pages[key]
+        self.ready_count -= 1
+        if not pages:
+            del self._ready[key.keyspace]
 
     def _evicted(self, slot: Slot) -> None:
         self.on_evicted()
         self.on_held(slot.page, -slot.size_bytes)
-        del self._ready[slot.page.key]
-        self._tell(slot.page, False)
+        self._hide(slot.page.key)
+        self._withdraw(slot)
         self.on_left(slot.page.key)
 
-    def _tell(self, record: PageRecord, present: bool) -> None:
-        if self.tells(record.key.keyspace):
-            self._on_staging(record, present)
+    def _withdraw(self, slot: Slot) -> None:
+        """The page leaves: only what was announced is taken back, whatever the keyspace's policy says by now."""
+        if slot.is_announced:
+            slot.is_announced = False
+            self._on_staging(slot.page, False)
 
     def _free_or_settle(self, slot: Slot) -> None:
         if slot.readers or slot.pins:
             return  # settled when it came into use
         if slot.fleeting and slot.evictable:
-            del self._ready[slot.page.key]
-            self._tell(slot.page, False)
+            self._hide(slot.page.key)
+            self._withdraw(slot)
             self._free(slot)
         elif slot.doomed and not slot.ghosts:
             self._free(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -65,45 +66,64 @@ class DirtyPage:
 
 
 class WriteQueue:
-    """Dirty pages in the order of their commits, urgent ones first. Time is passed in."""
+    """Dirty pages in the order of their commits, urgent ones first. Time is passed in.
+
+    What is taken from the front again and again is an OrderedDict: a dict looks at everything that was there before.
+    """
 
     def __init__(self, limits: WriteBackLimits) -> None:
         self._limits = limits
         self._pace = Pace(limits.bytes_per_s) if limits.bytes_per_s else None
-        self._fresh: dict[int, DirtyPage] = {}  # never tried, by number; their due times never fall
-        self._again: dict[int, DirtyPage] = {}  # failed before, and due
+        self._pending: OrderedDict[int, DirtyPage] = OrderedDict()  # all that are not done, by number
+        self._pending_bytes = 0
+        self._fresh: OrderedDict[int, DirtyPage] = OrderedDict()  # never tried, by number; their due times never fall
+        self._again: OrderedDict[int, DirtyPage] = OrderedDict()  # failed or held back before, and due
         self._delayed: list[tuple[float, int, DirtyPage]] = []  # failed before: a heap by due time
         self._writing: dict[int, DirtyPage] = {}
-        self._urgent: dict[int, DirtyPage] = {}  # of fresh and again
-        self._groups: dict[tuple[bytes, bytes], dict[int, DirtyPage]] = {}  # of fresh and again, the oldest first
+        self._urgent: OrderedDict[int, DirtyPage] = OrderedDict()  # of fresh and again
+        # Of fresh and again, the oldest first.
+        self._groups: OrderedDict[tuple[bytes, bytes], OrderedDict[int, DirtyPage]] = OrderedDict()
         self._by_key: dict[PageKey, DirtyPage] = {}  # the one added last, until it is done
         self._fresh_bytes = 0
         self._last_number = 0
-        self._held: set[bytes] = set()  # keyspaces that are being cleared
+        self._held: dict[bytes, list[DirtyPage]] = {}  # keyspaces that are being cleared, with what came up meanwhile
         self.batches_in_flight = 0
 
     @property
     def pending(self) -> list[DirtyPage]:
         """Everything that is to become durable, in writing included."""
-        delayed = (page for _, _, page in self._delayed)
-        return [*self._writing.values(), *self._again.values(), *self._fresh.values(), *delayed]
+        return list(self._pending.values())
 
     def oldest_s(self, now_s: float) -> float:
         """How long ago the page was committed that waits for longest; 0 if none does."""
-        return max((now_s - page.committed_s for page in self.pending if page.wanted), default=0.0)
+        while self._pending:
+            number, page = next(iter(self._pending.items()))
+            if page.wanted:
+                return now_s - page.committed_s
+            self._forget(number)
+        return 0.0
 
     def waiting_bytes(self) -> int:
-        """Bytes of pages that are to become durable, those that are being written included."""
-        return sum(page.record.page_bytes for page in self.pending if page.wanted)
+        """Bytes of pages that are to become durable, those that are being written included.
+
+        A page that was dropped counts until it comes up.
+        """
+        return self._pending_bytes
+
+    def is_writing(self, keyspace: bytes) -> bool:
+        """Whether pages of a keyspace are being written."""
+        return any(page.record.key.keyspace == keyspace for page in self._writing.values())
 
     def add(self, slot: Slot, now_s: float) -> DirtyPage:
         """A page was committed, or is to go to disk after all."""
         self._last_number += 1
         page = DirtyPage(slot, slot.page, slot.stay, self._last_number, now_s + self._limits.linger_s, now_s)
         self._by_key[page.record.key] = page
+        self._pending[page.number] = page
+        self._pending_bytes += page.record.page_bytes
         self._fresh[page.number] = page
         self._fresh_bytes += page.record.page_bytes
-        self._groups.setdefault(_group(page), {})[page.number] = page
+        self._join_group(page)
         return page
 
     def find(self, slot: Slot) -> DirtyPage | None:
@@ -135,10 +155,11 @@ class WriteQueue:
 
     def hold(self, keyspace: bytes) -> None:
         """Start no write of a keyspace until `unhold`."""
-        self._held.add(keyspace)
+        self._held.setdefault(keyspace, [])
 
     def unhold(self, keyspace: bytes) -> None:
-        self._held.discard(keyspace)
+        for page in self._held.pop(keyspace, ()):
+            self._requeue(page)
 
     def next_batch(self, now_s: float, *, in_budget: bool = True) -> list[DirtyPage]:
         """Pages to write together now; empty if it is not time yet or enough batches are in flight.
@@ -209,11 +230,19 @@ class WriteQueue:
 
     def _take_delayed(self, now_s: float) -> None:
         while self._delayed and self._delayed[0][0] <= now_s:
-            page = heapq.heappop(self._delayed)[2]
-            self._again[page.number] = page
-            if page.urgent:
-                self._urgent[page.number] = page
-            self._groups.setdefault(_group(page), {})[page.number] = page
+            self._requeue(heapq.heappop(self._delayed)[2])
+
+    def _requeue(self, page: DirtyPage) -> None:
+        self._again[page.number] = page
+        if page.urgent:
+            self._urgent[page.number] = page
+        self._join_group(page)
+
+    def _join_group(self, page: DirtyPage) -> None:
+        group = self._groups.get(_group(page))
+        if group is None:
+            group = self._groups[_group(page)] = OrderedDict()
+        group[page.number] = page
 
     def _is_queued(self, page: DirtyPage) -> bool:
         """It waits for nothing but its turn."""
@@ -235,17 +264,19 @@ class WriteQueue:
         size_bytes = 0
         # A page dropped in the middle of its write and stored again waits: two writes of a key could land in any order.
         busy = {page.record.key for page in self._writing.values()}
-        # Each group once: what cannot start now, as while its keyspace is cleared, may be all of it.
-        seen = set[tuple[bytes, bytes]]()
+        seen = set[tuple[bytes, bytes]]()  # each group once
         first_groups = (_group(page) for page in firsts)
         gone = list[DirtyPage]()  # cleared or evicted meanwhile
+        held = list[DirtyPage]()  # out of the way until their keyspace is released: they may be all that waits
         for group in chain(first_groups, self._groups if then_others else ()):
             if group in seen:
                 continue
             seen.add(group)
-            for page in self._groups.get(group, {}).values():
+            for page in self._groups.get(group, _NO_GROUP).values():
                 if not page.wanted:
                     gone.append(page)
+                elif page.record.key.keyspace in self._held:
+                    held.append(page)
                 elif self._may_start(page.record.key, busy):
                     if batch and size_bytes + page.record.page_bytes > self._limits.batch_bytes:
                         break
@@ -259,15 +290,24 @@ class WriteQueue:
         for page in gone:
             self._dequeue(page)
             self._done(page)
+        for page in held:
+            self._dequeue(page)
+            self._held[page.record.key.keyspace].append(page)
         return list(batch.values())
 
     def _done(self, page: DirtyPage) -> None:
         page.state = WriteState.DONE
+        self._forget(page.number)
         if self._by_key.get(page.record.key) is page:
             del self._by_key[page.record.key]
 
+    def _forget(self, number: int) -> None:
+        page = self._pending.pop(number, None)
+        if page is not None:
+            self._pending_bytes -= page.record.page_bytes
+
     def _may_start(self, key: PageKey, busy: set[PageKey]) -> bool:
-        return key not in busy and key.keyspace not in self._held
+        return key not in busy
 
     def _dequeue(self, page: DirtyPage) -> None:
         if self._fresh.pop(page.number, None) is not None:
@@ -278,6 +318,9 @@ class WriteQueue:
         del group[page.number]
         if not group:
             del self._groups[_group(page)]
+
+
+_NO_GROUP: OrderedDict[int, DirtyPage] = OrderedDict()
 
 
 def _group(page: DirtyPage) -> tuple[bytes, bytes]:
