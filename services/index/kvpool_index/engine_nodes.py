@@ -45,6 +45,9 @@ class NodeService:
         grant = await self._directory.register(
             info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms, attempt=attempt
         )
+        if grant.took_over:
+            self._metrics.node_events.labels("taken_over").inc()
+            _log.warning("node %s at %s took over a live lease of another process", info.node_id.hex(), info.endpoint)
         if not grant.is_repeat:  # else its facts may be old ones
             self._registered(info, grant, ttl_ms, asked_at_s)
         return NodeLease(

@@ -97,7 +97,7 @@ class IndexMetrics:
             "What the store lost of any live node longer ago than this has been restored.",
             registry=registry,
         )
-        for event in ("registered", "ended", "died"):
+        for event in ("registered", "taken_over", "ended", "died"):
             self.node_events.labels(event)
         for result in ("removed", "absent"):
             self.stale_reports.labels(result)

@@ -34,6 +34,7 @@ class NodeGrant:
     ordinal: int
     announce_epoch: int
     is_repeat: bool = False  # of an attempt that is not above the highest seen: nothing was changed
+    took_over: bool = False  # another process held a live lease of this node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,9 @@ class LocationStore(Protocol):
         ...
 
 
+VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
+"""How far the clocks of two servers of one store may lie apart: bounds incarnations and versions of policies."""
+
 PROCESSES_REMEMBERED: Final = 4
 """Of each node: the one that registered last, and those before it."""
 
@@ -130,6 +134,9 @@ class NodeDirectory(Protocol):
         info.incarnation 0 asks for a new incarnation: max(stored, last_incarnation, store time in microseconds) + 1.
         Otherwise the same one is granted again, with the ordinal it had if the store remembers it; raises
         StaleIncarnation when a newer one is stored. The announce epoch grows with each registration. Logs an event.
+
+        Raises InvalidRequest for an incarnation more than VERSION_AHEAD_US ahead of the store's time: the node's next
+        start would find no higher one. A stored one that far ahead does not count.
 
         An attempt that is not above the highest seen of its process changes nothing and is told what was granted last.
         A process that asks for a new incarnation again, after an answer was lost, gets the one that it has. One that a
@@ -183,10 +190,6 @@ class KeyspaceRegistry(Protocol):
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         """All of a tenant's, ordered by name."""
         ...
-
-
-VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
-"""How far the clocks of two servers of one store may lie apart."""
 
 
 class PolicyRegistry(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
-from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
 from kvpool_index.core.events import ORIGIN, NodeState, unpack_node
 from kvpool_index.core.nodes import NodeRecord
 from kvpool_index.ports import BoundKeyspace, IndexStore, NodeGrant
@@ -65,6 +65,29 @@ async def test_incarnations_grow_past_everything_known(harness: Harness) -> None
     third = await register(harness.store, info, last_incarnation=far)
     assert third.incarnation == far + 1
     assert (await register(harness.store, info)).incarnation == far + 2
+
+
+async def test_no_registration_can_leave_a_node_without_a_next_incarnation(harness: Harness) -> None:
+    info = new_node()
+    victim = await register(harness.store, info)
+    day_us = 24 * 3600 * 1_000_000
+    for last in ((1 << 53) - 2, victim.incarnation + 2 * day_us):
+        with pytest.raises(InvalidRequest, match="clock"):
+            await register(harness.store, info, last_incarnation=last)
+        with pytest.raises(InvalidRequest, match="clock"):
+            await register(harness.store, replace(info, incarnation=last))
+    attacked = await register(harness.peer, info, last_incarnation=victim.incarnation + day_us // 2)
+    assert (await register(harness.store, info, last_incarnation=attacked.incarnation)).incarnation > attacked.incarnation
+
+
+async def test_taking_over_a_live_lease_is_said(harness: Harness) -> None:
+    info = new_node()
+    first = await register(harness.store, info, ttl_ms=LEASE_MS)
+    assert not first.took_over
+    assert not (await register(harness.store, replace(info, incarnation=first.incarnation), ttl_ms=LEASE_MS)).took_over
+    assert (await register(harness.peer, info, ttl_ms=LEASE_MS)).took_over
+    await harness.let_leases_end()
+    assert not (await register(harness.peer, info)).took_over
 
 
 async def test_the_same_incarnation_keeps_its_ordinal(harness: Harness) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
-from kvpool_index.core.nodes import NodeRecord
-from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.core.nodes import INCARNATION_AHEAD, NodeRecord
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class MemoryNodeDirectory:
         attempt: RegistrationAttempt = UNNUMBERED,
     ) -> NodeGrant:
         now_us = self._clock.wall_us()
+        if max(info.incarnation, last_incarnation) > now_us + VERSION_AHEAD_US:
+            raise InvalidRequest(INCARNATION_AHEAD)
         known = self._nodes.get(info.node_id)
         stored = known.info.incarnation if known is not None else 0
         again = known is not None and attempt.process_id != b"" and known.attempt.process_id == attempt.process_id
@@ -54,6 +56,7 @@ class MemoryNodeDirectory:
         granted = info.incarnation or max(stored, last_incarnation, now_us) + 1
         if known is not None and again and not info.incarnation and not known.ended and stored > last_incarnation:
             granted = stored
+        is_live = known is not None and known.alive and known.expires_at_s > self._clock.monotonic_s()
         same = known is not None and stored == granted and not known.ended
         node = _Node(
             info=replace(info, incarnation=granted),
@@ -67,7 +70,12 @@ class MemoryNodeDirectory:
         )
         self._nodes[info.node_id] = node
         self._log(node)
-        return NodeGrant(incarnation=granted, ordinal=node.ordinal, announce_epoch=node.epoch)
+        return NodeGrant(
+            incarnation=granted,
+            ordinal=node.ordinal,
+            announce_epoch=node.epoch,
+            took_over=is_live and not again and not info.incarnation,
+        )
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
         node = self._held(node_id, incarnation)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import LeaseLost, StaleIncarnation, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation, StoreUnavailable
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack
-from kvpool_index.core.nodes import NodeRecord, pack_info, pack_load, unpack_info, unpack_load
-from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.core.nodes import INCARNATION_AHEAD, NodeRecord, pack_info, pack_load, unpack_info, unpack_load
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
 _REGISTER: Final = load_script("register_node")
 _RENEW: Final = load_script("renew_lease")
@@ -24,6 +24,8 @@ _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
 _ORDINAL: Final = struct.Struct("<I")
 _ORDINAL_CANDIDATES: Final = 8
 
+_REPEAT: Final = 1  # see register_node.lua
+_TOOK_OVER: Final = 2
 _LOST: Final = "the node's lease has ended; register again with the same incarnation"
 
 
@@ -60,13 +62,22 @@ class RedisNodeDirectory:
             attempt.process_id,
             b"%d" % attempt.number,
             b"%d" % PROCESSES_REMEMBERED,
+            b"%d" % VERSION_AHEAD_US,
         )
         if answer[0] == -1:
             raise StaleIncarnation(f"incarnation {answer[1]} of this node is registered")
         if answer[0] == -2:
             raise StoreUnavailable("no free ordinal was found for the node; register again")
-        incarnation, ordinal, epoch, repeat = answer
-        return NodeGrant(incarnation=incarnation, ordinal=ordinal, announce_epoch=epoch, is_repeat=bool(repeat))
+        if answer[0] == -3:
+            raise InvalidRequest(INCARNATION_AHEAD)
+        incarnation, ordinal, epoch, what = answer
+        return NodeGrant(
+            incarnation=incarnation,
+            ordinal=ordinal,
+            announce_epoch=epoch,
+            is_repeat=what == _REPEAT,
+            took_over=what == _TOOK_OVER,
+        )
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
         keys = [self._records, self._loads]

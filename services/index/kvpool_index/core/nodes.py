@@ -11,6 +11,11 @@ from kvpool.core.errors import InvalidRequest
 
 MAX_INCARNATION: Final = (1 << 53) - 1  # the store's scripts count in doubles; microseconds reach this in the year 2255
 
+INCARNATION_AHEAD: Final = (
+    "the incarnation lies more than 24 hours ahead of the store's clock, so that no index granted it; "
+    "set the clocks of Redis and of the node's host right"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:

@@ -3,7 +3,7 @@
 -- KEYS     records, infos, ordinals, events      ARGV  1 node id, 2 incarnation, 3 bound of the event stream
 -- Returns  1 if a live lease was ended, else 0
 local record = redis.call("HGET", KEYS[1], ARGV[1])
-if not record then
+if not record or #record ~= 34 then
   return 0
 end
 local stored, ordinal, epoch, fence, lease_end, alive, ended = struct.unpack("<I8I4I8I4I8BB", record)

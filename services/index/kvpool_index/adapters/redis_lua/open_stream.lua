@@ -4,7 +4,7 @@
 -- Returns  {1, ordinal, number}; {0} if the lease has ended; {-1} if a newer incarnation is registered; {-2} if the
 --          epoch is an old one
 local record = redis.call("HGET", KEYS[1], ARGV[1])
-if not record then
+if not record or #record ~= 34 then
   return {0}
 end
 local time = redis.call("TIME")

@@ -3,7 +3,7 @@
 -- KEYS     records, loads      ARGV  1 node id, 2 incarnation, 3 TTL in ms, 4 load
 -- Returns  1; 0 if the lease has ended; -1 if a newer incarnation is registered
 local record = redis.call("HGET", KEYS[1], ARGV[1])
-if not record then
+if not record or #record ~= 34 then
   return 0
 end
 local time = redis.call("TIME")
