@@ -1,5 +1,6 @@
 """Keyspaces as the engine serves them."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,11 @@ class KeyspaceService:
 
     async def of_tenant(self, tenant: str) -> list[KnownKeyspace]:
         """All of a tenant's, by name."""
-        return [_decoded(bound) for bound in await self._registry.of_tenant(tenant)]
+        found: list[KnownKeyspace] = []
+        for bound in await self._registry.of_tenant(tenant):
+            with contextlib.suppress(InvalidRequest):  # opened through an index of a later version
+                found.append(_decoded(bound))
+        return found
 
     async def get(self, tenant: str, keyspace: bytes) -> KnownKeyspace:
         """A keyspace of this tenant. Raises KeyspaceUnknown, also for one of another tenant."""
@@ -120,7 +125,10 @@ class KeyspaceService:
 
 
 def _decoded(bound: BoundKeyspace) -> KnownKeyspace:
-    _, spec = decode_keyspace(bound.encoding)
+    """Raises InvalidRequest for an encoding that this version cannot read, or that another keyspace or tenant has."""
+    tenant, spec = decode_keyspace(bound.encoding)
+    if tenant != bound.tenant or keyspace_id(bound.encoding) != bound.keyspace_id:
+        raise InvalidRequest(f"keyspace {bound.keyspace_id.hex()} is recorded with the encoding of another one")
     grid = ShardGrid.of(spec)
     return KnownKeyspace(
         tenant=bound.tenant,

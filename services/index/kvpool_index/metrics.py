@@ -127,6 +127,14 @@ class _RedisCollector(Collector):
         for kind, count in stats.redirections.items():
             redirections.add_metric([kind], count)
         yield redirections
+        malformed = CounterMetricFamily(
+            f"{name}_malformed_records",
+            "Reads of a record that no index wrote, by kind; it is passed over, as if it were not there.",
+            labels=["kind"],
+        )
+        for kind, count in stats.malformed.items():
+            malformed.add_metric([kind], count)
+        yield malformed
         yield GaugeMetricFamily(f"{name}_masters", "Masters that share the keys; 0: not known yet.", stats.masters)
         yield GaugeMetricFamily(f"{name}_masters_up", "Masters that answered when last asked.", stats.masters_up)
         problems = GaugeMetricFamily(

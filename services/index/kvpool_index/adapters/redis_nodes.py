@@ -1,17 +1,22 @@
 """Nodes and keyspaces in Redis."""
 
+import logging
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, LeaseLost, StaleIncarnation, StoreUnavailable
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack
 from kvpool_index.core.nodes import INCARNATION_AHEAD, NodeRecord, pack_info, pack_load, unpack_info, unpack_load
+from kvpool_index.core.redis_stats import RedisStats
 from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
+
+_log = logging.getLogger(__name__)
 
 _REGISTER: Final = load_script("register_node")
 _RENEW: Final = load_script("renew_lease")
@@ -32,8 +37,11 @@ _LOST: Final = "the node's lease has ended; register again with the same incarna
 class RedisNodeDirectory:
     """NodeDirectory over a few hashes in one slot. Leases run by the server time of the master that has the slot."""
 
-    def __init__(self, lane: RedisLane, *, key_prefix: bytes, event_key: bytes, event_entries: int) -> None:
+    def __init__(
+        self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes, event_key: bytes, event_entries: int
+    ) -> None:
         self._lane = lane
+        self._stats = stats
         slot = key_prefix + b":{n}:"
         self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
         self._ordinals, self._events = slot + b"ordinals", event_key
@@ -106,11 +114,14 @@ class RedisNodeDirectory:
         time, *tables = await self._lane.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
         records, infos, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
-        return [
-            _node_record(records[node_id], infos[node_id], loads.get(node_id), now_us)
-            for node_id in records
-            if node_id in infos
-        ]
+        found: list[NodeRecord] = []
+        for node_id in records.keys() & infos.keys():
+            try:
+                found.append(_node_record(node_id, records[node_id], infos[node_id], loads.get(node_id), now_us))
+            except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
+                self._stats.malformed["node"] += 1
+                _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+        return found
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
         keys = [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts]
@@ -136,8 +147,9 @@ class RedisNodeDirectory:
 class RedisKeyspaceRegistry:
     """KeyspaceRegistry over one hash of names a tenant and one by keyspace id, in one slot."""
 
-    def __init__(self, lane: RedisLane, *, key_prefix: bytes) -> None:
+    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
         self._lane = lane
+        self._stats = stats
         self._slot = key_prefix + b":{k}:"
         self._ids = self._slot + b"ids"
 
@@ -145,7 +157,12 @@ class RedisKeyspaceRegistry:
         name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
         by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
         created, bound = await self._lane.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
-        return _bound(keyspace.tenant, name, bound), bool(created)
+        found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
+        if found is None:
+            raise KeyspaceMismatch(
+                f"keyspace {keyspace.name!r} is bound to bytes that no index wrote; remove it from the store", field=""
+            )
+        return found, bool(created)
 
     async def restore(self, keyspace: BoundKeyspace) -> None:
         by_id = b"\0".join((keyspace.tenant.encode(), keyspace.name.encode(), keyspace.encoding))
@@ -153,28 +170,44 @@ class RedisKeyspaceRegistry:
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         entry = await self._lane.call(self._ids, b"HGET", self._ids, keyspace_id)
-        if entry is None:
-            return None
-        tenant, name, encoding = entry.split(b"\0", 2)
-        return _bound(tenant.decode(), name, keyspace_id + encoding)
+        return None if entry is None else self._understood(keyspace_id, lambda: _by_id(keyspace_id, entry))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)
         flat = await self._lane.call(names, b"HGETALL", names)
         pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
-        return [_bound(tenant, name, meaning) for name, meaning in pairs]
+        found = (self._understood(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
+        return [bound for bound in found if bound is not None]
+
+    def _understood(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
+        try:
+            return read()
+        except ValueError as error:
+            self._stats.malformed["keyspace"] += 1
+            _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
+            return None
 
     def _names(self, tenant: str) -> bytes:
         return self._slot + b"names:" + tenant.encode()
 
 
+def _by_id(keyspace_id: bytes, entry: bytes) -> BoundKeyspace:
+    tenant, name, encoding = entry.split(b"\0", 2)
+    return _bound(tenant.decode(), name, keyspace_id + encoding)
+
+
 def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
+    """Raises ValueError for what no index wrote."""
+    if len(meaning) <= 16:
+        raise ValueError(f"{len(meaning)} bytes are no id and encoding")
     return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
 
 
 def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
     """Ordinal and latest stream number of a record whose lease runs. Raises StaleIncarnation, LeaseLost."""
     if packed is None:
+        raise LeaseLost(_LOST)
+    if len(packed) != _RECORD.size:
         raise LeaseLost(_LOST)
     incarnation, ordinal, _, number, lease_end_us, alive, _ = _RECORD.unpack(packed)
     if incarnation > wanted:
@@ -191,10 +224,14 @@ def _check_held(status: int, incarnation: int) -> None:
         raise LeaseLost(_LOST)
 
 
-def _node_record(packed: bytes, info: bytes, load: bytes | None, now_us: int) -> NodeRecord:
+def _node_record(node_id: bytes, packed: bytes, info: bytes, load: bytes | None, now_us: int) -> NodeRecord:
+    """Raises struct.error, ValueError and InvalidRequest for what no index wrote."""
     incarnation, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
+    node = unpack_info(info, incarnation)
+    if node.node_id != node_id:
+        raise ValueError("it names another node")
     return NodeRecord(
-        info=unpack_info(info, incarnation),
+        info=node,
         load=unpack_load(load),
         ordinal=ordinal,
         alive=bool(alive),

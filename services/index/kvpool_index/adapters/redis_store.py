@@ -71,10 +71,10 @@ class RedisIndexStore:
             max_entries=stream_entries,
         )
         self.nodes = RedisNodeDirectory(
-            self._control, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
+            self._control, self.redis, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
         )
-        self.keyspaces = RedisKeyspaceRegistry(self._control, key_prefix=prefix)
-        self.policies = RedisPolicyRegistry(self._control, key_prefix=prefix)
+        self.keyspaces = RedisKeyspaceRegistry(self._control, self.redis, key_prefix=prefix)
+        self.policies = RedisPolicyRegistry(self._control, self.redis, key_prefix=prefix)
         self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
 
     async def check_layout(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+from kvpool.core.addresses import check_node_addresses
 from kvpool.core.cluster import UNNUMBERED, LiveNode, NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import InvalidRequest
 
@@ -146,25 +147,33 @@ def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
     """The inverse of pack_info. Fields that a newer version wrote are left out.
 
     A kind that only a newer version has a name for stays the number that it is: the node lives, its locations must not
-    be swept, and clients that know the kind are told of it.
+    be swept, and clients that know the kind see it. Raises ValueError and InvalidRequest for what no index wrote.
     """
-    fields: Mapping[str, object] = json.loads(data)
-    known: dict[str, object] = {name: fields[name] for name in _INFO_FIELDS if name in fields}
-    node_id = bytes.fromhex(str(fields["node_id"]))
-    kind = int(str(fields["kind"]))
-    known["kind"] = NodeKind(kind) if kind <= max(NodeKind) else kind
-    return NodeInfo(node_id=node_id, incarnation=incarnation, **known)  # type: ignore[arg-type]
+    fields = json.loads(data)
+    if not isinstance(fields, dict):
+        raise ValueError("the record of a node is no object")
+    known = {name: fields[name] for name in _INFO_FIELDS if name in fields}
+    for name, value in known.items():
+        if type(value) is not _INFO_FIELDS[name]:
+            raise ValueError(f"{name} of a node is a {type(value).__name__}")
+    node_id, kind = bytes.fromhex(str(fields.get("node_id"))), fields.get("kind")
+    if len(node_id) != 16 or type(kind) is not int or not 0 < kind < 1 << 31:
+        raise ValueError("the record of a node names no id or no kind")
+    if not 0 <= known.get("capacity_bytes", 0) < 1 << 63:
+        raise ValueError("the capacity of a node does not fit into 63 bits")
+    known_kind = NodeKind(kind) if kind <= max(NodeKind) else kind
+    return check_node_addresses(NodeInfo(node_id=node_id, incarnation=incarnation, kind=known_kind, **known))
 
 
-_INFO_FIELDS: Final = (
-    "host_id",
-    "endpoint",
-    "bulk_endpoint",
-    "local_socket",
-    "capacity_bytes",
-    "metrics_url",
-    "draining",
-)
+_INFO_FIELDS: Final[Mapping[str, type]] = {
+    "host_id": str,
+    "endpoint": str,
+    "bulk_endpoint": str,
+    "local_socket": str,
+    "capacity_bytes": int,
+    "metrics_url": str,
+    "draining": bool,
+}
 
 
 def pack_load(load: NodeLoad) -> bytes:
@@ -174,7 +183,7 @@ def pack_load(load: NodeLoad) -> bytes:
 
 def unpack_load(data: bytes | None) -> NodeLoad:
     """The inverse of pack_load; zeros for what was not reported, or not yet known to the version that wrote it."""
-    figures = struct.unpack(f"<{len(data) // 8}q", data) if data else ()
+    figures = struct.unpack_from(f"<{len(data) // 8}q", data) if data else ()
     return NodeLoad(**dict(zip(_LOAD_FIELDS, figures, strict=False)))
 
 
