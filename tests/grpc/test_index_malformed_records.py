@@ -12,7 +12,7 @@ from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, open_keyspace
 from tests.fixtures.index_server import RunningIndex, running_index
-from tests.fixtures.redis_server import RedisServer, running_redis
+from tests.fixtures.redis_server import running_redis
 
 RECORD = struct.pack("<QIQIQBB", 1 << 50, 77, 1, 1, 1 << 52, 1, 0)
 MALFORMED_INFOS = [

@@ -94,26 +94,23 @@ class KeyspaceService:
             known = self._remember(bound) if bound is not None else None
         return known
 
-    async def restore(self, encodings: Sequence[bytes]) -> None:
-        """Store again those that the store has lost, with their names as far as this replica knows them.
+    async def restore(self, tenant: str, encodings: Sequence[bytes]) -> None:
+        """Store again those of this tenant that the store has lost, with their names as far as this replica knows them.
 
         Raises InvalidRequest for a malformed encoding.
         """
-        for encoding in encodings:
-            decode_keyspace(encoding)
-            at = keyspace_id(encoding)
-            bound, known = await self._registry.by_id(at), self._known.get(at)
+        own = {keyspace_id(each): each for each in encodings if decode_keyspace(each)[0] == tenant}
+        lost: list[BoundKeyspace] = []
+        for (at, encoding), bound in zip(own.items(), await self._registry.by_ids(list(own)), strict=True):
+            known = self._known.get(at)
             # Another replica that did not know the name may have been first.
             if bound is None or (not bound.name and known is not None and known.name):
-                await self._restore(at, encoding)
-
-    async def _restore(self, at: bytes, encoding: bytes) -> None:
-        tenant, _ = decode_keyspace(encoding)
-        known = self._known.get(at)
-        bound = BoundKeyspace(tenant=tenant, name=known.name if known else "", keyspace_id=at, encoding=encoding)
-        if bound.name:
-            await self._registry.bind(bound)  # unless the name has been bound to another encoding since
-        await self._registry.restore(bound)
+                name = known.name if known else ""
+                lost.append(BoundKeyspace(tenant=tenant, name=name, keyspace_id=at, encoding=encoding))
+        for each in lost:
+            if each.name:
+                await self._registry.bind(each)  # unless the name has been bound to another encoding since
+        await self._registry.restore(lost)
 
     def _remember(self, bound: BoundKeyspace) -> KnownKeyspace:
         if len(self._known) >= _CACHE_MAX:

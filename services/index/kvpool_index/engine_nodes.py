@@ -78,9 +78,9 @@ class NodeService:
         self.table.renewed(node_id, incarnation, load, asked_at_s + ttl_ms / 1000)
         return ttl_ms
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        """End a lease; idempotent."""
-        await self._directory.end(node_id, incarnation)
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes) -> None:
+        """End a lease; idempotent. Raises StaleIncarnation for that of another process."""
+        await self._directory.end(node_id, incarnation, process_id)
         self._local_changes += 1
         record = self.table.live_record(node_id, self._clock.monotonic_s())
         if record is not None and record.info.incarnation == incarnation:

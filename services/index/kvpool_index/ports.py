@@ -133,7 +133,8 @@ class NodeDirectory(Protocol):
 
         info.incarnation 0 asks for a new incarnation: max(stored, last_incarnation, store time in microseconds) + 1.
         Otherwise the same one is granted again, with the ordinal it had if the store remembers it; raises
-        StaleIncarnation when a newer one is stored. The announce epoch grows with each registration. Logs an event.
+        StaleIncarnation when a newer one is stored, or another process has registered it. The announce epoch grows with
+        each registration. Logs an event.
 
         Raises InvalidRequest for an incarnation more than VERSION_AHEAD_US ahead of the store's time: the node's next
         start would find no higher one. A stored one that far ahead does not count.
@@ -148,12 +149,20 @@ class NodeDirectory(Protocol):
         """Raises LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered."""
         ...
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        """End the lease of this incarnation for good and log that the node went; nothing if it holds none."""
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
+        """End the lease of this incarnation for good and log that the node went; nothing if it holds none.
+
+        Raises StaleIncarnation if another process than process_id registered it; one that gave no id is not compared.
+        """
         ...
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
-        """Fence the node's earlier announce streams. Raises StaleIncarnation and LeaseLost (also for an old epoch)."""
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
+        """Fence the node's earlier announce streams. Raises LeaseLost (also for an old epoch), StaleIncarnation.
+
+        The latter also for another process than the one that registered; one that gave no id is not compared.
+        """
         ...
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
@@ -179,12 +188,16 @@ class KeyspaceRegistry(Protocol):
         """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic."""
         ...
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        """Have `by_id` know a keyspace that was lost, under no name (it is left empty) until one is bound again."""
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        """Have `by_id` know keyspaces that were lost, in one round; under no name if theirs is empty."""
         ...
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         """A keyspace by its id, under the name that it first got."""
+        ...
+
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        """The same for several, in one round; None for those that are not known."""
         ...
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:

@@ -91,15 +91,24 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.GetKeyspacePoliciesRequest,
         context: Context[pb.GetKeyspacePoliciesRequest, pb.GetKeyspacePoliciesResponse],
     ) -> pb.GetKeyspacePoliciesResponse:
-        policies, version = await self._engine.exchange_policies(
-            convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items),
-            convert.convert_items(
-                request.known, convert_policy.versioned_policy_from_proto, "known", most=self._max_items
-            ),
+        policies, version = await self._engine.keyspace_policies(
+            convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items)
         )
         return pb.GetKeyspacePoliciesResponse(
             policies=[convert_policy.versioned_policy_to_proto(one) for one in policies], policy_version=version
         )
+
+    async def RestoreKeyspacePolicies(
+        self,
+        request: pb.RestoreKeyspacePoliciesRequest,
+        context: Context[pb.RestoreKeyspacePoliciesRequest, pb.RestoreKeyspacePoliciesResponse],
+    ) -> pb.RestoreKeyspacePoliciesResponse:
+        kept = convert.convert_items(
+            request.policies, convert_policy.kept_policy_from_proto, "policy", most=self._max_items
+        )
+        node_id = convert.check_id(request.node_id, "node_id")
+        await self._engine.restore_policies(self._tenant(), node_id, request.incarnation, kept)
+        return pb.RestoreKeyspacePoliciesResponse()
 
     async def RegisterNode(
         self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
@@ -130,7 +139,8 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
     async def EndLease(
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
     ) -> pb.EndLeaseResponse:
-        await self._engine.end_lease(convert.check_id(request.node_id, "node_id"), request.incarnation)
+        node_id = convert.check_id(request.node_id, "node_id")
+        await self._engine.end_lease(node_id, request.incarnation, request.process_id)
         return pb.EndLeaseResponse()
 
     async def ListNodes(
@@ -154,6 +164,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                             convert.check_id(request.open.node_id, "node_id"),
                             request.open.incarnation,
                             request.open.announce_epoch,
+                            request.open.process_id,
                         )
                     case "batch" if stream is not None:
                         changes = convert.convert_items(
@@ -252,6 +263,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         encodings = request.keyspace_encodings
         convert.check_count(len(encodings), "number of keyspace_encodings", most=self._max_items)
         digests, applied = await self._engine.reconcile_digests(
+            self._tenant(),
             convert.check_id(request.node_id, "node_id"),
             request.incarnation,
             request.first_range,

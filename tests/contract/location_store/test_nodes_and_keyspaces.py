@@ -77,7 +77,8 @@ async def test_no_registration_can_leave_a_node_without_a_next_incarnation(harne
         with pytest.raises(InvalidRequest, match="clock"):
             await register(harness.store, replace(info, incarnation=last))
     attacked = await register(harness.peer, info, last_incarnation=victim.incarnation + day_us // 2)
-    assert (await register(harness.store, info, last_incarnation=attacked.incarnation)).incarnation > attacked.incarnation
+    healed = await register(harness.store, info, last_incarnation=attacked.incarnation)
+    assert healed.incarnation > attacked.incarnation
 
 
 async def test_taking_over_a_live_lease_is_said(harness: Harness) -> None:

@@ -121,11 +121,12 @@ class Node:
         self.located = 0
         self.on_locate: Callable[[], None] = lambda: None
         self.superseded: list[StaleIncarnation] = []
+        self.load_errors: list[Exception] = []
         self.link = NodeLink(
             client,
             NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
             last_incarnation=7,
-            load=NodeLoad,
+            load=self.load,
             truth=self,
             on_superseded=self.superseded.append,
             config=NodeLinkConfig(
@@ -133,6 +134,11 @@ class Node:
                 | bounds
             ),
         )
+
+    def load(self) -> NodeLoad:
+        if self.load_errors:
+            raise self.load_errors.pop()
+        return NodeLoad(page_count=len(self.truth))
 
     def chunks(self) -> list[ChunkPlace]:
         return [ChunkPlace(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]

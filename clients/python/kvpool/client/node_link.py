@@ -111,17 +111,23 @@ class NodeLink:
         """For its figures, and to have everything compared now."""
         return self._reconciler
 
-    async def start(self, timeout_s: float | None = None) -> NodeLease:
+    async def start(
+        self, timeout_s: float | None = None, *, adopt: Callable[[int], Awaitable[None]] | None = None
+    ) -> NodeLease:
         """Register, trying again until it succeeds; then keep the lease and announce in the background.
 
-        timeout_s: None waits for the index for ever. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the
-        like at once.
+        timeout_s: None waits for the index for ever. adopt: makes the granted incarnation the node's own; nothing is
+        announced under it before. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the like at once; what
+        `adopt` raises, after which it may be called again.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                lease = self._lease = await self._register()
+                lease = await self._register()
         except TimeoutError:
             raise DeadlineExceeded(f"the index did not register this node within {timeout_s:g} s") from None
+        if adopt is not None:
+            await adopt(lease.incarnation)
+        self._lease = lease
         self._reconciler.start_round(unsure=True)
         self._spawn(self._keep_lease, "lease")
         self._spawn(self._keep_announcing, "announcer")
@@ -174,7 +180,9 @@ class NodeLink:
         if self._lease is None or self._superseded is not None:
             return
         try:
-            await self._index.end_lease(self._node.node_id, self.incarnation, timeout_s=self._config.end_timeout_s)
+            await self._index.end_lease(
+                self._node.node_id, self.incarnation, self._lease.process_id, timeout_s=self._config.end_timeout_s
+            )
         except KvPoolError as error:
             _log.info("the lease was not ended and will run out by itself: %s", error)
         self._lease = None
@@ -190,12 +198,15 @@ class NodeLink:
         self._tasks.append(asyncio.create_task(self._supervise(work, name), name=f"node link {name}"))
 
     async def _supervise(self, work: Callable[[], Awaitable[None]], name: str) -> None:
-        try:
-            await work()
-        except StaleIncarnation as error:
-            self._supersede(error)
-        except Exception:
-            _log.exception("the node link's %s ended; the lease will run out and this node will not be found", name)
+        backoff = self._backoff()
+        while True:
+            try:
+                return await work()
+            except StaleIncarnation as error:
+                return self._supersede(error)
+            except Exception:
+                _log.exception("the node link's %s failed and starts again", name)
+            await asyncio.sleep(backoff.next_s())
 
     def _supersede(self, error: StaleIncarnation) -> None:
         if self._superseded is None:

@@ -82,6 +82,7 @@ class NodeLease:
     lease_ttl_ms: int
     renew_interval_ms: int
     announce_epoch: int
+    process_id: bytes = b""  # of the registration: what only the process that has the lease can show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Nodes and keyspaces in memory."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
@@ -8,7 +9,7 @@ from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAtte
 from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
-from kvpool_index.core.nodes import INCARNATION_AHEAD, NodeRecord
+from kvpool_index.core.nodes import INCARNATION_AHEAD, OF_ANOTHER_PROCESS, NodeRecord
 from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
 
@@ -51,7 +52,8 @@ class MemoryNodeDirectory:
         if known is not None and again and attempt.number <= known.attempt.number:
             return NodeGrant(incarnation=stored, ordinal=known.ordinal, announce_epoch=known.epoch, is_repeat=True)
         replaced = known is not None and attempt.process_id in known.earlier_processes
-        if replaced or 0 < info.incarnation < stored:
+        is_others = known is not None and known.attempt.process_id != b"" and not again and info.incarnation == stored
+        if replaced or 0 < info.incarnation < stored or is_others:
             raise StaleIncarnation(f"incarnation {stored} of this node is registered")
         granted = info.incarnation or max(stored, last_incarnation, now_us) + 1
         if known is not None and again and not info.incarnation and not known.ended and stored > last_incarnation:
@@ -82,17 +84,21 @@ class MemoryNodeDirectory:
         node.expires_at_s = self._clock.monotonic_s() + lease_ttl_ms / 1000
         node.load = load
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         node = self._nodes.get(node_id)
         if node is None or node.info.incarnation != incarnation or node.ended:
             return
+        _check_process(node, process_id)
         was_alive, node.alive, node.ended = node.alive, False, True
         node.expires_at_s = self._clock.monotonic_s()
         if was_alive:
             self._log(node)
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
         node = self._held(node_id, incarnation)
+        _check_process(node, process_id)
         if announce_epoch < node.epoch:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by {node.epoch}")
         node.fence += 1
@@ -153,6 +159,11 @@ class MemoryNodeDirectory:
         self._events.append_now(-1, pack_node(NodeState(info=node.info, alive=node.alive)))
 
 
+def _check_process(node: _Node, process_id: bytes) -> None:
+    if node.attempt.process_id not in (b"", process_id):
+        raise StaleIncarnation(OF_ANOTHER_PROCESS)
+
+
 def _earlier_processes(known: _Node | None, *, again: bool) -> tuple[bytes, ...]:
     if known is None or again or not known.attempt.process_id:
         return known.earlier_processes if known is not None else ()
@@ -171,11 +182,15 @@ class MemoryKeyspaceRegistry:
         self._by_id.setdefault(bound.keyspace_id, bound)
         return bound, bound is keyspace
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        self._by_id.setdefault(keyspace.keyspace_id, keyspace)
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        for keyspace in keyspaces:
+            self._by_id.setdefault(keyspace.keyspace_id, keyspace)
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         return self._by_id.get(keyspace_id)
+
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        return list(map(self._by_id.get, keyspace_ids))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]

@@ -12,7 +12,15 @@ from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, LeaseLost, Stal
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack
-from kvpool_index.core.nodes import INCARNATION_AHEAD, NodeRecord, pack_info, pack_load, unpack_info, unpack_load
+from kvpool_index.core.nodes import (
+    INCARNATION_AHEAD,
+    OF_ANOTHER_PROCESS,
+    NodeRecord,
+    pack_info,
+    pack_load,
+    unpack_info,
+    unpack_load,
+)
 from kvpool_index.core.redis_stats import RedisStats
 from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
@@ -92,12 +100,18 @@ class RedisNodeDirectory:
         arguments = (node_id, b"%d" % incarnation, b"%d" % lease_ttl_ms, pack_load(load))
         _check_held(await self._lane.run(_RENEW, keys, *arguments), incarnation)
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        keys = [self._records, self._infos, self._ordinals, self._events]
-        await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries)
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
+        keys = [self._records, self._infos, self._ordinals, self._events, self._attempts]
+        status = await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
+        if status == -1:
+            raise StaleIncarnation(OF_ANOTHER_PROCESS)
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
-        answer = await self._lane.run(_OPEN, [self._records], node_id, b"%d" % incarnation, b"%d" % announce_epoch)
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
+        keys = [self._records, self._attempts]
+        arguments = (node_id, b"%d" % incarnation, b"%d" % announce_epoch, process_id)
+        answer = await self._lane.run(_OPEN, keys, *arguments)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
         _check_held(answer[0], incarnation)
@@ -164,13 +178,33 @@ class RedisKeyspaceRegistry:
             )
         return found, bool(created)
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        by_id = b"\0".join((keyspace.tenant.encode(), keyspace.name.encode(), keyspace.encoding))
-        await self._lane.call(self._ids, b"HSETNX", self._ids, keyspace.keyspace_id, by_id)
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        if not keyspaces:
+            return
+        commands = [
+            pack(
+                b"HSETNX",
+                self._ids,
+                each.keyspace_id,
+                b"\0".join((each.tenant.encode(), each.name.encode(), each.encoding)),
+            )
+            for each in keyspaces
+        ]
+        for reply in await self._lane.exchange(commands, [self._ids] * len(commands)):
+            checked(reply)
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
-        entry = await self._lane.call(self._ids, b"HGET", self._ids, keyspace_id)
-        return None if entry is None else self._understood(keyspace_id, lambda: _by_id(keyspace_id, entry))
+        (bound,) = await self.by_ids([keyspace_id])
+        return bound
+
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        if not keyspace_ids:
+            return []
+        entries = await self._lane.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
+        return [
+            None if entry is None else self._understood(at, partial(_by_id, at, entry))
+            for at, entry in zip(keyspace_ids, entries, strict=True)
+        ]
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)

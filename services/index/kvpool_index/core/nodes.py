@@ -16,6 +16,7 @@ INCARNATION_AHEAD: Final = (
     "the incarnation lies more than 24 hours ahead of the store's clock, so that no index granted it; "
     "set the clocks of Redis and of the node's host right"
 )
+OF_ANOTHER_PROCESS: Final = "another process of this node registered this incarnation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@
 --          10 processes remembered, 11 microseconds that an incarnation may be ahead of the time
 -- Returns  {incarnation, ordinal, epoch, what happened}: 1 if nothing was changed because the attempt is an old one, 2 if
 --          a live lease of another process was taken over, else 0;
---          {-1, stored} if a newer incarnation or a later process is stored; {-2} if no candidate was free;
+--          {-1, stored} if a newer incarnation, a later process or another one's incarnation is stored; {-2} if no candidate was free;
 --          {-3} if an incarnation asked for is further ahead than ARGV 11
 local time = redis.call("TIME")
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -38,7 +38,9 @@ for i = 25, #attempts, 16 do
     return {-1, stored}
   end
 end
-if held > 0 and stored > held then
+-- An incarnation is given again only to the process that has it: no other knows it but from the index.
+local is_others = attempts ~= "" and not again and stored == held
+if held > 0 and (stored > held or is_others) then
   return {-1, stored}
 end
 local taken_over = alive == 1 and lease_end > now and not again and held == 0
