@@ -25,8 +25,10 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
+from kvpool_index.engine_leases import LeaseService, Refusals
 from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
 from kvpool_index.engine_nodes import NodeService
@@ -63,9 +65,10 @@ class IndexEngine:
         self._metrics = metrics
         if store.redis is not None:
             metrics.tell_of_redis(store.redis)
-        self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
+        self._keyspaces = KeyspaceService(store.keyspaces, secret_of, max_keyspaces=config.max_keyspaces)
         self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
+        self._leases = LeaseService(self._nodes, self._policies, config)
         self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
         self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
@@ -98,6 +101,7 @@ class IndexEngine:
     async def close(self) -> None:
         """End what the engine has started itself."""
         await self._watches.close()
+        await self._leases.close()
 
     async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
         """Raises InvalidRequest, KeyspaceMismatch."""
@@ -133,8 +137,14 @@ class IndexEngine:
 
     async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> LeaseRenewal:
         """Raises LeaseLost, StaleIncarnation."""
-        ttl_ms = await self._nodes.renew(node_id, incarnation, load)
-        return LeaseRenewal(lease_ttl_ms=ttl_ms, policy_version=await self._policies.version())
+        (refusal,) = await self._nodes.renew([Renewal(node_id=node_id, incarnation=incarnation, load=load)])
+        if refusal is not None:
+            raise refusal
+        return LeaseRenewal(lease_ttl_ms=self.config.lease_ttl_ms, policy_version=await self._policies.version())
+
+    async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
+        """See LeaseService."""
+        return await self._leases.renew(renewals)
 
     async def end_lease(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         """Idempotent. Raises StaleIncarnation."""
@@ -197,10 +207,10 @@ class IndexEngine:
         return await self._announcements.drop(tenant, keyspace, node_id)
 
     def watch(
-        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False
+        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False, peer: str = ""
     ) -> AsyncGenerator[IndexEvent, None]:
         """Close the iterator to end the watch. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
-        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica)
+        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica, peer=peer)
 
     async def info(self) -> IndexInfo:
         """Limits and versions; asks the store whether it is there."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, Overloaded
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import (
     KeyspaceSpec,
@@ -49,9 +49,10 @@ class OpenedKeyspace:
 class KeyspaceService:
     """Binds names, and knows the keyspaces that were asked for. A binding never changes, so that it may be cached."""
 
-    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf) -> None:
+    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf, *, max_keyspaces: int = 4096) -> None:
         self._registry = registry
         self._secret_of = secret_of
+        self._max_keyspaces = max_keyspaces
         self._known: dict[bytes, KnownKeyspace] = {}
 
     async def open(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
@@ -60,6 +61,7 @@ class KeyspaceService:
             raise InvalidRequest(f"name must be 1 to 128 characters of [A-Za-z0-9._:/-], got {name[:160]!r}")
         encoding = encode_keyspace(tenant, spec)
         wanted = BoundKeyspace(tenant=tenant, name=name, keyspace_id=keyspace_id(encoding), encoding=encoding)
+        await self._check_room(wanted)
         bound, created = await self._registry.bind(wanted)
         if bound.encoding != encoding:
             _, existing = decode_keyspace(bound.encoding)
@@ -70,6 +72,14 @@ class KeyspaceService:
         keyspace = self._remember(bound)
         hash_key = derive_hash_key(self._secret_of(tenant), keyspace.keyspace_id)
         return OpenedKeyspace(keyspace=keyspace, hash_key=hash_key, created=created)
+
+    async def _check_room(self, wanted: BoundKeyspace) -> None:
+        """Raise Overloaded if this would be a new name of a tenant that has as many as it may have."""
+        count = await self._registry.count(wanted.tenant)
+        if count < self._max_keyspaces:
+            return
+        if wanted.name not in {bound.name for bound in await self._registry.of_tenant(wanted.tenant)}:
+            raise Overloaded(f"tenant {wanted.tenant!r} has {count} keyspaces, as many as max_keyspaces allows")
 
     async def of_tenant(self, tenant: str) -> list[KnownKeyspace]:
         """All of a tenant's, by name."""

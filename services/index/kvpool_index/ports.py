@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, NodeLoad, RegistrationAttempt
+from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, RegistrationAttempt
+from kvpool.core.errors import KvPoolError
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
-from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.core.nodes import NodeRecord, Renewal
 from kvpool_index.core.redis_stats import RedisStats
 
 
@@ -145,8 +146,11 @@ class NodeDirectory(Protocol):
         """
         ...
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        """Raises LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered."""
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        """Lengthen leases, in one round. For each None, or why it was refused.
+
+        That is LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered.
+        """
         ...
 
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
@@ -198,6 +202,10 @@ class KeyspaceRegistry(Protocol):
 
     async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
         """The same for several, in one round; None for those that are not known."""
+        ...
+
+    async def count(self, tenant: str) -> int:
+        """Names of a tenant."""
         ...
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:

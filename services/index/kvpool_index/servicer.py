@@ -21,11 +21,13 @@ from kvpool.wire import (
     convert_route,
     versions,
 )
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import WatchMessages
 from kvpool_index.servicer_matches import MatchAnswers
+from kvpool_server.interceptors import peer_host
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -136,6 +138,28 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         renewal = await self._engine.renew_lease(node_id, request.incarnation, load)
         return pb.RenewLeaseResponse(lease_ttl_ms=renewal.lease_ttl_ms, policy_version=renewal.policy_version)
 
+    async def RenewLeases(
+        self,
+        request_iterator: AsyncIterator[pb.RenewLeasesRequest],
+        context: Context[pb.RenewLeasesRequest, pb.RenewLeasesResponse],
+    ) -> AsyncIterator[pb.RenewLeasesResponse]:
+        async with self._engine.streams.track():
+            async for request in request_iterator:
+                renewals = convert.convert_items(request.renewals, _renewal, "renewal", most=self._max_items)
+                refusals, loaded, idle = await self._engine.renew_leases(renewals)
+                yield pb.RenewLeasesResponse(
+                    lease_ttl_ms=loaded.lease_ttl_ms,
+                    renew_interval_ms=loaded.renew_interval_ms,
+                    idle_lease_ttl_ms=idle.lease_ttl_ms,
+                    idle_renew_interval_ms=idle.renew_interval_ms,
+                    policy_version=loaded.policy_version,
+                    refused=[
+                        pb.RefusedRenewal(index=index, error=convert.item_error_to_proto(error))
+                        for index, error in enumerate(refusals)
+                        if error is not None
+                    ],
+                )
+
     async def EndLease(
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
     ) -> pb.EndLeaseResponse:
@@ -228,7 +252,11 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
         async with self._engine.streams.track():
             watch = self._engine.watch(
-                self._tenant(), request.after_position, keyspace, for_replica=request.for_replica
+                self._tenant(),
+                request.after_position,
+                keyspace,
+                for_replica=request.for_replica,
+                peer=peer_host(context.peer()),
             )
             async with aclosing(watch) as events:
                 async for event in events:
@@ -276,3 +304,9 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]
     ) -> pb.GetIndexInfoResponse:
         return convert_index_info.index_info_to_proto(await self._engine.info())
+
+
+def _renewal(message: pb.RenewLeaseRequest) -> Renewal:
+    load = convert_cluster.node_load_from_proto(message.load) if message.HasField("load") else None
+    node_id = convert.check_id(message.node_id, "node_id")
+    return Renewal(node_id=node_id, incarnation=message.incarnation, load=load)

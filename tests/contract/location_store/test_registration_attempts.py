@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import StaleIncarnation
 from kvpool_index.ports import IndexStore, NodeGrant
-from tests.contract.location_store.conftest import LEASE_MS, Harness
+from tests.contract.location_store.conftest import LEASE_MS, Harness, renew
 
 
 def new_node() -> NodeInfo:
@@ -63,7 +63,7 @@ async def test_an_attempt_that_arrives_late_changes_nothing(harness: Harness) ->
     (record,) = [one for one in await harness.peer.nodes.snapshot() if one.info.node_id == process.node.node_id]
     assert record.info.draining and record.info.incarnation == granted.incarnation
     assert fence.ordinal == record.ordinal
-    await harness.store.nodes.renew(process.node.node_id, granted.incarnation, NodeLoad(), lease_ttl_ms=LEASE_MS)
+    await renew(harness.store, process.node.node_id, granted.incarnation, NodeLoad(), lease_ttl_ms=LEASE_MS)
 
 
 async def test_a_late_attempt_does_not_bring_back_a_node_that_has_left(harness: Harness) -> None:

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.index import IndexClient
-from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
+from kvpool.client.node_link import NodeLink
+from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -266,3 +268,17 @@ async def test_an_unforeseen_error_does_not_end_the_lease(caplog: pytest.LogCapt
         await eventually(lambda: one.index.renewals >= 3)
         assert "lease failed and starts again" in caplog.text
         await one.link.close()
+
+
+async def test_a_node_that_holds_nothing_renews_without_a_load() -> None:
+    async with node() as one:
+        one.link = NodeLink(
+            one.client,
+            NodeInfo(node_id=NODE_ID, kind=NodeKind.AGENT, endpoint="127.0.0.1:1"),
+            load=NodeLoad,
+            truth=NoLocations(),
+            on_superseded=one.superseded.append,
+        )
+        await one.link.start()
+        await eventually(lambda: one.index.renewals >= 3)
+        assert one.index.loads[:3] == [None] * 3 and one.index.lease_streams == 1

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
-from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth
+from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
 from kvpool.client.index import IndexClient
+from kvpool.client.lease_stream import LeaseStream
 from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
 from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
@@ -64,6 +65,8 @@ class NodeLink:
         self._load = load
         self._on_superseded = on_superseded
         self._on_policy_version = on_policy_version
+        self._leases = LeaseStream(index.endpoints)
+        self._is_idle = isinstance(truth, NoLocations)
         bounds = self._config = config or NodeLinkConfig()
         directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
@@ -193,6 +196,7 @@ class NodeLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._leases.close()
 
     def _spawn(self, work: Callable[[], Awaitable[None]], name: str) -> None:
         self._tasks.append(asyncio.create_task(self._supervise(work, name), name=f"node link {name}"))
@@ -249,7 +253,7 @@ class NodeLink:
             try:
                 if not self._is_registration_right:
                     await self.update()
-                await self._renew(self._held())
+                pause_s = await self._renew(self._held())
                 backoff.reset()
             except StaleIncarnation:
                 raise
@@ -259,15 +263,21 @@ class NodeLink:
             self._check_progress()
             await asyncio.sleep(pause_s)
 
-    async def _renew(self, lease: NodeLease) -> None:
+    async def _renew(self, lease: NodeLease) -> float:
+        """Seconds until the next renewal."""
         try:
             load = replace(self._load(), reconcile_age_ms=max(1, int(self._reconciler.age_s * 1e3)))
-            renewal = await self._index.renew_lease(
-                self._node.node_id, lease.incarnation, load, timeout_s=lease.lease_ttl_ms / 3e3
+            renewal = await self._leases.renew(
+                self._node.node_id,
+                lease.incarnation,
+                None if self._is_idle else load,
+                timeout_s=lease.lease_ttl_ms / 3e3 / self._index.endpoints.count,
             )
             self._on_policy_version(renewal.policy_version)
+            return (renewal.renew_interval_ms or lease.renew_interval_ms) / 1e3
         except _LOST:
             await self._register_again(lease)
+        return 0.0
 
     def _check_progress(self) -> None:
         silent_s = asyncio.get_running_loop().time() - self._announcer.last_progress_s

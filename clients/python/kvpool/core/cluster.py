@@ -91,6 +91,7 @@ class LeaseRenewal:
 
     lease_ttl_ms: int
     policy_version: int = 0  # of all keyspace policies; another one than before: fetch them
+    renew_interval_ms: int = 0  # until the next renewal; 0: not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

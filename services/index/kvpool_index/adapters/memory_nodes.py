@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, StaleIncarnation
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
-from kvpool_index.core.nodes import INCARNATION_AHEAD, OF_ANOTHER_PROCESS, NodeRecord
+from kvpool_index.core.nodes import INCARNATION_AHEAD, OF_ANOTHER_PROCESS, NodeRecord, Renewal
 from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
 
@@ -79,10 +79,8 @@ class MemoryNodeDirectory:
             took_over=is_live and not again and not info.incarnation,
         )
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        node = self._held(node_id, incarnation)
-        node.expires_at_s = self._clock.monotonic_s() + lease_ttl_ms / 1000
-        node.load = load
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        return list(map(self._renew, renewals))
 
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         node = self._nodes.get(node_id)
@@ -139,6 +137,16 @@ class MemoryNodeDirectory:
         if node.fence != fence.number:
             raise LeaseLost("a later announce stream of this node has taken over")
 
+    def _renew(self, one: Renewal) -> KvPoolError | None:
+        try:
+            node = self._held(one.node_id, one.incarnation)
+        except (LeaseLost, StaleIncarnation) as error:
+            return error
+        node.expires_at_s = self._clock.monotonic_s() + one.lease_ttl_ms / 1000
+        if one.load is not None:
+            node.load = one.load
+        return None
+
     def _held(self, node_id: bytes, incarnation: int) -> _Node:
         node = self._nodes.get(node_id)
         if node is not None and node.info.incarnation > incarnation:
@@ -191,6 +199,9 @@ class MemoryKeyspaceRegistry:
 
     async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
         return list(map(self._by_id.get, keyspace_ids))
+
+    async def count(self, tenant: str) -> int:
+        return sum(owner == tenant for owner, _ in self._by_name)
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]

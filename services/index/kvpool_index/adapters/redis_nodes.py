@@ -1,21 +1,31 @@
 """Nodes and keyspaces in Redis."""
 
+import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, LeaseLost, StaleIncarnation, StoreUnavailable
+from kvpool.core.cluster import UNNUMBERED, NodeInfo, RegistrationAttempt
+from kvpool.core.errors import (
+    InvalidRequest,
+    KeyspaceMismatch,
+    KvPoolError,
+    LeaseLost,
+    StaleIncarnation,
+    StoreUnavailable,
+)
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
-from kvpool_index.adapters.redis_wire import Reply, checked, pack
+from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
     INCARNATION_AHEAD,
     OF_ANOTHER_PROCESS,
+    REFRESH_STEP_NODES,
     NodeRecord,
+    Renewal,
     pack_info,
     pack_load,
     unpack_info,
@@ -34,6 +44,9 @@ _DECLARE: Final = load_script("declare_dead")
 _BIND: Final = load_script("bind_keyspace")
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
+_REGISTRATION: Final = slice(0, 20)  # incarnation, ordinal, epoch: whoever registers changes them
+_NO_INFO: Final[tuple[bytes, NodeInfo | None]] = (b"", None)
+_RENEWED_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 _ORDINAL: Final = struct.Struct("<I")
 _ORDINAL_CANDIDATES: Final = 8
 
@@ -50,6 +63,7 @@ class RedisNodeDirectory:
     ) -> None:
         self._lane = lane
         self._stats = stats
+        self._known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}  # by node, of which registration; None: malformed
         slot = key_prefix + b":{n}:"
         self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
         self._ordinals, self._events = slot + b"ordinals", event_key
@@ -95,10 +109,20 @@ class RedisNodeDirectory:
             took_over=what == _TOOK_OVER,
         )
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        keys = [self._records, self._loads]
-        arguments = (node_id, b"%d" % incarnation, b"%d" % lease_ttl_ms, pack_load(load))
-        _check_held(await self._lane.run(_RENEW, keys, *arguments), incarnation)
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        if not renewals:
+            return []
+        keys: list[bytes] = [self._records, self._loads]
+        commands: list[bytes] = []
+        for start in range(0, len(renewals), _RENEWED_AT_ONCE):
+            words: list[bytes] = []
+            for one in renewals[start : start + _RENEWED_AT_ONCE]:
+                load = b"" if one.load is None else pack_load(one.load)
+                words += (one.node_id, b"%d" % one.incarnation, b"%d" % one.lease_ttl_ms, load)
+            commands.append(pack_script(_RENEW, keys, *words))
+        replies = await self._lane.run_all(commands, [self._records] * len(commands), _RENEW)
+        statuses = (status for reply in replies for status in reply)
+        return [_refusal(status, one.incarnation) for status, one in zip(statuses, renewals, strict=True)]
 
     async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         keys = [self._records, self._infos, self._ordinals, self._events, self._attempts]
@@ -114,7 +138,9 @@ class RedisNodeDirectory:
         answer = await self._lane.run(_OPEN, keys, *arguments)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
-        _check_held(answer[0], incarnation)
+        refusal = _refusal(answer[0], incarnation)
+        if refusal is not None:
+            raise refusal
         return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=answer[1], number=answer[2])
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
@@ -123,18 +149,50 @@ class RedisNodeDirectory:
         return _leased(packed, incarnation, _microseconds(time))[0]
 
     async def snapshot(self) -> list[NodeRecord]:
-        keys = [self._records, self._infos, self._loads]
+        keys = [self._records, self._loads]
         commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
         time, *tables = await self._lane.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
-        records, infos, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
+        records, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
+        await self._learn_infos(records)
         found: list[NodeRecord] = []
-        for node_id in records.keys() & infos.keys():
-            try:
-                found.append(_node_record(node_id, records[node_id], infos[node_id], loads.get(node_id), now_us))
-            except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
-                self._stats.malformed["node"] += 1
-                _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+        for number, (node_id, packed) in enumerate(records.items(), start=1):
+            info = self._known.get(node_id, _NO_INFO)[1]
+            if info is not None:
+                found.append(_node_record(info, packed, loads.get(node_id), now_us))
+            if number % REFRESH_STEP_NODES == 0:
+                await asyncio.sleep(0)
+        return found
+
+    async def _learn_infos(self, records: Mapping[bytes, bytes]) -> None:
+        """Read what nodes registered that have done so since the last time: each time their epoch grows."""
+        known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}
+        changed: list[bytes] = []
+        for number, (node_id, packed) in enumerate(records.items(), start=1):
+            before = self._known.get(node_id, _NO_INFO)
+            if before[0] == packed[_REGISTRATION]:
+                known[node_id] = before
+            else:
+                changed.append(node_id)
+            if number % REFRESH_STEP_NODES == 0:
+                await asyncio.sleep(0)
+        for start in range(0, len(changed), REFRESH_STEP_NODES):
+            part = changed[start : start + REFRESH_STEP_NODES]
+            infos = await self._lane.call(self._infos, b"HMGET", self._infos, *part)
+            for node_id, info in zip(part, infos, strict=True):
+                if info is not None:
+                    known[node_id] = (records[node_id][_REGISTRATION], self._info(node_id, records[node_id], info))
+        self._known = known
+
+    def _info(self, node_id: bytes, packed: bytes, info: bytes) -> NodeInfo | None:
+        try:
+            found = unpack_info(info, _RECORD.unpack(packed)[0])
+            if found.node_id != node_id:
+                raise ValueError("it names another node")
+        except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
+            self._stats.malformed["node"] += 1
+            _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+            return None
         return found
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
@@ -206,6 +264,10 @@ class RedisKeyspaceRegistry:
             for at, entry in zip(keyspace_ids, entries, strict=True)
         ]
 
+    async def count(self, tenant: str) -> int:
+        names = self._names(tenant)
+        return int(await self._lane.call(names, b"HLEN", names))
+
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)
         flat = await self._lane.call(names, b"HGETALL", names)
@@ -251,21 +313,16 @@ def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
     return ordinal, number
 
 
-def _check_held(status: int, incarnation: int) -> None:
+def _refusal(status: int, incarnation: int) -> KvPoolError | None:
     if status == -1:
-        raise StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
-    if status == 0:
-        raise LeaseLost(_LOST)
+        return StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
+    return LeaseLost(_LOST) if status == 0 else None
 
 
-def _node_record(node_id: bytes, packed: bytes, info: bytes, load: bytes | None, now_us: int) -> NodeRecord:
-    """Raises struct.error, ValueError and InvalidRequest for what no index wrote."""
-    incarnation, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
-    node = unpack_info(info, incarnation)
-    if node.node_id != node_id:
-        raise ValueError("it names another node")
+def _node_record(info: NodeInfo, packed: bytes, load: bytes | None, now_us: int) -> NodeRecord:
+    _, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
     return NodeRecord(
-        info=node,
+        info=info,
         load=unpack_load(load),
         ordinal=ordinal,
         alive=bool(alive),
