@@ -47,7 +47,7 @@ class IndexConfig(TlsSettings):
     route_weight_disk: Annotated[float, "the same for a chunk on disk on the host"] = 0.5
     route_weight_remote: Annotated[float, "the same for a chunk that another host would send"] = 0.3
     event_streams: Annotated[int, "partitions of the log of chunk events; the same on all replicas"] = 4
-    event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks each at most"] = 512
+    event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks or 7 KiB each at most"] = 4096
     watch_buffer_events: Annotated[int, "events that wait for one watcher before it gets RESYNC"] = 16384
     max_watchers: Annotated[int, "Watch streams at once: the cluster's agents over the replicas, twice"] = 16384
     max_peer_watchers: Annotated[int, "the same of one host"] = 1024

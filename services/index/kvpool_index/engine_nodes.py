@@ -71,7 +71,6 @@ class NodeService:
         self._local_changes += 1
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
-        self._count_nodes()
 
     async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
         """For each lease why it was not renewed: LeaseLost, StaleIncarnation. Raises StoreUnavailable, Overloaded."""
@@ -94,7 +93,6 @@ class NodeService:
         if record is not None and record.info.incarnation == incarnation:
             self.table.forget(node_id)
             self._metrics.node_events.labels("ended").inc()
-            self._count_nodes()
 
     async def live_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
         """Live nodes by node id, as the store has them now."""
@@ -181,6 +179,7 @@ class NodeService:
                     break
             else:
                 self._refreshed_at_s = asked_at_s
+                self._count_nodes()
                 return
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:

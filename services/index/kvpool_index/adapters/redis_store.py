@@ -40,7 +40,7 @@ class RedisIndexStore:
         max_in_flight: int = 1024,
         key_prefix: str = "kvpool",
         chunk_stream_count: int = 4,
-        stream_entries: int = 512,
+        stream_entries: int = 4096,
         wait_replicas: int = 0,
     ) -> None:
         """wait_replicas: that must have a batch of changes, within half of timeout_s, before it counts as applied.

@@ -218,8 +218,8 @@ def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
         raise ValueError("the record of a node names no id or no kind")
     if not 0 <= known.get("capacity_bytes", 0) < 1 << 63:
         raise ValueError("the capacity of a node does not fit into 63 bits")
-    known_kind = NodeKind(kind) if kind <= max(NodeKind) else kind
-    return check_node_addresses(NodeInfo(node_id=node_id, incarnation=incarnation, kind=known_kind, **known))
+    known["kind"] = NodeKind(kind) if kind <= max(NodeKind) else kind
+    return check_node_addresses(NodeInfo(node_id=node_id, incarnation=incarnation, **known))
 
 
 _INFO_FIELDS: Final[Mapping[str, type]] = {
