@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from kvpool.core import cluster
+from kvpool.core.addresses import peer_host
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
@@ -27,7 +28,6 @@ from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import WatchMessages
 from kvpool_index.servicer_matches import MatchAnswers
-from kvpool_server.interceptors import peer_host
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)

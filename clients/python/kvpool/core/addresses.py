@@ -66,3 +66,8 @@ def check_node_addresses(node: NodeInfo) -> NodeInfo:
     if node.metrics_url:
         check_metrics_url(node.metrics_url, "node.metrics_url")
     return node
+
+
+def peer_host(peer: str) -> str:
+    """Whose calls count together: the address of gRPC's peer without its port. All of a unix socket are one host."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer.partition(":")[0]

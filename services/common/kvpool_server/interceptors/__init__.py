@@ -28,7 +28,7 @@ from kvpool_server.interceptors.auth import (
 )
 from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
 from kvpool_server.interceptors.errors import AioErrors, SyncErrors
-from kvpool_server.interceptors.limits import AioLimits, CallLimits, peer_host
+from kvpool_server.interceptors.limits import AioLimits, CallLimits
 from kvpool_server.interceptors.messages import AioMessages, SyncMessages
 from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
 from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
@@ -42,7 +42,6 @@ __all__ = [
     "RequestMetrics",
     "aio_interceptors",
     "current_identity",
-    "peer_host",
     "sync_interceptors",
 ]
 

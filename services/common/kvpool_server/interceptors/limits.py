@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from kvpool.core.addresses import peer_host
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from kvpool_server.interceptors.wrapping import AioWrapper, Handler, as_coroutine, behavior_of
 
@@ -26,11 +27,6 @@ class CallLimits:
     open_calls: int = 32_768
     peer_open_calls: int = 8_192  # of one host, over all its connections
     request_s: float = 20.0  # until the request of a unary call must have come
-
-
-def peer_host(peer: str) -> str:
-    """Whose calls count together: the address of gRPC's peer without its port. All of a unix socket are one host."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer.partition(":")[0]
 
 
 class OpenCalls:
