@@ -35,7 +35,7 @@ class IndexConfig(TlsSettings):
     tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
 
     lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
-    idle_lease_ttl_ms: Annotated[int, "the same for a node that holds nothing, and so renews less often"] = 30_000
+    idle_lease_ttl_ms: Annotated[int, "the same for a node that holds nothing, and so renews less often"] = 60_000
     node_forget_ms: Annotated[int, "a node gone for this long is forgotten"] = 24 * 3600 * 1000
     sweep_interval_s: Annotated[float, "how often all chunks are searched for what nodes long gone left"] = 3600.0
     max_match_chunks: Annotated[int, "hashes of one match, or of all questions of one message together"] = 8192
