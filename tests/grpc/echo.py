@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvpool.core import errors
 from kvpool_server.bulk import BulkServer
 from kvpool_server.interceptors import (
+    CallLimits,
     DeadlinePolicy,
     Identity,
     RequestMetrics,
@@ -214,12 +215,15 @@ class World:
 
 
 @asynccontextmanager
-async def aio_world(deadlines: DeadlinePolicy) -> AsyncIterator[World]:
+async def aio_world(deadlines: DeadlinePolicy, limits: CallLimits | None = None) -> AsyncIterator[World]:
     registry = CollectorRegistry()
     echo = AioEcho()
     server = ControlServer(
         interceptors=aio_interceptors(
-            metrics=RequestMetrics("test", registry), authenticator=TokenAuthenticator(), deadlines=deadlines
+            metrics=RequestMetrics("test", registry),
+            authenticator=TokenAuthenticator(),
+            deadlines=deadlines,
+            limits=limits,
         ),
         service_names=[SERVICE],
     )

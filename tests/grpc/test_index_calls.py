@@ -9,9 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.core import errors
-from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, derive_hash_key
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, derive_hash_key, encode_keyspace, keyspace_id
 from kvpool.testing import ManualClock
 from kvpool.v1 import common_pb2, index_pb2
+from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.status import error_from_rpc
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
@@ -244,6 +245,19 @@ async def test_tenants_are_apart() -> None:
         assert list((await blue.stub.ReportStale(request)).removed) == [False]
         assert (await red.stub.Match(chain.query())).matched_chunks == 1
         assert list((await red.stub.ReportStale(request)).removed) == [True]
+
+
+async def test_a_node_restores_keyspaces_of_its_own_tenant_only(index: RunningIndex) -> None:
+    node = await FakeNode(index.stub).register()
+    own, other = (encode_keyspace(tenant, spec_from_proto(spec())) for tenant in ("default", "other"))
+    ask = index_pb2.ReconcileDigestsRequest(
+        node_id=node.node_id, incarnation=node.incarnation, range_count=1, keyspace_encodings=[own, other]
+    )
+    await index.stub.ReconcileDigests(ask)
+    registry = index.engine._store.keyspaces
+    assert await registry.by_id(keyspace_id(own)) is not None and await registry.by_id(keyspace_id(other)) is None
+    late = index_pb2.ReconcileDigestsRequest(node_id=bytes(16), incarnation=1, range_count=1, keyspace_encodings=[own])
+    assert isinstance(await refusal(index.stub.ReconcileDigests(late)), errors.LeaseLost)
 
 
 async def test_info_health_and_reflection(index: RunningIndex) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 
 from kvpool.core import errors
 from kvpool.core.clock import SystemClock
+from kvpool.core.keyspace import encode_keyspace, keyspace_id
 from kvpool.core.policy import KeyspacePolicy, WritePolicy
 from kvpool.v1 import common_pb2, index_pb2
+from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import policy_to_proto
 from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
 from kvpool_index.config import IndexConfig
-from tests.fixtures.index_node import refusal, spec
+from tests.fixtures.index_node import FakeNode, refusal, spec
 from tests.fixtures.index_server import RunningIndex, running_index
 
 POLICY = policy_to_proto(KeyspacePolicy(write_policy=WritePolicy.WRITE_THROUGH, replication_factor=2))
@@ -54,16 +57,48 @@ async def test_a_policy_that_cannot_be_is_refused_by_field(index: RunningIndex) 
     assert isinstance(error, errors.InvalidRequest) and "quota_bytes" in error.message
 
 
+def kept(keyspace: bytes, version: int, *, tenant: str = "default", name: str = "chat") -> index_pb2.KeptPolicy:
+    return index_pb2.KeptPolicy(
+        keyspace_encoding=encode_keyspace(tenant, spec_from_proto(spec(model_id=name))),
+        policy=common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=version),
+    )
+
+
+async def restored(index: RunningIndex, node: FakeNode, *policies: index_pb2.KeptPolicy) -> None:
+    request = index_pb2.RestoreKeyspacePoliciesRequest(
+        node_id=node.node_id, incarnation=node.incarnation, policies=policies
+    )
+    await index.stub.RestoreKeyspacePolicies(request)
+
+
+async def asked(index: RunningIndex, *keyspaces: bytes) -> index_pb2.GetKeyspacePoliciesResponse:
+    return await index.stub.GetKeyspacePolicies(index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=keyspaces))
+
+
 async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex) -> None:
-    keyspace = await opened(index)
+    keyspace, node = await opened(index), await FakeNode(index.stub).register()
     told = await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=POLICY))
     index.engine._policies._policies = MemoryPolicyRegistry(SystemClock())
-    known = common_pb2.VersionedPolicy(keyspace_id=keyspace, policy=POLICY, version=told.version)
-    request = index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[keyspace], known=[known])
-    answer = await index.stub.GetKeyspacePolicies(request)
-    assert list(answer.policies) == [known] and answer.policy_version == told.version
-    empty = await index.stub.GetKeyspacePolicies(index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[keyspace]))
-    assert list(empty.policies) == [known]
+    assert not (await asked(index, keyspace)).policies
+    one = kept(keyspace, told.version)
+    await restored(index, node, one)
+    answer = await asked(index, keyspace)
+    assert list(answer.policies) == [one.policy] and answer.policy_version == told.version
+
+
+async def test_only_a_live_node_puts_policies_back_and_only_its_own_tenants(index: RunningIndex) -> None:
+    keyspace, node = await opened(index), await FakeNode(index.stub).register()
+    other = keyspace_id(encode_keyspace("other", spec_from_proto(spec(model_id="chat"))))
+    await restored(index, node, kept(other, 5, tenant="other"))
+    assert (await asked(index, keyspace, other)).policy_version == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="another encoding"):
+        await restored(index, node, kept(other, 5))
+    with pytest.raises(grpc.aio.AioRpcError, match="no index ever gave out"):
+        await restored(index, node, kept(keyspace, 1 << 60))
+    await node.end()
+    with pytest.raises(grpc.aio.AioRpcError, match="lease"):
+        await restored(index, node, kept(keyspace, 5))
+    assert (await asked(index, keyspace)).policy_version == 0
 
 
 @pytest.mark.parametrize(
@@ -71,16 +106,6 @@ async def test_what_a_wiped_store_lost_is_put_back_by_nodes(index: RunningIndex)
     [
         (index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[b"short"]), "keyspace_id"),
         (index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=[bytes(16)] * 9), "at most 8"),
-        (
-            index_pb2.GetKeyspacePoliciesRequest(known=[common_pb2.VersionedPolicy(keyspace_id=bytes(16), version=1)]),
-            "policy",
-        ),
-        (
-            index_pb2.GetKeyspacePoliciesRequest(
-                known=[common_pb2.VersionedPolicy(keyspace_id=bytes(16), policy=POLICY, version=1 << 60)]
-            ),
-            "no index ever gave out",
-        ),
     ],
 )
 async def test_malformed_questions_are_refused(

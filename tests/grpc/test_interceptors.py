@@ -10,12 +10,14 @@ import grpc.aio
 import pytest
 
 from kvpool.core import errors
+from kvpool.core.addresses import peer_host
 from kvpool.core.errors import KvPoolError
 from kvpool.testing import eventually
 from kvpool.wire.status import error_from_rpc
 from kvpool.wire.stream_status import StreamStatus
-from kvpool_server.interceptors import DeadlinePolicy, current_identity
+from kvpool_server.interceptors import CallLimits, DeadlinePolicy, current_identity
 from kvpool_server.interceptors.errors import AioErrors
+from kvpool_server.interceptors.limits import OpenCalls
 from kvpool_server.interceptors.wrapping import Call
 from tests.grpc.echo import SERVICE, World, aio_world, sync_world
 
@@ -254,6 +256,47 @@ async def test_streams_are_capped_only_when_declared() -> None:
         failure = await world.client.failure("Download", b"wait", timeout_s=None)
         assert isinstance(error_from_rpc(failure), errors.DeadlineExceeded)
         assert world.echo.finished.is_set()
+
+
+@pytest.mark.parametrize("method", ["Unary", "Download"])
+async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
+    async with aio_world(DeadlinePolicy(), CallLimits(request_s=0.05)) as world:
+        call = world.client.channel.stream_stream(f"/{SERVICE}/{method}")(metadata=world.client.metadata)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()  # it has written nothing
+        assert isinstance(error_from_rpc(raised.value), errors.DeadlineExceeded)
+        await eventually(lambda: world.in_flight(method) == 0)
+        assert await world.client.last("Unary", b"hello") == b"acme:hello"
+
+
+async def test_one_peer_cannot_take_all_calls_and_places_come_back() -> None:
+    async with aio_world(DeadlinePolicy(), CallLimits(peer_open_calls=2)) as world:
+        waiting = [world.client.call("Unary", b"wait"), world.client.call("Download", b"wait")]
+        await eventually(lambda: (world.in_flight("Unary") or 0) + (world.in_flight("Download") or 0) == 2)
+        for _ in range(2):
+            assert isinstance(error_from_rpc(await world.client.failure("Unary", b"hello")), errors.Overloaded)
+        for call in waiting:
+            call.cancel()
+        await eventually(lambda: (world.in_flight("Unary") or 0) + (world.in_flight("Download") or 0) == 0)
+        assert await world.client.last("Unary", b"hello") == b"acme:hello"
+
+
+def test_a_peer_is_a_host_whatever_its_port() -> None:
+    assert peer_host("ipv4:10.0.0.1:5") == peer_host("ipv4:10.0.0.1:6") != peer_host("ipv4:10.0.0.2:5")
+    assert peer_host("ipv6:%5B::1%5D:5") == peer_host("ipv6:%5B::1%5D:6")
+    assert peer_host("unix:/run/a.sock") == peer_host("unix:")
+    calls = OpenCalls(CallLimits(open_calls=3, peer_open_calls=2))
+    with calls.place("ipv4:1:1"), calls.place("ipv4:1:2"), calls.place("ipv4:2:1"):
+        with pytest.raises(errors.Overloaded, match="3 calls"), calls.place("ipv4:3:1"):
+            pass
+    assert calls.count == 0
+
+
+async def test_a_deadline_that_no_call_needs_is_cut() -> None:
+    async with aio_world(DeadlinePolicy(longest_s=0.05)) as world:
+        assert isinstance(
+            error_from_rpc(await world.client.failure("Unary", b"wait", timeout_s=1e6)), errors.DeadlineExceeded
+        )
 
 
 async def test_client_deadline_replaces_the_cap() -> None:

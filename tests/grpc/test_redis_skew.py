@@ -84,7 +84,9 @@ async def test_what_replicas_of_a_release_kept_is_read_and_changed_by_ours(relea
         attempt = RegistrationAttempt(process_id=b"p" * 16, number=1)  # that of the record: it changes nothing
         grant = await store.nodes.register(told.NODE, last_incarnation=0, lease_ttl_ms=1000, attempt=attempt)
         assert (grant.incarnation, grant.ordinal, grant.is_repeat) == (node.info.incarnation, node.ordinal, True)
-        fence = await store.nodes.open_stream(told.NODE.node_id, grant.incarnation, grant.announce_epoch)
+        fence = await store.nodes.open_stream(
+            told.NODE.node_id, grant.incarnation, grant.announce_epoch, attempt.process_id
+        )
         gone = Operation(ordinal=fence.ordinal, full_shards=told.GRID, removed=EVERY_SHARD)
         change = ChunkOperation(keyspace=told.KEYSPACE, chunk_hash=told.CHUNK, group_head=told.CHUNK, operation=gone)
         await store.locations.apply(fence, [change])

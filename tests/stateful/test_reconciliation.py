@@ -111,7 +111,9 @@ class World:
         self, node_id: bytes, incarnation: int, *, first_range: int, range_count: int, encodings: Sequence[bytes]
     ) -> list[int]:
         try:
-            digests, _ = await self.engine.reconcile_digests(node_id, incarnation, first_range, range_count, encodings)
+            digests, _ = await self.engine.reconcile_digests(
+                "default", node_id, incarnation, first_range, range_count, encodings
+            )
         except LeaseLost:
             await self.register()
             raise

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -19,6 +19,7 @@ from kvpool_server.listen import startup_error
 _log = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S: Final = 5.0
+_THREADS_MAX: Final = 16  # requests served at once
 _MEMORY_KINDS: Final = {"RssAnon": "anon", "RssFile": "file", "RssShmem": "shmem"}
 
 
@@ -74,6 +75,22 @@ def start_metrics_server(host: str, port: int, registry: CollectorRegistry) -> t
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.BoundedSemaphore(_THREADS_MAX)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)  # whoever scrapes tries again; a thread for each would be without bound
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def server_bind(self) -> None:
         # Or a service that was scraped and killed could not start again before the kernel forgets those connections.

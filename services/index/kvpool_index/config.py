@@ -35,6 +35,7 @@ class IndexConfig(TlsSettings):
     tenant_secret_file: Annotated[Path | None, "file of 32 bytes or more; unset: a published constant"] = None
 
     lease_ttl_ms: Annotated[int, "a node that does not renew is gone after this"] = 5000
+    idle_lease_ttl_ms: Annotated[int, "the same for a node that holds nothing, and so renews less often"] = 60_000
     node_forget_ms: Annotated[int, "a node gone for this long is forgotten"] = 24 * 3600 * 1000
     sweep_interval_s: Annotated[float, "how often all chunks are searched for what nodes long gone left"] = 3600.0
     max_match_chunks: Annotated[int, "hashes of one match, or of all questions of one message together"] = 8192
@@ -46,9 +47,14 @@ class IndexConfig(TlsSettings):
     route_weight_disk: Annotated[float, "the same for a chunk on disk on the host"] = 0.5
     route_weight_remote: Annotated[float, "the same for a chunk that another host would send"] = 0.3
     event_streams: Annotated[int, "partitions of the log of chunk events; the same on all replicas"] = 4
-    event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks each at most"] = 512
+    event_stream_entries: Annotated[int, "entries kept of each partition, 64 chunks or 7 KiB each at most"] = 4096
     watch_buffer_events: Annotated[int, "events that wait for one watcher before it gets RESYNC"] = 16384
-    max_watchers: Annotated[int, "Watch streams at once"] = 256
+    max_watchers: Annotated[int, "Watch streams at once: the cluster's agents over the replicas, twice"] = 16384
+    max_peer_watchers: Annotated[int, "the same of one host"] = 1024
+    max_open_calls: Annotated[int, "calls and streams open at once: a member has up to four"] = 65536
+    max_peer_open_calls: Annotated[int, "the same of one host, over all its connections"] = 8192
+    max_nodes: Annotated[int, "nodes that the store remembers; a further one cannot register"] = 65536
+    max_keyspaces: Annotated[int, "keyspaces of a tenant; a further one cannot be opened"] = 4096
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -56,6 +62,7 @@ class IndexConfig(TlsSettings):
             ("redis_max_in_flight", 1, 1 << 20),
             ("redis_wait_replicas", 0, 16),
             ("lease_ttl_ms", 100, 600_000),
+            ("idle_lease_ttl_ms", 100, 600_000),
             ("node_forget_ms", 0, 1 << 40),
             ("max_match_chunks", 1, 1 << 15),
             ("max_match_questions", 1, 1 << 12),
@@ -65,6 +72,11 @@ class IndexConfig(TlsSettings):
             ("event_stream_entries", 1, 1 << 20),
             ("watch_buffer_events", 1, 1 << 22),
             ("max_watchers", 1, 1 << 16),
+            ("max_peer_watchers", 1, 1 << 16),
+            ("max_open_calls", 1, 1 << 20),
+            ("max_peer_open_calls", 1, 1 << 20),
+            ("max_nodes", 1, 1 << 20),
+            ("max_keyspaces", 1, 1 << 20),
         ):
             value: int = getattr(self, name)
             if not low <= value <= high:

@@ -26,8 +26,10 @@ from kvpool.core.location_digest import SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_index.config import IndexConfig
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
+from kvpool_index.engine_leases import LeaseService, Refusals
 from kvpool_index.engine_log import LogReader
 from kvpool_index.engine_match import MatchService
 from kvpool_index.engine_nodes import NodeService
@@ -64,18 +66,15 @@ class IndexEngine:
         self._metrics = metrics
         if store.redis is not None:
             metrics.tell_of_redis(store.redis)
-        self._keyspaces = KeyspaceService(store.keyspaces, secret_of)
-        self._policies = PolicyService(store.keyspaces, store.policies)
+        self._keyspaces = KeyspaceService(store.keyspaces, secret_of, max_keyspaces=config.max_keyspaces)
+        self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
+        self._leases = LeaseService(self._nodes, self._policies, config)
         self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
         self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
-        self._announcements = AnnounceService(
-            store.locations, store.nodes, store.events, self._nodes, self._keyspaces, metrics
-        )
-        self._reconciliation = ReconcileService(
-            store.locations, self._announcements, store.nodes, self._keyspaces, metrics
-        )
+        self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
+        self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
         self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
 
     @property
@@ -103,6 +102,7 @@ class IndexEngine:
     async def close(self) -> None:
         """End what the engine has started itself."""
         await self._watches.close()
+        await self._leases.close()
 
     async def open_keyspace(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
         """Raises InvalidRequest, KeyspaceMismatch."""
@@ -126,34 +126,59 @@ class IndexEngine:
         """By keyspace, those that have one."""
         return await self._policies.of(keyspaces)
 
-    async def exchange_policies(
-        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
-    ) -> tuple[list[VersionedPolicy], int]:
-        """Policies of keyspaces and the version of all; what a node knows and the store lost is back by then."""
-        return await self._policies.exchange(keyspaces, known)
+    async def keyspace_policies(self, keyspaces: Sequence[bytes]) -> tuple[list[VersionedPolicy], int]:
+        """Of those keyspaces that have one, and the version of all policies."""
+        return await self._policies.get(keyspaces)
+
+    async def restore_policies(
+        self, tenant: str, node_id: bytes, incarnation: int, kept: Sequence[tuple[bytes, VersionedPolicy]]
+    ) -> None:
+        """Put back what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
+        await self._policies.restore(tenant, node_id, incarnation, kept)
 
     async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> LeaseRenewal:
         """Raises LeaseLost, StaleIncarnation."""
-        ttl_ms = await self._nodes.renew(node_id, incarnation, load)
-        return LeaseRenewal(lease_ttl_ms=ttl_ms, policy_version=await self._policies.version())
+        (refusal,) = await self._nodes.renew([Renewal(node_id=node_id, incarnation=incarnation, load=load)])
+        if refusal is not None:
+            raise refusal
+        return LeaseRenewal(lease_ttl_ms=self.config.lease_ttl_ms, policy_version=await self._policies.version())
 
-    async def end_lease(self, node_id: bytes, incarnation: int) -> None:
-        """Idempotent."""
-        await self._nodes.end(node_id, incarnation)
+    async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
+        """See LeaseService."""
+        return await self._leases.renew(renewals)
+
+    async def end_lease(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
+        """Idempotent. Raises StaleIncarnation."""
+        await self._nodes.end(node_id, incarnation, process_id)
 
     async def list_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
         """By node id."""
         return await self._nodes.live_nodes(kind)
 
-    async def open_announce(self, node_id: bytes, incarnation: int, announce_epoch: int) -> AnnounceStream:
+    async def open_announce(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> AnnounceStream:
         """Raises StaleIncarnation, LeaseLost."""
-        return await self._announcements.open(node_id, incarnation, announce_epoch, self._reconciliation)
+        fence = await self._store.nodes.open_stream(node_id, incarnation, announce_epoch, process_id)
+        return self._announcements.open(fence, self._reconciliation)
 
     async def reconcile_digests(
-        self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
+        self,
+        tenant: str,
+        node_id: bytes,
+        incarnation: int,
+        first_range: int,
+        range_count: int,
+        encodings: Sequence[bytes],
     ) -> tuple[list[int], int]:
-        """Digests and the announce sequence they cover. Raises InvalidRequest, LeaseLost, StaleIncarnation."""
-        return await self._reconciliation.digests(node_id, incarnation, first_range, range_count, encodings)
+        """Digests and the announce sequence they cover. Raises InvalidRequest, LeaseLost, StaleIncarnation.
+
+        encodings: of keyspaces that the store is to know again; those of other tenants are passed over.
+        """
+        if encodings:
+            await self._store.nodes.ordinal(node_id, incarnation)  # only a node that holds its lease restores any
+            await self._keyspaces.restore(tenant, encodings)
+        return await self._reconciliation.digests(node_id, incarnation, first_range, range_count)
 
     async def split_groups(
         self, node_id: bytes, incarnation: int, number: int, continuation: bytes
@@ -189,10 +214,10 @@ class IndexEngine:
         return await self._announcements.drop(tenant, keyspace, node_id)
 
     def watch(
-        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False
+        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False, peer: str = ""
     ) -> AsyncGenerator[IndexEvent, None]:
         """Close the iterator to end the watch. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
-        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica)
+        return self._watches.watch(tenant, after_position, keyspace, for_replica=for_replica, peer=peer)
 
     async def info(self) -> IndexInfo:
         """Limits and versions; asks the store whether it is there."""

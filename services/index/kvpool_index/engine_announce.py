@@ -15,7 +15,7 @@ from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
-from kvpool_index.ports import EventLog, LocationStore, NodeDirectory, StreamFence
+from kvpool_index.ports import EventLog, LocationStore, StreamFence
 
 _CHUNKS_PER_ENTRY: Final = 64  # of the event log
 
@@ -75,24 +75,21 @@ class AnnounceService:
     def __init__(
         self,
         store: LocationStore,
-        directory: NodeDirectory,
         events: EventLog,
         nodes: NodeService,
         keyspaces: KeyspaceService,
         metrics: IndexMetrics,
     ) -> None:
         self._store = store
-        self._directory = directory
         self._events = events
         self._nodes = nodes
         self._keyspaces = keyspaces
         self._metrics = metrics
         self._sequences: dict[bytes, int] = {}  # by node, what its latest stream here had applied
 
-    async def open(self, node_id: bytes, incarnation: int, announce_epoch: int, replacing: Replacing) -> AnnounceStream:
-        """Start a stream, which fences the node's earlier ones. Raises StaleIncarnation, LeaseLost."""
-        fence = await self._directory.open_stream(node_id, incarnation, announce_epoch)
-        self._sequences.pop(node_id, None)
+    def open(self, fence: StreamFence, replacing: Replacing) -> AnnounceStream:
+        """Start a stream, which fences the node's earlier ones."""
+        self._sequences.pop(fence.node_id, None)
         return AnnounceStream(self, replacing, fence)
 
     def note_applied(self, node_id: bytes, sequence: int) -> None:

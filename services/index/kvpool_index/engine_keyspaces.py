@@ -1,11 +1,12 @@
 """Keyspaces as the engine serves them."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown
+from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, Overloaded
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import (
     KeyspaceSpec,
@@ -48,9 +49,10 @@ class OpenedKeyspace:
 class KeyspaceService:
     """Binds names, and knows the keyspaces that were asked for. A binding never changes, so that it may be cached."""
 
-    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf) -> None:
+    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf, *, max_keyspaces: int = 4096) -> None:
         self._registry = registry
         self._secret_of = secret_of
+        self._max_keyspaces = max_keyspaces
         self._known: dict[bytes, KnownKeyspace] = {}
 
     async def open(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
@@ -59,6 +61,7 @@ class KeyspaceService:
             raise InvalidRequest(f"name must be 1 to 128 characters of [A-Za-z0-9._:/-], got {name[:160]!r}")
         encoding = encode_keyspace(tenant, spec)
         wanted = BoundKeyspace(tenant=tenant, name=name, keyspace_id=keyspace_id(encoding), encoding=encoding)
+        await self._check_room(wanted)
         bound, created = await self._registry.bind(wanted)
         if bound.encoding != encoding:
             _, existing = decode_keyspace(bound.encoding)
@@ -70,9 +73,21 @@ class KeyspaceService:
         hash_key = derive_hash_key(self._secret_of(tenant), keyspace.keyspace_id)
         return OpenedKeyspace(keyspace=keyspace, hash_key=hash_key, created=created)
 
+    async def _check_room(self, wanted: BoundKeyspace) -> None:
+        """Raise Overloaded if this would be a new name of a tenant that has as many as it may have."""
+        count = await self._registry.count(wanted.tenant)
+        if count < self._max_keyspaces:
+            return
+        if wanted.name not in {bound.name for bound in await self._registry.of_tenant(wanted.tenant)}:
+            raise Overloaded(f"tenant {wanted.tenant!r} has {count} keyspaces, as many as max_keyspaces allows")
+
     async def of_tenant(self, tenant: str) -> list[KnownKeyspace]:
         """All of a tenant's, by name."""
-        return [_decoded(bound) for bound in await self._registry.of_tenant(tenant)]
+        found: list[KnownKeyspace] = []
+        for bound in await self._registry.of_tenant(tenant):
+            with contextlib.suppress(InvalidRequest):  # opened through an index of a later version
+                found.append(_decoded(bound))
+        return found
 
     async def get(self, tenant: str, keyspace: bytes) -> KnownKeyspace:
         """A keyspace of this tenant. Raises KeyspaceUnknown, also for one of another tenant."""
@@ -89,26 +104,23 @@ class KeyspaceService:
             known = self._remember(bound) if bound is not None else None
         return known
 
-    async def restore(self, encodings: Sequence[bytes]) -> None:
-        """Store again those that the store has lost, with their names as far as this replica knows them.
+    async def restore(self, tenant: str, encodings: Sequence[bytes]) -> None:
+        """Store again those of this tenant that the store has lost, with their names as far as this replica knows them.
 
         Raises InvalidRequest for a malformed encoding.
         """
-        for encoding in encodings:
-            decode_keyspace(encoding)
-            at = keyspace_id(encoding)
-            bound, known = await self._registry.by_id(at), self._known.get(at)
+        own = {keyspace_id(each): each for each in encodings if decode_keyspace(each)[0] == tenant}
+        lost: list[BoundKeyspace] = []
+        for (at, encoding), bound in zip(own.items(), await self._registry.by_ids(list(own)), strict=True):
+            known = self._known.get(at)
             # Another replica that did not know the name may have been first.
             if bound is None or (not bound.name and known is not None and known.name):
-                await self._restore(at, encoding)
-
-    async def _restore(self, at: bytes, encoding: bytes) -> None:
-        tenant, _ = decode_keyspace(encoding)
-        known = self._known.get(at)
-        bound = BoundKeyspace(tenant=tenant, name=known.name if known else "", keyspace_id=at, encoding=encoding)
-        if bound.name:
-            await self._registry.bind(bound)  # unless the name has been bound to another encoding since
-        await self._registry.restore(bound)
+                name = known.name if known else ""
+                lost.append(BoundKeyspace(tenant=tenant, name=name, keyspace_id=at, encoding=encoding))
+        for each in lost:
+            if each.name:
+                await self._registry.bind(each)  # unless the name has been bound to another encoding since
+        await self._registry.restore(lost)
 
     def _remember(self, bound: BoundKeyspace) -> KnownKeyspace:
         if len(self._known) >= _CACHE_MAX:
@@ -120,7 +132,10 @@ class KeyspaceService:
 
 
 def _decoded(bound: BoundKeyspace) -> KnownKeyspace:
-    _, spec = decode_keyspace(bound.encoding)
+    """Raises InvalidRequest for an encoding that this version cannot read, or that another keyspace or tenant has."""
+    tenant, spec = decode_keyspace(bound.encoding)
+    if tenant != bound.tenant or keyspace_id(bound.encoding) != bound.keyspace_id:
+        raise InvalidRequest(f"keyspace {bound.keyspace_id.hex()} is recorded with the encoding of another one")
     grid = ShardGrid.of(spec)
     return KnownKeyspace(
         tenant=bound.tenant,

@@ -99,7 +99,11 @@ class LogReader:
                 entries = [entry for entry in entries if entry_order(entry.entry_id) <= entry_order(until)]
                 if not entries:
                     break
-                for news in await self._news(stream, entries, position):
+                owned = await self._understood(stream, after, entries)
+                if owned is None:
+                    yield None
+                    return
+                for news in news_of(entries, stream, position, owned):
                     yield news
                 position = position.advanced(stream, entries[-1].entry_id)
 
@@ -144,10 +148,6 @@ class LogReader:
 
     def _advance(self, stream: int, entry_id: str) -> None:
         self._read_up_to = self._read_up_to.advanced(stream, entry_id)
-
-    async def _news(self, stream: int, entries: Sequence[LogEntry], start: Position) -> list[EntryNews]:
-        owned = await self._owned(stream, entries)
-        return news_of(entries, stream, start, owned)
 
     async def _understood(
         self, stream: int, after: str, entries: Sequence[LogEntry]

@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import LiveNode, NodeInfo, NodeKind, NodeLease, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool.core.errors import KvPoolError, Overloaded, StoreUnavailable
 from kvpool.core.placement import place
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.nodes import NodeRecord, NodeTable, check_registration
+from kvpool_index.core.nodes import NodeRecord, NodeTable, Renewal, check_registration
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import NodeDirectory, NodeGrant
 
@@ -41,10 +41,15 @@ class NodeService:
     async def register(self, info: NodeInfo, last_incarnation: int, attempt: RegistrationAttempt) -> NodeLease:
         """Grant a lease. Raises InvalidRequest, StaleIncarnation."""
         check_registration(info, last_incarnation, attempt)
+        if self.table.record(info.node_id) is None and len(self.table) >= self._config.max_nodes:
+            raise Overloaded(f"{len(self.table)} nodes are known, as many as max_nodes of the index allows")
         ttl_ms, asked_at_s = self._config.lease_ttl_ms, self._clock.monotonic_s()
         grant = await self._directory.register(
             info, last_incarnation=last_incarnation, lease_ttl_ms=ttl_ms, attempt=attempt
         )
+        if grant.took_over:
+            self._metrics.node_events.labels("taken_over").inc()
+            _log.warning("node %s at %s took over a live lease of another process", info.node_id.hex(), info.endpoint)
         if not grant.is_repeat:  # else its facts may be old ones
             self._registered(info, grant, ttl_ms, asked_at_s)
         return NodeLease(
@@ -66,24 +71,28 @@ class NodeService:
         self._local_changes += 1
         self.table.put(record, asked_at_s)
         self._metrics.node_events.labels("registered").inc()
-        self._count_nodes()
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad) -> int:
-        """Milliseconds the lease now lives. Raises LeaseLost, StaleIncarnation."""
-        ttl_ms, asked_at_s = self._config.lease_ttl_ms, self._clock.monotonic_s()
-        await self._directory.renew(node_id, incarnation, load, lease_ttl_ms=ttl_ms)
-        self.table.renewed(node_id, incarnation, load, asked_at_s + ttl_ms / 1000)
-        return ttl_ms
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        """For each lease why it was not renewed: LeaseLost, StaleIncarnation. Raises StoreUnavailable, Overloaded."""
+        asked_at_s, config = self._clock.monotonic_s(), self._config
+        timed = [
+            replace(one, lease_ttl_ms=config.idle_lease_ttl_ms if one.load is None else config.lease_ttl_ms)
+            for one in renewals
+        ]
+        refusals = await self._directory.renew(timed)
+        for one, refusal in zip(timed, refusals, strict=True):
+            if refusal is None:
+                self.table.renewed(one.node_id, one.incarnation, one.load, asked_at_s + one.lease_ttl_ms / 1000)
+        return refusals
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        """End a lease; idempotent."""
-        await self._directory.end(node_id, incarnation)
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes) -> None:
+        """End a lease; idempotent. Raises StaleIncarnation for that of another process."""
+        await self._directory.end(node_id, incarnation, process_id)
         self._local_changes += 1
         record = self.table.live_record(node_id, self._clock.monotonic_s())
         if record is not None and record.info.incarnation == incarnation:
             self.table.forget(node_id)
             self._metrics.node_events.labels("ended").inc()
-            self._count_nodes()
 
     async def live_nodes(self, kind: NodeKind | None) -> list[LiveNode]:
         """Live nodes by node id, as the store has them now."""
@@ -105,7 +114,7 @@ class NodeService:
 
     def place(self, keyspace: bytes, chain_head: bytes, host_id: str, count: int) -> list[NodeInfo]:
         """Nodes for new chunks, best first."""
-        alive = (node.info for node in self.table.live_nodes(self._clock.monotonic_s()))
+        alive = self.table.live_infos(self._clock.monotonic_s(), NodeKind.PAGESTORE)
         return place(alive, keyspace=keyspace, chain_head=chain_head, host_id=host_id, count=count)
 
     def live_node_now(self) -> Callable[[int], NodeInfo | None]:
@@ -161,10 +170,16 @@ class NodeService:
         for _ in range(_SNAPSHOT_TRIES):
             asked_at_s, changes = self._clock.monotonic_s(), self._local_changes
             records = await self._directory.snapshot()
+            if changes != self._local_changes:
+                continue
             # An answer that is older than a registration served here would hide the new node until the next read.
-            if changes == self._local_changes:
-                self.table.replace_all(records, asked_at_s)
+            for _ in self.table.replacing(records, asked_at_s):
+                await asyncio.sleep(0)  # matches have their turn
+                if changes != self._local_changes:
+                    break
+            else:
                 self._refreshed_at_s = asked_at_s
+                self._count_nodes()
                 return
 
     def _refresh_ended(self, read: "asyncio.Future[None]") -> None:
@@ -183,11 +198,9 @@ class NodeService:
                 _log.warning("node %s at %s did not renew its lease", info.node_id.hex(), info.endpoint)
 
     def _count_nodes(self) -> None:
-        alive = self.table.live_nodes(self._clock.monotonic_s())
-        ages_ms = [node.load.reconcile_age_ms for node in alive if node.load.reconcile_age_ms]
+        counts, oldest_ms = self.table.counts(self._clock.monotonic_s())
         # A node's figure is as old as its last renewal, at most.
-        bound_ms = max(ages_ms) + self._config.renew_interval_ms if ages_ms else 0
+        bound_ms = oldest_ms + self._config.renew_interval_ms if oldest_ms else 0
         self._metrics.staleness_bound.set(bound_ms / 1e3)
         for kind in NodeKind:
-            count = sum(node.info.kind == kind for node in alive)
-            self._metrics.live_nodes.labels(kind.name.lower()).set(count)
+            self._metrics.live_nodes.labels(kind.name.lower()).set(counts.get(kind, 0))

@@ -12,7 +12,6 @@ from kvpool.core.location_digest import RANGE_COUNT, PartSpan, SplitGroup
 from kvpool_index.core.groups import NodeEntry
 from kvpool_index.core.replacement import BucketSpan, Replacement, check_part
 from kvpool_index.engine_announce import AnnounceService
-from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import LocationStore, NodeDirectory, StreamFence
 
@@ -29,26 +28,23 @@ class ReconcileService:
         store: LocationStore,
         announcements: AnnounceService,
         directory: NodeDirectory,
-        keyspaces: KeyspaceService,
         metrics: IndexMetrics,
     ) -> None:
         self._store = store
         self._announcements = announcements
         self._directory = directory
-        self._keyspaces = keyspaces
         self._metrics = metrics
 
     async def digests(
-        self, node_id: bytes, incarnation: int, first_range: int, range_count: int, encodings: Sequence[bytes]
+        self, node_id: bytes, incarnation: int, first_range: int, range_count: int
     ) -> tuple[list[int], int]:
         """The digests of ranges, and the announce sequence that was applied here before they were read.
 
-        encodings: of keyspaces that the store is to know again. Raises InvalidRequest, LeaseLost, StaleIncarnation.
+        Raises InvalidRequest, LeaseLost, StaleIncarnation.
         """
         count = range_count or RANGE_COUNT - first_range
         if not (first_range >= 0 and count > 0 and first_range + count <= RANGE_COUNT):
             raise InvalidRequest(f"first_range and range_count must lie in 0 to {RANGE_COUNT}")
-        await self._keyspaces.restore(encodings)
         ordinal = await self._directory.ordinal(node_id, incarnation)  # it may have registered again elsewhere
         applied = self._announcements.applied_sequence(node_id)
         return await self._store.digests(ordinal, range(first_range, first_range + count)), applied

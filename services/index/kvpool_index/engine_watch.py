@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class _Watcher:
     for_replica: bool
     buffer: WatchBuffer[_Item]
     opened_at_s: float
+    peer: str
     news: asyncio.Event = field(default_factory=asyncio.Event)
     lost_because: str = _BEHIND
 
@@ -66,23 +68,30 @@ class WatchService:
         self._clock = clock
         self.reader = LogReader(log, nodes, keyspaces, deliver=self._deliver, lose=self._lose)
         self._watchers: set[_Watcher] = set()
+        self._by_peer: Counter[str] = Counter()  # watchers
         self._heartbeats: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     async def watch(
-        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False
+        self, tenant: str, after_position: str, keyspace: bytes, *, for_replica: bool = False, peer: str = ""
     ) -> AsyncGenerator[IndexEvent, None]:
-        """Events after a position, or from now. Raises InvalidRequest, KeyspaceUnknown, Overloaded."""
+        """Events after a position, or from now. peer: the host that watches.
+
+        Raises InvalidRequest, KeyspaceUnknown, Overloaded.
+        """
         opened_at_s = self._clock.monotonic_s()
         if keyspace:
             await self._keyspaces.get(tenant, keyspace)
         wanted = Position.parse(after_position) if after_position else None
         buffer = WatchBuffer[_Item](self._config.watch_buffer_events)
-        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer, opened_at_s)
+        watcher = _Watcher(Interest(tenant, keyspace), for_replica, buffer, opened_at_s, peer)
         async with self._starting:
             if len(self._watchers) >= self._config.max_watchers:
                 raise Overloaded(f"{self._config.max_watchers} watchers are open already")
+            if self._by_peer[peer] >= self._config.max_peer_watchers:
+                raise Overloaded(f"{self._config.max_peer_watchers} watchers of {peer} are open already")
             await self.reader.start()
+            self._by_peer[peer] += 1
             self._watchers.add(watcher)
             present = self.reader.position
         if for_replica and self._heartbeats is None:
@@ -94,6 +103,9 @@ class WatchService:
                     yield event
         finally:
             self._watchers.discard(watcher)
+            self._by_peer[peer] -= 1
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]
             self._metrics.watchers.set(len(self._watchers))
             if not self._watchers:
                 self.reader.stop()

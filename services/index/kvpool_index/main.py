@@ -23,6 +23,7 @@ from kvpool_index.servicer import IndexServicer
 from kvpool_index.servicer_hot import add_index_servicer
 from kvpool_server.config import describe, load_config
 from kvpool_server.interceptors import (
+    CallLimits,
     DeadlinePolicy,
     DefaultTenantAuthenticator,
     RequestMetrics,
@@ -118,6 +119,7 @@ def build_server(engine: IndexEngine, config: IndexConfig, metrics: RequestMetri
             metrics=metrics,
             authenticator=DefaultTenantAuthenticator(config.tenant),
             deadlines=DeadlinePolicy(),
+            limits=CallLimits(open_calls=config.max_open_calls, peer_open_calls=config.max_peer_open_calls),
             tracer=engine.tracer,
         ),
         service_names=[_SERVICE_NAME],

@@ -100,7 +100,7 @@ class IndexMetrics:
             "What the store lost of any live node longer ago than this has been restored.",
             registry=registry,
         )
-        for event in ("registered", "ended", "died"):
+        for event in ("registered", "taken_over", "ended", "died"):
             self.node_events.labels(event)
         for result in ("removed", "absent"):
             self.stale_reports.labels(result)
@@ -130,6 +130,14 @@ class _RedisCollector(Collector):
         for kind, count in stats.redirections.items():
             redirections.add_metric([kind], count)
         yield redirections
+        malformed = CounterMetricFamily(
+            f"{name}_malformed_records",
+            "Reads of a record that no index wrote, by kind; it is passed over, as if it were not there.",
+            labels=["kind"],
+        )
+        for kind, count in stats.malformed.items():
+            malformed.add_metric([kind], count)
+        yield malformed
         yield GaugeMetricFamily(f"{name}_masters", "Masters that share the keys; 0: not known yet.", stats.masters)
         yield GaugeMetricFamily(f"{name}_masters_up", "Masters that answered when last asked.", stats.masters_up)
         problems = GaugeMetricFamily(

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, NodeLoad, RegistrationAttempt
+from kvpool.core.cluster import UNNUMBERED, ChainQuery, NodeInfo, RegistrationAttempt
+from kvpool.core.errors import KvPoolError
 from kvpool.core.location_digest import PartSpan, SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.core.events import ChunkState, LogEntry
 from kvpool_index.core.groups import ChunkOperation, GroupRead, NamedChunk, NodeEntry
-from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.core.nodes import NodeRecord, Renewal
 from kvpool_index.core.redis_stats import RedisStats
 
 
@@ -35,6 +36,7 @@ class NodeGrant:
     ordinal: int
     announce_epoch: int
     is_repeat: bool = False  # of an attempt that is not above the highest seen: nothing was changed
+    took_over: bool = False  # another process held a live lease of this node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,9 @@ class LocationStore(Protocol):
         ...
 
 
+VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
+"""How far the clocks of two servers of one store may lie apart: bounds incarnations and versions of policies."""
+
 PROCESSES_REMEMBERED: Final = 4
 """Of each node: the one that registered last, and those before it."""
 
@@ -157,7 +162,11 @@ class NodeDirectory(Protocol):
 
         info.incarnation 0 asks for a new incarnation: max(stored, last_incarnation, store time in microseconds) + 1.
         Otherwise the same one is granted again, with the ordinal it had if the store remembers it; raises
-        StaleIncarnation when a newer one is stored. The announce epoch grows with each registration. Logs an event.
+        StaleIncarnation when a newer one is stored, or another process has registered it. The announce epoch grows with
+        each registration. Logs an event.
+
+        Raises InvalidRequest for an incarnation more than VERSION_AHEAD_US ahead of the store's time: the node's next
+        start would find no higher one. A stored one that far ahead does not count.
 
         An attempt that is not above the highest seen of its process changes nothing and is told what was granted last.
         A process that asks for a new incarnation again, after an answer was lost, gets the one that it has. One that a
@@ -165,16 +174,27 @@ class NodeDirectory(Protocol):
         """
         ...
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        """Raises LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered."""
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        """Lengthen leases, in one round. For each None, or why it was refused.
+
+        That is LeaseLost when the lease has ended or is unknown, StaleIncarnation when a newer one is registered.
+        """
         ...
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        """End the lease of this incarnation for good and log that the node went; nothing if it holds none."""
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
+        """End the lease of this incarnation for good and log that the node went; nothing if it holds none.
+
+        Raises StaleIncarnation if another process than process_id registered it; one that gave no id is not compared.
+        """
         ...
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
-        """Fence the node's earlier announce streams. Raises StaleIncarnation and LeaseLost (also for an old epoch)."""
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
+        """Fence the node's earlier announce streams. Raises LeaseLost (also for an old epoch), StaleIncarnation.
+
+        The latter also for another process than the one that registered; one that gave no id is not compared.
+        """
         ...
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
@@ -200,21 +220,25 @@ class KeyspaceRegistry(Protocol):
         """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic."""
         ...
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        """Have `by_id` know a keyspace that was lost, under no name (it is left empty) until one is bound again."""
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        """Have `by_id` know keyspaces that were lost, in one round; under no name if theirs is empty."""
         ...
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         """A keyspace by its id, under the name that it first got."""
         ...
 
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        """The same for several, in one round; None for those that are not known."""
+        ...
+
+    async def count(self, tenant: str) -> int:
+        """Names of a tenant."""
+        ...
+
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         """All of a tenant's, ordered by name."""
         ...
-
-
-VERSION_AHEAD_US: Final = 24 * 3600 * 1_000_000
-"""How far the clocks of two servers of one store may lie apart."""
 
 
 class PolicyRegistry(Protocol):

@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from kvpool.core import cluster
+from kvpool.core.addresses import peer_host
 from kvpool.core.errors import InvalidRequest
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
@@ -21,6 +22,7 @@ from kvpool.wire import (
     convert_route,
     versions,
 )
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_concurrent import serve_concurrently
@@ -91,15 +93,24 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         request: pb.GetKeyspacePoliciesRequest,
         context: Context[pb.GetKeyspacePoliciesRequest, pb.GetKeyspacePoliciesResponse],
     ) -> pb.GetKeyspacePoliciesResponse:
-        policies, version = await self._engine.exchange_policies(
-            convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items),
-            convert.convert_items(
-                request.known, convert_policy.versioned_policy_from_proto, "known", most=self._max_items
-            ),
+        policies, version = await self._engine.keyspace_policies(
+            convert.convert_items(request.keyspace_ids, convert_keyspace.keyspace_id_from_proto, most=self._max_items)
         )
         return pb.GetKeyspacePoliciesResponse(
             policies=[convert_policy.versioned_policy_to_proto(one) for one in policies], policy_version=version
         )
+
+    async def RestoreKeyspacePolicies(
+        self,
+        request: pb.RestoreKeyspacePoliciesRequest,
+        context: Context[pb.RestoreKeyspacePoliciesRequest, pb.RestoreKeyspacePoliciesResponse],
+    ) -> pb.RestoreKeyspacePoliciesResponse:
+        kept = convert.convert_items(
+            request.policies, convert_policy.kept_policy_from_proto, "policy", most=self._max_items
+        )
+        node_id = convert.check_id(request.node_id, "node_id")
+        await self._engine.restore_policies(self._tenant(), node_id, request.incarnation, kept)
+        return pb.RestoreKeyspacePoliciesResponse()
 
     async def RegisterNode(
         self, request: pb.RegisterNodeRequest, context: Context[pb.RegisterNodeRequest, pb.RegisterNodeResponse]
@@ -127,10 +138,33 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         renewal = await self._engine.renew_lease(node_id, request.incarnation, load)
         return pb.RenewLeaseResponse(lease_ttl_ms=renewal.lease_ttl_ms, policy_version=renewal.policy_version)
 
+    async def RenewLeases(
+        self,
+        request_iterator: AsyncIterator[pb.RenewLeasesRequest],
+        context: Context[pb.RenewLeasesRequest, pb.RenewLeasesResponse],
+    ) -> AsyncIterator[pb.RenewLeasesResponse]:
+        async with self._engine.streams.track():
+            async for request in request_iterator:
+                renewals = convert.convert_items(request.renewals, _renewal, "renewal", most=self._max_items)
+                refusals, loaded, idle = await self._engine.renew_leases(renewals)
+                yield pb.RenewLeasesResponse(
+                    lease_ttl_ms=loaded.lease_ttl_ms,
+                    renew_interval_ms=loaded.renew_interval_ms,
+                    idle_lease_ttl_ms=idle.lease_ttl_ms,
+                    idle_renew_interval_ms=idle.renew_interval_ms,
+                    policy_version=loaded.policy_version,
+                    refused=[
+                        pb.RefusedRenewal(index=index, error=convert.item_error_to_proto(error))
+                        for index, error in enumerate(refusals)
+                        if error is not None
+                    ],
+                )
+
     async def EndLease(
         self, request: pb.EndLeaseRequest, context: Context[pb.EndLeaseRequest, pb.EndLeaseResponse]
     ) -> pb.EndLeaseResponse:
-        await self._engine.end_lease(convert.check_id(request.node_id, "node_id"), request.incarnation)
+        node_id = convert.check_id(request.node_id, "node_id")
+        await self._engine.end_lease(node_id, request.incarnation, request.process_id)
         return pb.EndLeaseResponse()
 
     async def ListNodes(
@@ -154,6 +188,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                             convert.check_id(request.open.node_id, "node_id"),
                             request.open.incarnation,
                             request.open.announce_epoch,
+                            request.open.process_id,
                         )
                     case "batch" if stream is not None:
                         changes = convert.convert_items(
@@ -230,7 +265,11 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         keyspace = convert.check_optional_id(request.keyspace_id, "keyspace_id")
         async with self._engine.streams.track():
             watch = self._engine.watch(
-                self._tenant(), request.after_position, keyspace, for_replica=request.for_replica
+                self._tenant(),
+                request.after_position,
+                keyspace,
+                for_replica=request.for_replica,
+                peer=peer_host(context.peer()),
             )
             async with aclosing(watch) as events:
                 async for event in events:
@@ -265,6 +304,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         encodings = request.keyspace_encodings
         convert.check_count(len(encodings), "number of keyspace_encodings", most=self._max_items)
         digests, applied = await self._engine.reconcile_digests(
+            self._tenant(),
             convert.check_id(request.node_id, "node_id"),
             request.incarnation,
             request.first_range,
@@ -291,3 +331,9 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         self, request: pb.GetIndexInfoRequest, context: Context[pb.GetIndexInfoRequest, pb.GetIndexInfoResponse]
     ) -> pb.GetIndexInfoResponse:
         return convert_index_info.index_info_to_proto(await self._engine.info())
+
+
+def _renewal(message: pb.RenewLeaseRequest) -> Renewal:
+    load = convert_cluster.node_load_from_proto(message.load) if message.HasField("load") else None
+    node_id = convert.check_id(message.node_id, "node_id")
+    return Renewal(node_id=node_id, incarnation=message.incarnation, load=load)

@@ -216,12 +216,13 @@ async def _adopt_incarnation(
             truth=engine.truth,
             on_superseded=stop.fail,
             on_policy_version=engine.policies.version_seen,
-            on_late=engine.adopt_incarnation,
+            adopt=engine.adopt_incarnation,
         )
         incarnation = await parts.index.register(registrant, config.index_start_wait_ms / 1e3)
     # Readers elsewhere learn incarnations from the index alone, so a local one that the index never saw fences nothing
     # it should not; it is on disk before anybody hears of it, and what the index grants later is higher.
-    await engine.adopt_incarnation(incarnation or max(last_incarnation, parts.clock.wall_us()) + 1)
+    if not incarnation:
+        await engine.adopt_incarnation(max(last_incarnation, parts.clock.wall_us()) + 1)
 
 
 def _publish(config: PageStoreConfig, node: NodeInfo, incarnation: int) -> None:

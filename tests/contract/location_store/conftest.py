@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvpool.core.cluster import NodeLoad
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore, open_deployment
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.ports import IndexStore
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import redis_server as redis_server
@@ -52,6 +54,16 @@ async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     yield Harness(first, second, lambda: end_leases(url, prefix))
     await first.close()
     await second.close()
+
+
+async def renew(
+    store: IndexStore, node_id: bytes, incarnation: int, load: NodeLoad | None, *, lease_ttl_ms: int
+) -> None:
+    """Renew one lease. Raises what it was refused for."""
+    one = Renewal(node_id=node_id, incarnation=incarnation, load=load, lease_ttl_ms=lease_ttl_ms)
+    (refusal,) = await store.nodes.renew([one])
+    if refusal is not None:
+        raise refusal
 
 
 async def end_leases(url: str, prefix: str) -> None:

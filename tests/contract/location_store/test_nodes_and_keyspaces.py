@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
-from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest, LeaseLost, StaleIncarnation
 from kvpool_index.core.events import ORIGIN, NodeState, unpack_node
-from kvpool_index.core.nodes import NodeRecord
+from kvpool_index.core.nodes import NodeRecord, Renewal
 from kvpool_index.ports import BoundKeyspace, IndexStore, NodeGrant
-from tests.contract.location_store.conftest import LEASE_MS, Harness
+from tests.contract.location_store.conftest import LEASE_MS, Harness, renew
 
 LONG_MS = 10 * LEASE_MS
 FOREVER_MS = 10**9
@@ -67,6 +67,30 @@ async def test_incarnations_grow_past_everything_known(harness: Harness) -> None
     assert (await register(harness.store, info)).incarnation == far + 2
 
 
+async def test_no_registration_can_leave_a_node_without_a_next_incarnation(harness: Harness) -> None:
+    info = new_node()
+    victim = await register(harness.store, info)
+    day_us = 24 * 3600 * 1_000_000
+    for last in ((1 << 53) - 2, victim.incarnation + 2 * day_us):
+        with pytest.raises(InvalidRequest, match="clock"):
+            await register(harness.store, info, last_incarnation=last)
+        with pytest.raises(InvalidRequest, match="clock"):
+            await register(harness.store, replace(info, incarnation=last))
+    attacked = await register(harness.peer, info, last_incarnation=victim.incarnation + day_us // 2)
+    healed = await register(harness.store, info, last_incarnation=attacked.incarnation)
+    assert healed.incarnation > attacked.incarnation
+
+
+async def test_taking_over_a_live_lease_is_said(harness: Harness) -> None:
+    info = new_node()
+    first = await register(harness.store, info, ttl_ms=LEASE_MS)
+    assert not first.took_over
+    assert not (await register(harness.store, replace(info, incarnation=first.incarnation), ttl_ms=LEASE_MS)).took_over
+    assert (await register(harness.peer, info, ttl_ms=LEASE_MS)).took_over
+    await harness.let_leases_end()
+    assert not (await register(harness.peer, info)).took_over
+
+
 async def test_the_same_incarnation_keeps_its_ordinal(harness: Harness) -> None:
     info = new_node()
     first = await register(harness.store, info, ttl_ms=LEASE_MS)
@@ -90,19 +114,36 @@ async def test_an_incarnation_unknown_to_the_store_is_granted_again(harness: Har
 async def test_renewal(harness: Harness) -> None:
     info, load = new_node(), NodeLoad(arena_capacity_bytes=5, disk_used_bytes=1 << 45, page_count=7)
     grant = await register(harness.store, info, ttl_ms=LEASE_MS)
-    await harness.peer.nodes.renew(info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
+    await renew(harness.peer, info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
     record = await record_of(harness.store, info.node_id)
     assert record is not None and record.load == load and record.lease_remaining_ms > LONG_MS - 5000
     with pytest.raises(LeaseLost):
-        await harness.store.nodes.renew(info.node_id, grant.incarnation + 1, load, lease_ttl_ms=LONG_MS)
+        await renew(harness.store, info.node_id, grant.incarnation + 1, load, lease_ttl_ms=LONG_MS)
     with pytest.raises(LeaseLost):
-        await harness.store.nodes.renew(secrets.token_bytes(16), grant.incarnation, load, lease_ttl_ms=LONG_MS)
+        await renew(harness.store, secrets.token_bytes(16), grant.incarnation, load, lease_ttl_ms=LONG_MS)
     newer = await register(harness.store, info, ttl_ms=LEASE_MS)
     with pytest.raises(StaleIncarnation):
-        await harness.store.nodes.renew(info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
+        await renew(harness.store, info.node_id, grant.incarnation, load, lease_ttl_ms=LONG_MS)
     await harness.let_leases_end()
     with pytest.raises(LeaseLost):
-        await harness.store.nodes.renew(info.node_id, newer.incarnation, load, lease_ttl_ms=LONG_MS)
+        await renew(harness.store, info.node_id, newer.incarnation, load, lease_ttl_ms=LONG_MS)
+
+
+async def test_leases_are_renewed_together_and_a_refusal_is_about_one(harness: Harness) -> None:
+    load, nodes = NodeLoad(page_count=3), [new_node() for _ in range(300)]
+    grants = [await register(harness.store, each, ttl_ms=LEASE_MS) for each in nodes]
+    renewals = [
+        Renewal(node_id=node.node_id, incarnation=grant.incarnation, load=load, lease_ttl_ms=LONG_MS)
+        for node, grant in zip(nodes, grants, strict=True)
+    ]
+    renewals[7] = replace(renewals[7], incarnation=renewals[7].incarnation + 1)
+    renewals[8] = replace(renewals[8], incarnation=renewals[8].incarnation - 1)
+    refusals = await harness.peer.nodes.renew(renewals)
+    assert [type(each) for each in refusals] == [type(None)] * 7 + [LeaseLost, StaleIncarnation] + [type(None)] * 291
+    assert await harness.store.nodes.renew([replace(renewals[0], load=None)]) == [None]
+    record = await record_of(harness.store, nodes[0].node_id)
+    assert record is not None and record.load == load, "without a load the last one stays"
+    assert await harness.store.nodes.renew([]) == []
 
 
 async def test_end_is_final_and_idempotent(harness: Harness) -> None:

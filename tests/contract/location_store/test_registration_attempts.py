@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import StaleIncarnation
 from kvpool_index.ports import IndexStore, NodeGrant
-from tests.contract.location_store.conftest import LEASE_MS, Harness
+from tests.contract.location_store.conftest import LEASE_MS, Harness, renew
 
 
 def new_node() -> NodeInfo:
@@ -51,7 +51,9 @@ async def test_an_attempt_that_arrives_late_changes_nothing(harness: Harness) ->
     process = Process(new_node())
     late = process.attempt()
     granted = await process.register(harness.store)
-    fence = await harness.store.nodes.open_stream(process.node.node_id, granted.incarnation, granted.announce_epoch)
+    fence = await harness.store.nodes.open_stream(
+        process.node.node_id, granted.incarnation, granted.announce_epoch, process.process_id
+    )
     process.node = replace(process.node, draining=True)
     changed = await process.register(harness.store, held=granted.incarnation)
     process.node = replace(process.node, draining=False)
@@ -61,13 +63,13 @@ async def test_an_attempt_that_arrives_late_changes_nothing(harness: Harness) ->
     (record,) = [one for one in await harness.peer.nodes.snapshot() if one.info.node_id == process.node.node_id]
     assert record.info.draining and record.info.incarnation == granted.incarnation
     assert fence.ordinal == record.ordinal
-    await harness.store.nodes.renew(process.node.node_id, granted.incarnation, NodeLoad(), lease_ttl_ms=LEASE_MS)
+    await renew(harness.store, process.node.node_id, granted.incarnation, NodeLoad(), lease_ttl_ms=LEASE_MS)
 
 
 async def test_a_late_attempt_does_not_bring_back_a_node_that_has_left(harness: Harness) -> None:
     process = Process(new_node())
     granted = await process.register(harness.store)
-    await harness.store.nodes.end(process.node.node_id, granted.incarnation)
+    await harness.store.nodes.end(process.node.node_id, granted.incarnation, process.process_id)
     await process.register(harness.peer, RegistrationAttempt(process_id=process.process_id, number=1))
     (record,) = [one for one in await harness.peer.nodes.snapshot() if one.info.node_id == process.node.node_id]
     assert record.ended and not record.alive
@@ -94,3 +96,21 @@ async def test_a_node_that_was_forgotten_starts_afresh(harness: Harness) -> None
     attempt = RegistrationAttempt(process_id=process.process_id, number=1)
     again = await process.register(harness.store, attempt, held=first.incarnation)
     assert again.incarnation == first.incarnation and not again.is_repeat
+
+
+async def test_what_a_process_registered_no_other_process_ends_announces_or_changes(harness: Harness) -> None:
+    owner, stranger = Process(new_node()), secrets.token_bytes(16)
+    node_id = owner.node.node_id
+    granted = await owner.register(harness.store)
+    for process_id in (b"", stranger):
+        with pytest.raises(StaleIncarnation):
+            await harness.peer.nodes.end(node_id, granted.incarnation, process_id)
+        with pytest.raises(StaleIncarnation):
+            await harness.peer.nodes.open_stream(node_id, granted.incarnation, granted.announce_epoch + 1, process_id)
+        with pytest.raises(StaleIncarnation):
+            hijack = RegistrationAttempt(process_id=process_id, number=1 if process_id else 0)
+            await owner.register(harness.peer, hijack, held=granted.incarnation)
+    await harness.store.nodes.open_stream(node_id, granted.incarnation, granted.announce_epoch, owner.process_id)
+    assert (await owner.register(harness.store, held=granted.incarnation)).incarnation == granted.incarnation
+    await harness.store.nodes.end(node_id, granted.incarnation, owner.process_id)
+    assert [record.ended for record in await harness.store.nodes.snapshot() if record.info.node_id == node_id] == [True]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
+from kvpool.cli import output
 from kvpool.cli.main import main
 from kvpool.cli.output import EXIT_USAGE, CommandFailed, ask, cut, duration_from_text, fail, size, size_from_text, table
 from kvpool.core.errors import StartupFailed
@@ -113,3 +116,20 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no duration; write"):
         duration_from_text(text)
+
+
+def test_control_characters_never_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.show("first \x1b[2Jline\nhost é \x07\x9b31m")
+    output.say("\x1b]0;title\x07")
+    shown = capsys.readouterr()
+    assert shown.out == "first ?[2Jline\nhost é ??31m\n"
+    assert shown.err == "kvpool: ?]0;title?\n"
+
+
+def test_no_command_prints_past_the_one_place_that_looks_for_control_characters() -> None:
+    """JSON escapes them; what a benchmark or a completion script prints comes from nowhere else."""
+    allowed = {"output.py", "completion.py", "replay.py"}
+    for path in Path(output.__file__).parent.rglob("*.py"):
+        if path.name not in allowed and not path.name.startswith("bench") and "bench_serve" not in path.parts:
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            assert not [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"], path

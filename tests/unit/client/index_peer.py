@@ -18,6 +18,7 @@ from kvpool.core.errors import (
 from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
+from kvpool.wire.convert import item_error_to_proto
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
 
@@ -44,6 +45,8 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.streams = Streams()
         self.registered: list[Any] = []
         self.renewals = 0
+        self.loads: list[Any] = []
+        self.lease_streams = 0
         self.ended: list[Any] = []
         self.dropped: list[bytes] = []
         self.stale: list[Any] = []
@@ -69,14 +72,26 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
             announce_epoch=len(self.registered),
         )
 
-    async def RenewLease(self, request: Any, context: Any) -> Any:
-        self.renewals += 1
-        if self.renew_error is not None:
-            error = self.renew_error
-            if isinstance(error, LeaseLost):
-                self.renew_error = None
-            await refuse(context, error)
-        return index_pb2.RenewLeaseResponse(lease_ttl_ms=LEASE_TTL_MS)
+    async def RenewLeases(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        self.lease_streams += 1
+        async for request in request_iterator:
+            assert len(request.renewals) == 1
+            self.loads.append(request.renewals[0].load if request.renewals[0].HasField("load") else None)
+            error, refused = self.renew_error, []
+            self.renewals += 1
+            if isinstance(error, LeaseLost | StaleIncarnation):
+                if isinstance(error, LeaseLost):
+                    self.renew_error = None
+                refused = [index_pb2.RefusedRenewal(error=item_error_to_proto(error))]
+            elif error is not None:
+                await refuse(context, error)
+            yield index_pb2.RenewLeasesResponse(
+                lease_ttl_ms=LEASE_TTL_MS,
+                renew_interval_ms=10,
+                idle_lease_ttl_ms=LEASE_TTL_MS,
+                idle_renew_interval_ms=10,
+                refused=refused,
+            )
 
     async def EndLease(self, request: Any, context: Any) -> Any:
         self.ended.append(request)
@@ -116,16 +131,17 @@ class Node:
     def __init__(
         self, index: ScriptedIndex, client: IndexClient, truth: dict[int, int] | None = None, **bounds: Any
     ) -> None:
-        self.index = index
+        self.index, self.client = index, client
         self.truth = dict(truth or {})
         self.located = 0
         self.on_locate: Callable[[], None] = lambda: None
         self.superseded: list[StaleIncarnation] = []
+        self.load_errors: list[Exception] = []
         self.link = NodeLink(
             client,
             NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
             last_incarnation=7,
-            load=NodeLoad,
+            load=self.load,
             truth=self,
             on_superseded=self.superseded.append,
             config=NodeLinkConfig(
@@ -133,6 +149,11 @@ class Node:
                 | bounds
             ),
         )
+
+    def load(self) -> NodeLoad:
+        if self.load_errors:
+            raise self.load_errors.pop()
+        return NodeLoad(page_count=len(self.truth))
 
     def chunks(self) -> list[ChunkPlace]:
         return [ChunkPlace(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]

@@ -6,13 +6,16 @@ import asyncio
 
 import pytest
 
+from kvpool.client.chunk_directory import NoLocations
 from kvpool.client.index import IndexClient
-from kvpool.core.cluster import NodeInfo, NodeKind, RemoteSource
+from kvpool.client.node_link import NodeLink
+from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad, RemoteSource
 from kvpool.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LeaseLost,
     StaleIncarnation,
+    StoreFault,
     StoreUnavailable,
     WireVersionRefused,
 )
@@ -238,3 +241,44 @@ async def test_a_node_that_an_older_index_refuses_registers_once_that_was_upgrad
         assert (await asyncio.wait_for(starting, PATIENCE_S)).incarnation == 42
         assert "upgrade the older side" in caplog.text
         await one.link.close()
+
+
+async def test_nothing_is_announced_under_an_incarnation_that_was_not_adopted() -> None:
+    async with node(truth=dict.fromkeys(range(4), 1)) as one:
+        adopted: list[int] = []
+
+        async def adopt(incarnation: int) -> None:
+            adopted.append(incarnation)
+            if len(adopted) == 1:
+                raise StoreFault("planted: the disk is full")
+
+        with pytest.raises(StoreFault):
+            await one.link.start(adopt=adopt)
+        assert (one.link.incarnation, one.index.renewals, one.index.streams.count) == (0, 0, 0)
+        lease = await one.link.start(adopt=adopt)
+        assert adopted[-1] == lease.incarnation == one.link.incarnation
+        assert chunks(await (await opened(one)).next("replace_range")) == [0, 1, 2, 3]
+        await one.link.close()
+
+
+async def test_an_unforeseen_error_does_not_end_the_lease(caplog: pytest.LogCaptureFixture) -> None:
+    async with node() as one:
+        one.load_errors.append(RuntimeError("planted"))
+        await one.link.start()
+        await eventually(lambda: one.index.renewals >= 3)
+        assert "lease failed and starts again" in caplog.text
+        await one.link.close()
+
+
+async def test_a_node_that_holds_nothing_renews_without_a_load() -> None:
+    async with node() as one:
+        one.link = NodeLink(
+            one.client,
+            NodeInfo(node_id=NODE_ID, kind=NodeKind.AGENT, endpoint="127.0.0.1:1"),
+            load=NodeLoad,
+            truth=NoLocations(),
+            on_superseded=one.superseded.append,
+        )
+        await one.link.start()
+        await eventually(lambda: one.index.renewals >= 3)
+        assert one.index.loads[:3] == [None] * 3 and one.index.lease_streams == 1

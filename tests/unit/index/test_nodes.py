@@ -8,6 +8,7 @@ from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import InvalidRequest
 from kvpool_index.core.nodes import (
     MAX_INCARNATION,
+    REFRESH_STEP_NODES,
     NodeRecord,
     NodeTable,
     check_registration,
@@ -79,6 +80,21 @@ def test_who_departed() -> None:
         asked_at_s=0.0,
     )
     assert [info.node_id[0] for info in table.departed(1000)] == [2, 4]
+
+
+def test_a_refresh_takes_bounded_steps_and_keeps_renewals_that_come_meanwhile() -> None:
+    table = NodeTable()
+    records = [
+        replace(record(1), info=replace(record(1).info, node_id=n.to_bytes(16, "big")), ordinal=n) for n in range(9000)
+    ]
+    table.replace_all(records[:2], 0.0)
+    steps = table.replacing(records, asked_at_s=0.0)
+    next(steps)
+    assert len(table) == 2, "until the end the old ones count"
+    assert table.renewed(records[0].info.node_id, records[0].info.incarnation, NodeLoad(page_count=5), 99.0)
+    assert 1 + sum(1 for _ in steps) == -(-9000 // REFRESH_STEP_NODES) >= 9000 / 256
+    assert len(table) == 9000
+    assert [node.load.page_count for node in table.live_nodes(98.0)] == [5]
 
 
 def test_infos_and_loads_survive_the_store() -> None:

@@ -1,6 +1,7 @@
 """The /metrics endpoint serves the registry it was given and nothing else."""
 
 import socket
+import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -38,6 +39,19 @@ def test_serves_the_registry_and_the_process() -> None:
         stop()
     with pytest.raises(ConnectionRefusedError):
         get(port, "/metrics")
+
+
+def test_connections_that_send_nothing_take_a_bounded_number_of_threads() -> None:
+    port, stop = start_metrics_server("127.0.0.1", 0, CollectorRegistry())
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) for _ in range(40)]
+    try:
+        assert silent[-1].recv(1) == b"", "there is no place for it"
+        assert threading.active_count() - before <= 16
+    finally:
+        for each in silent:
+            each.close()
+        stop()
 
 
 def test_port_in_use_names_port_and_cure() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, ask, print_json, show, table
 from kvpool.cli.targets import add_target, describe, find_target, on_every_pagestore, run, said
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
@@ -46,5 +46,5 @@ def run_clear(arguments: argparse.Namespace) -> int:
         ]
         for node, page_count in answers
     ]
-    print(table(["pagestore", "host", "pages", "error"], rows, right=[2]))
+    show(table(["pagestore", "host", "pages", "error"], rows, right=[2]))
     return EXIT_FAILED if any(isinstance(answer, KvPoolError) for _, answer in answers) else EXIT_OK

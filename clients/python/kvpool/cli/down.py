@@ -9,7 +9,7 @@ import time
 
 from kvpool.cli.cluster import remove_socket_dir
 from kvpool.cli.logs import log_dir
-from kvpool.cli.output import EXIT_OK, CommandFailed
+from kvpool.cli.output import EXIT_OK, CommandFailed, show
 from kvpool.cli.state import read_state, state_file
 from kvpool.cli.supervise import STOP_ORDER, STOP_TIMEOUT_S, end_leftovers
 
@@ -25,13 +25,13 @@ def run_down(arguments: argparse.Namespace) -> int:
     """Tell the supervisor to drain; clean up after one that was killed."""
     state = read_state(arguments.state_dir)
     if state is None:
-        print(f"no cluster runs in {arguments.state_dir}")
+        show(f"no cluster runs in {arguments.state_dir}")
         return EXIT_OK
     if not state.supervised():
         ended = end_leftovers(state)
         state_file(arguments.state_dir).unlink(missing_ok=True)
         remove_socket_dir(arguments.state_dir)
-        print(f"ended leftovers: {', '.join(ended)}" if ended else "the cluster was dead already")
+        show(f"ended leftovers: {', '.join(ended)}" if ended else "the cluster was dead already")
         return EXIT_OK
     os.kill(state.supervisor_pid, signal.SIGTERM)
     deadline_s = time.monotonic() + STOP_TIMEOUT_S * len(STOP_ORDER)
@@ -40,5 +40,5 @@ def run_down(arguments: argparse.Namespace) -> int:
             logs = log_dir(arguments.state_dir)
             raise CommandFailed(f"`kvpool up` (pid {state.supervisor_pid}) did not end; see {logs}")
         time.sleep(_POLL_S)
-    print("cluster ended")
+    show("cluster ended")
     return EXIT_OK

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, show, size
 from kvpool.cli.targets import (
     Target,
     add_target,
@@ -68,10 +67,10 @@ def run_drain(arguments: argparse.Namespace) -> int:
     if drained.progress is None or not drained.progress.done:
         raise CommandFailed("the pagestore ended the drain without saying why; call again to go on")
     if drained.was_cancelled:
-        print(f"{drained.node.info.node_id.hex()[:8]} takes new pages again")
+        show(f"{drained.node.info.node_id.hex()[:8]} takes new pages again")
         return EXIT_OK
-    print(_line(drained.node.info, drained.progress))
-    print("every page has another live copy and the lease has ended; the process serves reads until it is stopped")
+    show(_line(drained.node.info, drained.progress))
+    show("every page has another live copy and the lease has ended; the process serves reads until it is stopped")
     return EXIT_OK if drained.is_done else EXIT_FAILED
 
 
@@ -92,7 +91,7 @@ async def _drain(target: Target, name: str, cancel: bool, timeout_s: float | Non
                 now_s = asyncio.get_running_loop().time()
                 if not cancel and not progress.done and now_s - shown_s >= _SHOWN_EVERY_S:
                     shown_s = now_s
-                    print(_line(node.info, progress), file=sys.stderr, flush=True)
+                    say(_line(node.info, progress))
     except KvPoolError as failure:
         error = failure
     return Drained(node=node, was_cancelled=cancel, progress=progress, error=error)

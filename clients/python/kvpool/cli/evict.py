@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import add_tokens, chain_of, read_tokens
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, ask, print_json, size, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, ask, print_json, show, size, table
 from kvpool.cli.targets import (
     Target,
     add_target,
@@ -74,7 +74,7 @@ def run_evict(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(preview_document(previews))
         else:
-            print(render_preview(previews))
+            show(render_preview(previews))
         return _exit_code(previews)
     if not arguments.staging_only:
         what = f"all chunks of keyspace {arguments.keyspace}" if tokens is None else f"the chunks of {arguments.tokens}"
@@ -83,7 +83,7 @@ def run_evict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(answers))
     else:
-        print(render(answers))
+        show(render(answers))
     return _exit_code(answers)
 
 

@@ -14,7 +14,7 @@ from kvpool import __version__
 from kvpool.cli.chains import chain_of, read_tokens
 from kvpool.cli.export_file import ExportWriter
 from kvpool.cli.export_source import ListedPlan, PageFetcher, PlannedChunk, batches, plan_of_chain
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, size
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, say, show, size
 from kvpool.cli.progress import Progress
 from kvpool.cli.targets import (
     Target,
@@ -80,7 +80,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(exported))
     else:
-        print(render(exported))
+        show(render(exported))
     return EXIT_FAILED if exported.missing_chunks else EXIT_OK
 
 

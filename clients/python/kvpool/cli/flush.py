@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, show, table
 from kvpool.cli.targets import (
     Target,
     add_target,
@@ -60,7 +60,7 @@ def run_flush(arguments: argparse.Namespace) -> int:
             for node in nodes
         ]
         with_errors = [[*row, node["error"]] for row, node in zip(rows, nodes, strict=True)]
-        print(table(["pagestore", "host", "pages", "failed", "error"], with_errors, right=[2, 3]))
+        show(table(["pagestore", "host", "pages", "failed", "error"], with_errors, right=[2, 3]))
     return EXIT_FAILED if any(node["error"] or node["failed_pages"] for node in nodes) else EXIT_OK
 
 
@@ -75,5 +75,5 @@ async def _flush_one(target: Target, endpoint: str, timeout_s: float, *, json: b
     if json:
         print_json({"version": 1, "nodes": [{"endpoint": endpoint, "error": ""} | _counts(outcome)]})
     else:
-        print(f"{outcome.page_count} pages flushed, {outcome.failed_count} failed")
+        show(f"{outcome.page_count} pages flushed, {outcome.failed_count} failed")
     return EXIT_FAILED if outcome.failed_count else EXIT_OK

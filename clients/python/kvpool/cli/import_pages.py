@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpool.cli.export_file import ExportReader, FileChunk
 from kvpool.cli.import_target import ImportTarget, Placed
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, show, size
 from kvpool.cli.progress import Progress
 from kvpool.cli.targets import Target, add_target, find_target, open_index, run
 from kvpool.client.index import IndexClient, OpenedKeyspace
@@ -71,7 +71,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(imported, arguments.verify_only))
     else:
-        print(render(imported, arguments.verify_only))
+        show(render(imported, arguments.verify_only))
     return EXIT_FAILED if imported.failed_chunks else EXIT_OK
 
 

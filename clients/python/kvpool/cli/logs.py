@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvpool.cli.output import EXIT_OK, CommandFailed
+from kvpool.cli.output import EXIT_OK, CommandFailed, show
 
 _TAIL_BYTES = 1 << 20  # of one log at most: nobody reads more than that from its end
 _FOLLOW_INTERVAL_S = 0.3
@@ -48,7 +48,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
     positions = {path: path.stat().st_size for path in paths}
     for path in paths:
         for line in last_lines(path, arguments.lines):
-            print(f"{path.stem}: {line}")
+            show(f"{path.stem}: {line}")
     while arguments.follow:
         for path in paths:
             positions[path] = _print_new(path, positions[path])
@@ -65,5 +65,5 @@ def _print_new(path: Path, position: int) -> int:
         added = log.read()
     whole = added[: added.rfind(b"\n") + 1]
     for line in whole.decode(errors="replace").splitlines():
-        print(f"{path.stem}: {line}")
+        show(f"{path.stem}: {line}")
     return position + len(whole)

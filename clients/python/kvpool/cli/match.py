@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import add_tokens, read_tokens
-from kvpool.cli.output import EXIT_OK, print_json, table
+from kvpool.cli.output import EXIT_OK, print_json, show, table
 from kvpool.cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
 from kvpool.client.index import IndexClient, OpenedKeyspace
 from kvpool.core.chunks import chunk_hashes, group_head_index
@@ -62,7 +62,7 @@ def run_match(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(found))
     else:
-        print(render(found))
+        show(render(found))
     return EXIT_OK
 
 

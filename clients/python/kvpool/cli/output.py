@@ -39,6 +39,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
+def show(text: str = "") -> None:
+    """Print lines for people on stdout: what every command prints goes through here, or is JSON."""
+    print("\n".join(map(printable, text.split("\n"))), flush=True)
+
+
 def text_width(text: str) -> int:
     """Cells of a terminal: Chinese and Japanese characters take two, combining ones none."""
     return len(text) if text.isascii() else sum(map(_cells, text))
@@ -112,7 +117,7 @@ def ask(question: str, *, yes: bool) -> None:
     if yes or not sys.stdin.isatty():
         return
     # Not by input(), which asks on stdout: a person who redirects the answer to a file must see the question.
-    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.write(f"{printable(question)} [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # also where the terminal has ended
         raise CommandFailed("nothing was done; answer y, or give --yes")
@@ -125,7 +130,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def say(text: str) -> None:
     """A remark beside the output proper: one line on stderr, at once."""
-    sys.stderr.write(f"kvpool: {text}\n")
+    sys.stderr.write(f"kvpool: {printable(text)}\n")
     sys.stderr.flush()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.cli.chains import Chain, add_tokens, chain_of, read_tokens
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, duration_from_text, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, duration_from_text, print_json, show, table
 from kvpool.cli.pin_list import list_pins, wall_time
 from kvpool.cli.targets import Target, add_target, find_target, live_pagestores, on_pagestores, open_index, run, said
 from kvpool.client.pagestore_control import PageStoreControl
@@ -61,7 +61,7 @@ def run_pin(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(pinned))
     else:
-        print(render(pinned))
+        show(render(pinned))
     return EXIT_OK if pinned.page_count and not pinned.failed else EXIT_FAILED
 
 

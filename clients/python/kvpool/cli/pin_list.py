@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, show, table
 from kvpool.cli.targets import Target, find_target, live_pagestores, on_pagestores, open_index, run, said
 from kvpool.client.pagestore_control import ListedChunk, PageStoreControl
 from kvpool.core.errors import KvPoolError
@@ -53,8 +53,9 @@ def list_pins(arguments: argparse.Namespace) -> int:
             for group in groups
         ]
         headers = ["keyspace", "chain group", "from chunk", "chunks", "first pin ends", "hosts"]
-        print(table(headers, rows, right=[3]) if rows else "nothing is pinned")
-        print("\n".join(failed), end="\n" if failed else "")
+        show(table(headers, rows, right=[3]) if rows else "nothing is pinned")
+        if failed:
+            show("\n".join(failed))
     return EXIT_FAILED if failed else EXIT_OK
 
 

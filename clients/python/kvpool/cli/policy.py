@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, size, size_from_text, table
+from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, show, size, size_from_text, table
 from kvpool.cli.targets import Target, add_target, find_target, open_index, run
 from kvpool.client.index import NamedKeyspace
 from kvpool.core.errors import InvalidRequest
@@ -52,7 +52,7 @@ def run_set(arguments: argparse.Namespace) -> int:
             told = await index.set_keyspace_policy(found.name, changed(before, arguments))
             return replace(found, policy=told)
 
-    print(render([run(change())]))
+    show(render([run(change())]))
     return EXIT_OK
 
 
@@ -62,7 +62,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"keyspaces": [document(one) for one in named]})
     else:
-        print(render(named))
+        show(render(named))
     return EXIT_OK
 
 

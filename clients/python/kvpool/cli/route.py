@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvpool.cli.chains import add_tokens, read_tokens
-from kvpool.cli.output import EXIT_OK, print_json, table
+from kvpool.cli.output import EXIT_OK, print_json, show, table
 from kvpool.cli.targets import Target, add_target, find_target, keyspace_of_name, open_index, run
 from kvpool.core.chunks import chunk_hashes
 from kvpool.core.cluster import ChainQuery, RouteAnswer
@@ -28,7 +28,7 @@ def run_route(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(answer))
     else:
-        print(render(answer))
+        show(render(answer))
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, size, size_from_text
+from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, show, size, size_from_text
 from kvpool.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Codec, Dtype, KeyspaceSpec, KvGroup
@@ -73,7 +73,7 @@ def run_size(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document)
     else:
-        print(render(document))
+        show(render(document))
     return EXIT_OK
 
 

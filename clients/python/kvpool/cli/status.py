@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, size, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, print_json, show, size, table
 from kvpool.cli.targets import Target, add_target, find_target, open_agent, open_index, open_pagestore, run, said
 from kvpool.cli.top_view import natural
 from kvpool.client.index import NamedKeyspace
@@ -45,9 +45,9 @@ def run_status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(document)
     elif arguments.check:
-        print("\n".join(document["problems"]) or f"ok: {_summary(document['nodes'])}")
+        show("\n".join(document["problems"]) or f"ok: {_summary(document['nodes'])}")
     else:
-        print(render(document))
+        show(render(document))
     if arguments.check:
         return EXIT_FAILED if document["problems"] else EXIT_OK
     well = document["store"]["reachable"] and not any(node["error"] for node in document["nodes"])

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from kvpool.cli.output import EXIT_OK, CommandFailed, print_json
+from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, show
 from kvpool.cli.targets import Target, add_target, find_target, on_pagestores, open_index, run
 from kvpool.cli.top_metrics import fetch_all
 from kvpool.cli.top_render import SORTS, render
@@ -58,14 +58,14 @@ def run_top(arguments: argparse.Namespace) -> int:
         else:
             columns = shutil.get_terminal_size((100, 24)).columns
             lines = render(seen, columns=columns, lines=len(seen.hosts) + 60, sort=arguments.sort)
-            print("\n".join(line.text.rstrip() for line in lines))
+            show("\n".join(line.text.rstrip() for line in lines))
         return EXIT_OK
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         raise CommandFailed("this is no terminal; give --once, or --once --json")
-    from kvpool.cli.top_screen import show
+    from kvpool.cli import top_screen
 
     with Looking(target, arguments.interval) as looking:
-        show(looking.next, arguments.sort)
+        top_screen.show(looking.next, arguments.sort)
     return EXIT_OK
 
 

@@ -60,9 +60,20 @@ async def in_threads(work: Callable[[str], ResultT], items: Sequence[str]) -> li
         return list(await asyncio.gather(*(loop.run_in_executor(threads, work, item) for item in items)))
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A node says where its metrics are when it registers, and nowhere else."""
+
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
+        return None
+
+
+def metrics_opener() -> urllib.request.OpenerDirector:
+    """For URLs that nodes registered: as other nodes reach them, whatever proxy this user has for the web."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+
 def _fetch(url: str) -> Samples | None:
-    # Nodes are reached as other nodes reach them, whatever proxy this user has for the web.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = metrics_opener()
     ends_s = time.monotonic() + FETCH_TIMEOUT_S
     try:
         if urlsplit(url).scheme not in ("http", "https"):

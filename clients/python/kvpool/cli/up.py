@@ -16,7 +16,7 @@ from typing import Any
 from kvpool.cli.child import READY_TIMEOUT_S
 from kvpool.cli.cluster import ClusterOptions, check_gpus, visible_gpus
 from kvpool.cli.logs import last_lines, log_dir
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, fail, say, size, size_from_text, table
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, fail, say, show, size, size_from_text, table
 from kvpool.cli.state import ClusterState, StateLock, read_state, state_file
 from kvpool.cli.supervise import Supervisor, end_leftovers
 from kvpool.core.errors import StartupFailed
@@ -103,7 +103,7 @@ class _Foreground:
             clean_leftovers(self._options.state_dir)
             self._supervisor = Supervisor(self._options, lambda: self._signal_count > 0, say)
             state = self._supervisor.start()
-            print(f"{describe(state)}\n\nCtrl-C drains and ends the cluster.", flush=True)
+            show(f"{describe(state)}\n\nCtrl-C drains and ends the cluster.")
             self._supervisor.watch()
         except StartupFailed:
             if not self._signal_count:
@@ -167,7 +167,7 @@ def _await_detached(state_dir: Path, supervisor: subprocess.Popen[bytes], log_pa
             return fail(lines[-1].removeprefix("kvpool: "), code=supervisor.returncode or EXIT_FAILED)
         state = read_state(state_dir)
         if state is not None and state.ready and state.supervisor_pid == supervisor.pid:
-            print(f"{describe(state)}\n\nEnd it with `kvpool down`.")
+            show(f"{describe(state)}\n\nEnd it with `kvpool down`.")
             supervisor.returncode = 0  # it goes on without us: Popen must not warn that nobody waited for it
             return EXIT_OK
         time.sleep(0.05)

@@ -120,7 +120,10 @@ class Announcer:
         lease: NodeLease,
     ) -> None:
         opened = index_pb2.AnnounceOpen(
-            node_id=self._node_id, incarnation=lease.incarnation, announce_epoch=lease.announce_epoch
+            node_id=self._node_id,
+            incarnation=lease.incarnation,
+            announce_epoch=lease.announce_epoch,
+            process_id=lease.process_id,
         )
         try:
             await call.write(index_pb2.AnnounceRequest(open=opened))

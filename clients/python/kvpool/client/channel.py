@@ -91,6 +91,11 @@ class Endpoints(Generic[StubT]):
         return self._endpoints[self._position]
 
     @property
+    def count(self) -> int:
+        """Configured endpoints."""
+        return len(self._endpoints)
+
+    @property
     def config(self) -> ClientConfig:
         """Settings of every call."""
         return self._config

@@ -52,9 +52,9 @@ from kvpool.wire.convert_index_info import index_info_from_proto
 from kvpool.wire.convert_keyspace import grid_from_proto, is_spec_known, spec_from_proto, spec_to_proto
 from kvpool.wire.convert_policy import (
     is_policy_known,
+    kept_policy_to_proto,
     policy_to_proto,
     versioned_policy_from_proto,
-    versioned_policy_to_proto,
 )
 from kvpool.wire.convert_route import route_from_proto
 from kvpool.wire.versions import check_peer_version, own_version_to_proto
@@ -159,6 +159,7 @@ class IndexClient:
             lease_ttl_ms=answer.lease_ttl_ms,
             renew_interval_ms=answer.renew_interval_ms,
             announce_epoch=answer.announce_epoch,
+            process_id=attempt.process_id,
         )
 
     async def renew_lease(
@@ -178,18 +179,32 @@ class IndexClient:
         return VersionedPolicy(keyspace=answer.keyspace_id, policy=policy, version=answer.version)
 
     async def get_keyspace_policies(
-        self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy] = (), *, timeout_s: float | None = None
+        self, keyspaces: Sequence[bytes], *, timeout_s: float | None = None
     ) -> list[VersionedPolicy]:
-        """Policies of those keyspaces that have one. known: what the caller kept, for a store that has lost it."""
-        request = index_pb2.GetKeyspacePoliciesRequest(
-            keyspace_ids=keyspaces, known=[versioned_policy_to_proto(one) for one in known]
-        )
+        """Policies of those keyspaces that have one."""
+        request = index_pb2.GetKeyspacePoliciesRequest(keyspace_ids=keyspaces)
         answer = await self._endpoints.call(lambda stub: stub.GetKeyspacePolicies, request, timeout_s=timeout_s)
         return [versioned_policy_from_proto(one) for one in answer.policies if is_policy_known(one.policy)]
 
-    async def end_lease(self, node_id: bytes, incarnation: int, *, timeout_s: float | None = None) -> None:
-        """End a lease at once. Idempotent."""
-        request = index_pb2.EndLeaseRequest(node_id=node_id, incarnation=incarnation)
+    async def restore_keyspace_policies(
+        self,
+        node_id: bytes,
+        incarnation: int,
+        kept: Sequence[tuple[bytes, VersionedPolicy]],
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put policies back that the store has lost, each with the encoding of its keyspace. raises: LeaseLost."""
+        request = index_pb2.RestoreKeyspacePoliciesRequest(
+            node_id=node_id, incarnation=incarnation, policies=[kept_policy_to_proto(*one) for one in kept]
+        )
+        await self._endpoints.call(lambda stub: stub.RestoreKeyspacePolicies, request, timeout_s=timeout_s)
+
+    async def end_lease(
+        self, node_id: bytes, incarnation: int, process_id: bytes = b"", *, timeout_s: float | None = None
+    ) -> None:
+        """End a lease at once. Idempotent. raises: StaleIncarnation for that of another process."""
+        request = index_pb2.EndLeaseRequest(node_id=node_id, incarnation=incarnation, process_id=process_id)
         await self._endpoints.call(lambda stub: stub.EndLease, request, timeout_s=timeout_s)
 
     async def list_nodes(self, kind: NodeKind | None = None) -> list[LiveNode]:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
-from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth
+from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
 from kvpool.client.index import IndexClient
+from kvpool.client.lease_stream import LeaseStream
 from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
 from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
@@ -64,6 +65,8 @@ class NodeLink:
         self._load = load
         self._on_superseded = on_superseded
         self._on_policy_version = on_policy_version
+        self._leases = LeaseStream(index.endpoints)
+        self._is_idle = isinstance(truth, NoLocations)
         bounds = self._config = config or NodeLinkConfig()
         directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
@@ -111,17 +114,23 @@ class NodeLink:
         """For its figures, and to have everything compared now."""
         return self._reconciler
 
-    async def start(self, timeout_s: float | None = None) -> NodeLease:
+    async def start(
+        self, timeout_s: float | None = None, *, adopt: Callable[[int], Awaitable[None]] | None = None
+    ) -> NodeLease:
         """Register, trying again until it succeeds; then keep the lease and announce in the background.
 
-        timeout_s: None waits for the index for ever. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the
-        like at once.
+        timeout_s: None waits for the index for ever. adopt: makes the granted incarnation the node's own; nothing is
+        announced under it before. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the like at once; what
+        `adopt` raises, after which it may be called again.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                lease = self._lease = await self._register()
+                lease = await self._register()
         except TimeoutError:
             raise DeadlineExceeded(f"the index did not register this node within {timeout_s:g} s") from None
+        if adopt is not None:
+            await adopt(lease.incarnation)
+        self._lease = lease
         self._reconciler.start_round(unsure=True)
         self._spawn(self._keep_lease, "lease")
         self._spawn(self._keep_announcing, "announcer")
@@ -174,7 +183,9 @@ class NodeLink:
         if self._lease is None or self._superseded is not None:
             return
         try:
-            await self._index.end_lease(self._node.node_id, self.incarnation, timeout_s=self._config.end_timeout_s)
+            await self._index.end_lease(
+                self._node.node_id, self.incarnation, self._lease.process_id, timeout_s=self._config.end_timeout_s
+            )
         except KvPoolError as error:
             _log.info("the lease was not ended and will run out by itself: %s", error)
         self._lease = None
@@ -185,17 +196,21 @@ class NodeLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._leases.close()
 
     def _spawn(self, work: Callable[[], Awaitable[None]], name: str) -> None:
         self._tasks.append(asyncio.create_task(self._supervise(work, name), name=f"node link {name}"))
 
     async def _supervise(self, work: Callable[[], Awaitable[None]], name: str) -> None:
-        try:
-            await work()
-        except StaleIncarnation as error:
-            self._supersede(error)
-        except Exception:
-            _log.exception("the node link's %s ended; the lease will run out and this node will not be found", name)
+        backoff = self._backoff()
+        while True:
+            try:
+                return await work()
+            except StaleIncarnation as error:
+                return self._supersede(error)
+            except Exception:
+                _log.exception("the node link's %s failed and starts again", name)
+            await asyncio.sleep(backoff.next_s())
 
     def _supersede(self, error: StaleIncarnation) -> None:
         if self._superseded is None:
@@ -238,7 +253,7 @@ class NodeLink:
             try:
                 if not self._is_registration_right:
                     await self.update()
-                await self._renew(self._held())
+                pause_s = await self._renew(self._held())
                 backoff.reset()
             except StaleIncarnation:
                 raise
@@ -248,15 +263,21 @@ class NodeLink:
             self._check_progress()
             await asyncio.sleep(pause_s)
 
-    async def _renew(self, lease: NodeLease) -> None:
+    async def _renew(self, lease: NodeLease) -> float:
+        """Seconds until the next renewal."""
         try:
             load = replace(self._load(), reconcile_age_ms=max(1, int(self._reconciler.age_s * 1e3)))
-            renewal = await self._index.renew_lease(
-                self._node.node_id, lease.incarnation, load, timeout_s=lease.lease_ttl_ms / 3e3
+            renewal = await self._leases.renew(
+                self._node.node_id,
+                lease.incarnation,
+                None if self._is_idle else load,
+                timeout_s=lease.lease_ttl_ms / 3e3 / self._index.endpoints.count,
             )
             self._on_policy_version(renewal.policy_version)
+            return (renewal.renew_interval_ms or lease.renew_interval_ms) / 1e3
         except _LOST:
             await self._register_again(lease)
+        return 0.0
 
     def _check_progress(self) -> None:
         silent_s = asyncio.get_running_loop().time() - self._announcer.last_progress_s

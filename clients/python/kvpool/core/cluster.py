@@ -82,6 +82,7 @@ class NodeLease:
     lease_ttl_ms: int
     renew_interval_ms: int
     announce_epoch: int
+    process_id: bytes = b""  # of the registration: what only the process that has the lease can show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class LeaseRenewal:
 
     lease_ttl_ms: int
     policy_version: int = 0  # of all keyspace policies; another one than before: fetch them
+    renew_interval_ms: int = 0  # until the next renewal; 0: not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

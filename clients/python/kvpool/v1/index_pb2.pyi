@@ -260,24 +260,18 @@ class GetKeyspacePoliciesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYSPACE_IDS_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def keyspace_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16-byte keyspace ids; at most the batch limit of GetIndexInfo."""
-
-    @_builtins.property
-    def known(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionedPolicy]:
-        """Policies that the node kept, so that a store that lost them has them again; at most the batch limit."""
 
     def __init__(
         self,
         *,
         keyspace_ids: _abc.Iterable[_builtins.bytes] | None = ...,
-        known: _abc.Iterable[_common_pb2.VersionedPolicy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_ids", b"keyspace_ids", "known", b"known"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_ids", b"keyspace_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,6 +304,83 @@ class GetKeyspacePoliciesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetKeyspacePoliciesResponse: _TypeAlias = GetKeyspacePoliciesResponse  # noqa: Y015
+
+@_typing.final
+class KeptPolicy(_message.Message):
+    """A policy that a node kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACE_ENCODING_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    keyspace_encoding: _builtins.bytes
+    """Canonical encoding of the keyspace, which names its tenant."""
+    @_builtins.property
+    def policy(self) -> _common_pb2.VersionedPolicy:
+        """The policy, of the keyspace with that encoding."""
+
+    def __init__(
+        self,
+        *,
+        keyspace_encoding: _builtins.bytes = ...,
+        policy: _common_pb2.VersionedPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keyspace_encoding", b"keyspace_encoding", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptPolicy: _TypeAlias = KeptPolicy  # noqa: Y015
+
+@_typing.final
+class RestoreKeyspacePoliciesRequest(_message.Message):
+    """Request of RestoreKeyspacePolicies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.bytes
+    """16-byte id of the node that kept them."""
+    incarnation: _builtins.int
+    """Incarnation that holds the lease."""
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptPolicy]:
+        """At most the batch limit of GetIndexInfo. One that the store has in this version or a newer one stays."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        policies: _abc.Iterable[Global___KeptPolicy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node_id", b"node_id", "policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreKeyspacePoliciesRequest: _TypeAlias = RestoreKeyspacePoliciesRequest  # noqa: Y015
+
+@_typing.final
+class RestoreKeyspacePoliciesResponse(_message.Message):
+    """Answer of RestoreKeyspacePolicies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreKeyspacePoliciesResponse: _TypeAlias = RestoreKeyspacePoliciesResponse  # noqa: Y015
 
 @_typing.final
 class NodeInfo(_message.Message):
@@ -560,6 +631,104 @@ class RenewLeaseResponse(_message.Message):
 Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
 
 @_typing.final
+class RenewLeasesRequest(_message.Message):
+    """Request of RenewLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENEWALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def renewals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RenewLeaseRequest]:
+        """Leases of one or more nodes; at most the batch limit of GetIndexInfo. A node whose load is unset holds nothing (its last load stays): its lease is granted for longer, and is to
+        be renewed less often.
+        """
+
+    def __init__(
+        self,
+        *,
+        renewals: _abc.Iterable[Global___RenewLeaseRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["renewals", b"renewals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeasesRequest: _TypeAlias = RenewLeasesRequest  # noqa: Y015
+
+@_typing.final
+class RefusedRenewal(_message.Message):
+    """A lease that was not renewed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index into the request's renewals."""
+    @_builtins.property
+    def error(self) -> _common_pb2.ItemError:
+        """LEASE_LOST or STALE_INCARNATION, as of RenewLease."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        error: _common_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedRenewal: _TypeAlias = RefusedRenewal  # noqa: Y015
+
+@_typing.final
+class RenewLeasesResponse(_message.Message):
+    """Answer of RenewLeases."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    IDLE_LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
+    RENEW_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    IDLE_RENEW_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    lease_ttl_ms: _builtins.int
+    """Milliseconds until the leases end that were renewed with a load."""
+    policy_version: _builtins.int
+    """Version of all keyspace policies, as of RenewLease."""
+    idle_lease_ttl_ms: _builtins.int
+    """Milliseconds until the leases end that were renewed without a load."""
+    renew_interval_ms: _builtins.int
+    """Send the next renewal after so many milliseconds: of a node with a load."""
+    idle_renew_interval_ms: _builtins.int
+    """The same of a node without a load."""
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedRenewal]:
+        """Renewals that were refused; all others were done."""
+
+    def __init__(
+        self,
+        *,
+        lease_ttl_ms: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        refused: _abc.Iterable[Global___RefusedRenewal] | None = ...,
+        idle_lease_ttl_ms: _builtins.int = ...,
+        renew_interval_ms: _builtins.int = ...,
+        idle_renew_interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_lease_ttl_ms", b"idle_lease_ttl_ms", "idle_renew_interval_ms", b"idle_renew_interval_ms", "lease_ttl_ms", b"lease_ttl_ms", "policy_version", b"policy_version", "refused", b"refused", "renew_interval_ms", b"renew_interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeasesResponse: _TypeAlias = RenewLeasesResponse  # noqa: Y015
+
+@_typing.final
 class EndLeaseRequest(_message.Message):
     """Request of EndLease."""
 
@@ -567,19 +736,23 @@ class EndLeaseRequest(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte id."""
     incarnation: _builtins.int
     """Incarnation that holds the lease; another one's lease is left alone."""
+    process_id: _builtins.bytes
+    """As registered: the lease of another process is left alone. Not compared where the registration had none."""
     def __init__(
         self,
         *,
         node_id: _builtins.bytes = ...,
         incarnation: _builtins.int = ...,
+        process_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "node_id", b"node_id", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,22 +906,26 @@ class AnnounceOpen(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ANNOUNCE_EPOCH_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.bytes
     """16-byte id."""
     incarnation: _builtins.int
     """Its incarnation."""
     announce_epoch: _builtins.int
     """From RegisterNode; a newer stream of the same node fences this one."""
+    process_id: _builtins.bytes
+    """As registered: no other process may announce. Not compared where the registration had none."""
     def __init__(
         self,
         *,
         node_id: _builtins.bytes = ...,
         incarnation: _builtins.int = ...,
         announce_epoch: _builtins.int = ...,
+        process_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_epoch", b"announce_epoch", "incarnation", b"incarnation", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_epoch", b"announce_epoch", "incarnation", b"incarnation", "node_id", b"node_id", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesResponse.FromString,
                 _registered_method=True)
+        self.RestoreKeyspacePolicies = channel.unary_unary(
+                '/kvpool.v1.IndexService/RestoreKeyspacePolicies',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesResponse.FromString,
+                _registered_method=True)
         self.RegisterNode = channel.unary_unary(
                 '/kvpool.v1.IndexService/RegisterNode',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.SerializeToString,
@@ -71,6 +76,11 @@ class IndexServiceStub(object):
                 '/kvpool.v1.IndexService/RenewLease',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.FromString,
+                _registered_method=True)
+        self.RenewLeases = channel.stream_stream(
+                '/kvpool.v1.IndexService/RenewLeases',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeasesRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeasesResponse.FromString,
                 _registered_method=True)
         self.EndLease = channel.unary_unary(
                 '/kvpool.v1.IndexService/EndLease',
@@ -184,10 +194,21 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKeyspacePolicies(self, request, context):
-        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+        """Policies of keyspaces, for pagestores.
 
         Errors:
-        - INVALID_ARGUMENT: a malformed id or policy.
+        - INVALID_ARGUMENT: a malformed id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreKeyspacePolicies(self, request, context):
+        """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,10 +219,11 @@ class IndexServiceServicer(object):
         lease vanished.
 
         Errors:
-        - INVALID_ARGUMENT: a malformed id or endpoint.
+        - INVALID_ARGUMENT: a malformed id or address, or an incarnation more than 24 hours ahead of the store's clock.
+        - RESOURCE_EXHAUSTED (OVERLOADED): the store has as many nodes as the index allows.
         - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
-        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
-        of the node has registered.
+        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
+        process, or a later process of the node has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,10 +241,23 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewLeases(self, request_iterator, context):
+        """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+        renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
+        stream stays open.
+
+        Errors:
+        - INVALID_ARGUMENT: naming a malformed item.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EndLease(self, request, context):
         """Ends a lease at once; the node's locations leave every match. Idempotent.
 
         Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION): another process registered this incarnation.
         - INVALID_ARGUMENT: a malformed id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -388,6 +423,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.GetKeyspacePoliciesResponse.SerializeToString,
             ),
+            'RestoreKeyspacePolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreKeyspacePolicies,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesResponse.SerializeToString,
+            ),
             'RegisterNode': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterNode,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.FromString,
@@ -397,6 +437,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'RenewLeases': grpc.stream_stream_rpc_method_handler(
+                    servicer.RenewLeases,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeasesRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeasesResponse.SerializeToString,
             ),
             'EndLease': grpc.unary_unary_rpc_method_handler(
                     servicer.EndLease,
@@ -591,6 +636,33 @@ class IndexService(object):
             _registered_method=True)
 
     @staticmethod
+    def RestoreKeyspacePolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/RestoreKeyspacePolicies',
+            kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.RestoreKeyspacePoliciesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RegisterNode(request,
             target,
             options=(),
@@ -634,6 +706,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/RenewLease',
             kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewLeases(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.IndexService/RenewLeases',
+            kvpool_dot_v1_dot_index__pb2.RenewLeasesRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.RenewLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

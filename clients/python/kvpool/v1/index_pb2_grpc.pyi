@@ -63,20 +63,28 @@ class IndexServiceStub:
     - INVALID_ARGUMENT: naming the field of a policy that cannot be.
     """
     GetKeyspacePolicies: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]
-    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+    """Policies of keyspaces, for pagestores.
 
     Errors:
-    - INVALID_ARGUMENT: a malformed id or policy.
+    - INVALID_ARGUMENT: a malformed id.
+    """
+    RestoreKeyspacePolicies: _grpc.UnaryUnaryMultiCallable[_index_pb2.RestoreKeyspacePoliciesRequest, _index_pb2.RestoreKeyspacePoliciesResponse]
+    """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
     """
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
     lease vanished.
 
     Errors:
-    - INVALID_ARGUMENT: a malformed id or endpoint.
+    - INVALID_ARGUMENT: a malformed id or address, or an incarnation more than 24 hours ahead of the store's clock.
+    - RESOURCE_EXHAUSTED (OVERLOADED): the store has as many nodes as the index allows.
     - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
-    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
-      of the node has registered.
+    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
+      process, or a later process of the node has registered.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
     """Renews a lease.
@@ -86,10 +94,19 @@ class IndexServiceStub:
     - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
     - INVALID_ARGUMENT: a malformed id.
     """
+    RenewLeases: _grpc.StreamStreamMultiCallable[_index_pb2.RenewLeasesRequest, _index_pb2.RenewLeasesResponse]
+    """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+    renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
+    stream stays open.
+
+    Errors:
+    - INVALID_ARGUMENT: naming a malformed item.
+    """
     EndLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]
     """Ends a lease at once; the node's locations leave every match. Idempotent.
 
     Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION): another process registered this incarnation.
     - INVALID_ARGUMENT: a malformed id.
     """
     ListNodes: _grpc.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]
@@ -216,20 +233,28 @@ class IndexServiceAsyncStub(IndexServiceStub):
     - INVALID_ARGUMENT: naming the field of a policy that cannot be.
     """
     GetKeyspacePolicies: _aio.UnaryUnaryMultiCallable[_index_pb2.GetKeyspacePoliciesRequest, _index_pb2.GetKeyspacePoliciesResponse]  # type: ignore[assignment]
-    """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+    """Policies of keyspaces, for pagestores.
 
     Errors:
-    - INVALID_ARGUMENT: a malformed id or policy.
+    - INVALID_ARGUMENT: a malformed id.
+    """
+    RestoreKeyspacePolicies: _aio.UnaryUnaryMultiCallable[_index_pb2.RestoreKeyspacePoliciesRequest, _index_pb2.RestoreKeyspacePoliciesResponse]  # type: ignore[assignment]
+    """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
+
+    Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
     """
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
     """Registers a node (pagestore or agent) and grants its lease. The same incarnation is granted again to a live node whose
     lease vanished.
 
     Errors:
-    - INVALID_ARGUMENT: a malformed id or endpoint.
+    - INVALID_ARGUMENT: a malformed id or address, or an incarnation more than 24 hours ahead of the store's clock.
+    - RESOURCE_EXHAUSTED (OVERLOADED): the store has as many nodes as the index allows.
     - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
-    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
-      of the node has registered.
+    - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
+      process, or a later process of the node has registered.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Renews a lease.
@@ -239,10 +264,19 @@ class IndexServiceAsyncStub(IndexServiceStub):
     - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
     - INVALID_ARGUMENT: a malformed id.
     """
+    RenewLeases: _aio.StreamStreamMultiCallable[_index_pb2.RenewLeasesRequest, _index_pb2.RenewLeasesResponse]  # type: ignore[assignment]
+    """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+    renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
+    stream stays open.
+
+    Errors:
+    - INVALID_ARGUMENT: naming a malformed item.
+    """
     EndLease: _aio.UnaryUnaryMultiCallable[_index_pb2.EndLeaseRequest, _index_pb2.EndLeaseResponse]  # type: ignore[assignment]
     """Ends a lease at once; the node's locations leave every match. Idempotent.
 
     Errors:
+    - FAILED_PRECONDITION (STALE_INCARNATION): another process registered this incarnation.
     - INVALID_ARGUMENT: a malformed id.
     """
     ListNodes: _aio.UnaryUnaryMultiCallable[_index_pb2.ListNodesRequest, _index_pb2.ListNodesResponse]  # type: ignore[assignment]
@@ -390,10 +424,23 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_pb2.GetKeyspacePoliciesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_pb2.GetKeyspacePoliciesResponse, _abc.Awaitable[_index_pb2.GetKeyspacePoliciesResponse]]:
-        """Policies of keyspaces, for pagestores. What a node knows and the store has lost is put back.
+        """Policies of keyspaces, for pagestores.
 
         Errors:
-        - INVALID_ARGUMENT: a malformed id or policy.
+        - INVALID_ARGUMENT: a malformed id.
+        """
+
+    @_abc_1.abstractmethod
+    def RestoreKeyspacePolicies(
+        self,
+        request: _index_pb2.RestoreKeyspacePoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_index_pb2.RestoreKeyspacePoliciesResponse, _abc.Awaitable[_index_pb2.RestoreKeyspacePoliciesResponse]]:
+        """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
+
+        Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
         """
 
     @_abc_1.abstractmethod
@@ -406,10 +453,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         lease vanished.
 
         Errors:
-        - INVALID_ARGUMENT: a malformed id or endpoint.
+        - INVALID_ARGUMENT: a malformed id or address, or an incarnation more than 24 hours ahead of the store's clock.
+        - RESOURCE_EXHAUSTED (OVERLOADED): the store has as many nodes as the index allows.
         - FAILED_PRECONDITION (WIRE_VERSION_REFUSED): naming both versions.
-        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest, or a later process
-          of the node has registered.
+        - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
+          process, or a later process of the node has registered.
         """
 
     @_abc_1.abstractmethod
@@ -427,6 +475,20 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RenewLeases(
+        self,
+        request_iterator: _MaybeAsyncIterator[_index_pb2.RenewLeasesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_index_pb2.RenewLeasesResponse], _abc.AsyncIterator[_index_pb2.RenewLeasesResponse]]:
+        """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+        renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
+        stream stays open.
+
+        Errors:
+        - INVALID_ARGUMENT: naming a malformed item.
+        """
+
+    @_abc_1.abstractmethod
     def EndLease(
         self,
         request: _index_pb2.EndLeaseRequest,
@@ -435,6 +497,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a lease at once; the node's locations leave every match. Idempotent.
 
         Errors:
+        - FAILED_PRECONDITION (STALE_INCARNATION): another process registered this incarnation.
         - INVALID_ARGUMENT: a malformed id.
         """
 

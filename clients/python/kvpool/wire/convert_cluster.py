@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from kvpool.core import cluster
+from kvpool.core.addresses import check_label, check_node_addresses
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.location_digest import PART_COUNT, PartSpan, SplitGroup
 from kvpool.core.outcome import Tier
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, check_optional_id, convert_items, enum_from_proto, is_newer
 
-_ENDPOINT_CHARACTERS_MAX = 1024
 _KEPT_PARTS = 1024
 _LAST_TIER = max(Tier)
 
@@ -35,10 +35,10 @@ def node_info_to_proto(node: cluster.NodeInfo) -> index_pb2.NodeInfo:
 
 def node_info_from_proto(message: index_pb2.NodeInfo) -> cluster.NodeInfo:
     """Raises InvalidRequest for a malformed id, kind, endpoint or capacity."""
-    for name in ("endpoint", "bulk_endpoint"):
-        _check_endpoint(getattr(message, name), f"node.{name}")
-    for name in ("host_id", "local_socket", "metrics_url"):
-        check_count(len(getattr(message, name)), f"length of node.{name}", most=_ENDPOINT_CHARACTERS_MAX)
+    return check_node_addresses(_node_info(message))
+
+
+def _node_info(message: index_pb2.NodeInfo) -> cluster.NodeInfo:
     return cluster.NodeInfo(
         node_id=check_id(message.node_id, "node.node_id"),
         kind=enum_from_proto(message.kind, cluster.NodeKind, "node.kind"),
@@ -51,15 +51,6 @@ def node_info_from_proto(message: index_pb2.NodeInfo) -> cluster.NodeInfo:
         incarnation=message.incarnation,
         draining=message.draining,
     )
-
-
-def _check_endpoint(endpoint: str, name: str) -> None:
-    if not endpoint:
-        return
-    host, separator, port = endpoint.rpartition(":")
-    valid = separator and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    if not valid or len(endpoint) > _ENDPOINT_CHARACTERS_MAX:
-        raise InvalidRequest(f"{name} must be host:port with a port of 1 to 65535, got {endpoint[:80]!r}")
 
 
 def node_load_to_proto(load: cluster.NodeLoad) -> index_pb2.NodeLoad:
@@ -251,7 +242,7 @@ def chain_query_from_proto(
         raise InvalidRequest(f"chunk_hashes: item {whole} is cut off; send 16 bytes a hash", item_index=whole)
     check_count(whole, "number of chunk_hashes", most=chunks_max)
     first = check_count(about.first_chunk_index, "first_chunk_index")
-    check_count(len(message.host_id), "length of host_id", most=_ENDPOINT_CHARACTERS_MAX)  # the index keeps it a while
+    check_label(message.host_id, "host_id")  # short: the index keeps it a while
     head = check_optional_id(about.group_head_hash, "group_head_hash")
     if not head and first % cluster.CHAIN_GROUP_CHUNKS and whole:
         raise InvalidRequest(f"group_head_hash is needed because first_chunk_index {first} is no multiple of 16")

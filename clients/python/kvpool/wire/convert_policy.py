@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
 from kvpool.core.retention import Retention, RetentionRange
-from kvpool.v1 import common_pb2
+from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert import check_count, check_id, convert_items, enum_from_proto, is_newer
 
 MAX_RETENTION_RANGES = 64
@@ -90,6 +90,16 @@ def versioned_policy_to_proto(versioned: VersionedPolicy) -> common_pb2.Versione
     return common_pb2.VersionedPolicy(
         keyspace_id=versioned.keyspace, policy=policy_to_proto(versioned.policy), version=versioned.version
     )
+
+
+def kept_policy_to_proto(encoding: bytes, versioned: VersionedPolicy) -> index_pb2.KeptPolicy:
+    """A policy that a node kept, with the encoding of its keyspace."""
+    return index_pb2.KeptPolicy(keyspace_encoding=encoding, policy=versioned_policy_to_proto(versioned))
+
+
+def kept_policy_from_proto(message: index_pb2.KeptPolicy) -> tuple[bytes, VersionedPolicy]:
+    """Raises InvalidRequest for a malformed policy; the encoding is not looked at."""
+    return message.keyspace_encoding, versioned_policy_from_proto(message.policy)
 
 
 def optional_policy_to_proto(versioned: VersionedPolicy | None) -> common_pb2.VersionedPolicy | None:

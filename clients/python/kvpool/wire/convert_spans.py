@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from kvpool.core.addresses import check_address
 from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.retention import Retention
@@ -26,12 +27,10 @@ def remote_source_to_proto(source: RemoteSource) -> pb.RemoteSource:
 
 def remote_source_from_proto(message: pb.RemoteSource) -> RemoteSource:
     """Raises InvalidRequest."""
-    if not message.bulk_endpoint:
-        raise InvalidRequest("bulk_endpoint must not be empty")
     return RemoteSource(
         node_id=check_id(message.node_id, "node_id"),
         incarnation=message.incarnation,
-        bulk_endpoint=message.bulk_endpoint,
+        bulk_endpoint=check_address(message.bulk_endpoint, "bulk_endpoint"),
     )
 
 

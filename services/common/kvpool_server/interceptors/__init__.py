@@ -4,10 +4,11 @@ Order, outermost first, and why:
 
 1. metrics: counts what the client sees, so it must be outside of everything that changes the outcome;
 2. errors: turns any exception of what is inside into a status, so that the others may simply raise;
-3. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
-4. auth: nobody spends work or time on a caller that is not known;
-5. deadline: nearest to the handler, whose run time it bounds;
-6. messages: what cannot be read is the handler's first concern, after all the others have had their say.
+3. limits: neither work nor time for more calls than are allowed;
+4. tracing, where it is on: inside of errors, so that it sees them before they are statuses;
+5. auth: nobody spends work or time on a caller that is not known;
+6. deadline: nearest to the handler, whose run time it bounds;
+7. messages: what cannot be read is the handler's first concern, after all the others have had their say.
 
 `aio_interceptors` and `sync_interceptors` build the list in that order.
 """
@@ -27,12 +28,14 @@ from kvpool_server.interceptors.auth import (
 )
 from kvpool_server.interceptors.deadline import AioDeadline, DeadlinePolicy, SyncDeadline
 from kvpool_server.interceptors.errors import AioErrors, SyncErrors
+from kvpool_server.interceptors.limits import AioLimits, CallLimits
 from kvpool_server.interceptors.messages import AioMessages, SyncMessages
 from kvpool_server.interceptors.metrics import AioMetrics, RequestMetrics, SyncMetrics
 from kvpool_server.interceptors.tracing import AioTracing, SyncTracing
 
 __all__ = [
     "Authenticator",
+    "CallLimits",
     "DeadlinePolicy",
     "DefaultTenantAuthenticator",
     "Identity",
@@ -44,12 +47,17 @@ __all__ = [
 
 
 def aio_interceptors(
-    *, metrics: RequestMetrics, authenticator: Authenticator, deadlines: DeadlinePolicy, tracer: Tracer = NO_TRACER
+    *,
+    metrics: RequestMetrics,
+    authenticator: Authenticator,
+    deadlines: DeadlinePolicy,
+    tracer: Tracer = NO_TRACER,
+    limits: CallLimits | None = None,
 ) -> Sequence[grpc.aio.ServerInterceptor]:
     """The interceptors of a grpc.aio server, outermost first."""
     tracing = [AioTracing(tracer)] if tracer.recording else []
-    around = [AioMetrics(metrics), AioErrors(), *tracing, AioAuth(authenticator), AioDeadline(deadlines)]
-    return [*around, AioMessages()]
+    around = [AioMetrics(metrics), AioErrors(), AioLimits(limits or CallLimits())]
+    return [*around, *tracing, AioAuth(authenticator), AioDeadline(deadlines), AioMessages()]
 
 
 def sync_interceptors(

@@ -1,4 +1,4 @@
-"""No unary call without a deadline: the client's own, or the server's cap."""
+"""No unary call without a deadline: the client's own up to a limit, or the server's cap."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -11,12 +11,13 @@ from kvpool_server.interceptors.wrapping import AioInterceptor, Call, SyncInterc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePolicy:
-    """How long a call may take when its client set no deadline.
+    """How long a call may take: when its client set no deadline, and whatever deadline it set.
 
     Streams have no cap unless their full method name is in `caps_s`, which also overrides the cap of unary calls.
     """
 
     unary_cap_s: float = 30.0
+    longest_s: float = 3600.0  # of a unary call
     caps_s: Mapping[str, float] = field(default_factory=dict)
 
     def cap_s(self, call: Call) -> float | None:
@@ -63,10 +64,10 @@ def _cap_s(policy: DeadlinePolicy, call: Call) -> float | None:
         return policy.cap_s(call)
     if remaining_s <= 0:
         raise _exceeded(call, 0.0)
-    return None
+    return policy.longest_s if remaining_s > policy.longest_s and not call.streaming else None
 
 
 def _exceeded(call: Call, cap_s: float | None) -> DeadlineExceeded:
     if not cap_s:
         return DeadlineExceeded(f"the deadline of {call.method} had passed before the call began")
-    return DeadlineExceeded(f"{call.method} did not finish within {cap_s:g} s, the server's cap for calls without one")
+    return DeadlineExceeded(f"{call.method} did not finish within {cap_s:g} s, the server's cap")

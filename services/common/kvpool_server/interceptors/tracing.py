@@ -16,9 +16,11 @@ _HOUSEKEEPING: Final = frozenset(
     {
         "RegisterNode",
         "RenewLease",
+        "RenewLeases",
         "EndLease",
         "ListNodes",
         "GetKeyspacePolicies",
+        "RestoreKeyspacePolicies",
         "ReconcileDigests",
         "ReconcileSplitGroups",
         "ReportStale",

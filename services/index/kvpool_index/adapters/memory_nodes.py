@@ -1,15 +1,16 @@
 """Nodes and keyspaces in memory."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import LeaseLost, StaleIncarnation
+from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, StaleIncarnation
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
-from kvpool_index.core.nodes import NodeRecord
-from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.core.nodes import INCARNATION_AHEAD, OF_ANOTHER_PROCESS, NodeRecord, Renewal
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
 
 
 @dataclass(slots=True)
@@ -43,17 +44,21 @@ class MemoryNodeDirectory:
         attempt: RegistrationAttempt = UNNUMBERED,
     ) -> NodeGrant:
         now_us = self._clock.wall_us()
+        if max(info.incarnation, last_incarnation) > now_us + VERSION_AHEAD_US:
+            raise InvalidRequest(INCARNATION_AHEAD)
         known = self._nodes.get(info.node_id)
         stored = known.info.incarnation if known is not None else 0
         again = known is not None and attempt.process_id != b"" and known.attempt.process_id == attempt.process_id
         if known is not None and again and attempt.number <= known.attempt.number:
             return NodeGrant(incarnation=stored, ordinal=known.ordinal, announce_epoch=known.epoch, is_repeat=True)
         replaced = known is not None and attempt.process_id in known.earlier_processes
-        if replaced or 0 < info.incarnation < stored:
+        is_others = known is not None and known.attempt.process_id != b"" and not again and info.incarnation == stored
+        if replaced or 0 < info.incarnation < stored or is_others:
             raise StaleIncarnation(f"incarnation {stored} of this node is registered")
         granted = info.incarnation or max(stored, last_incarnation, now_us) + 1
         if known is not None and again and not info.incarnation and not known.ended and stored > last_incarnation:
             granted = stored
+        is_live = known is not None and known.alive and known.expires_at_s > self._clock.monotonic_s()
         same = known is not None and stored == granted and not known.ended
         node = _Node(
             info=replace(info, incarnation=granted),
@@ -67,24 +72,31 @@ class MemoryNodeDirectory:
         )
         self._nodes[info.node_id] = node
         self._log(node)
-        return NodeGrant(incarnation=granted, ordinal=node.ordinal, announce_epoch=node.epoch)
+        return NodeGrant(
+            incarnation=granted,
+            ordinal=node.ordinal,
+            announce_epoch=node.epoch,
+            took_over=is_live and not again and not info.incarnation,
+        )
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        node = self._held(node_id, incarnation)
-        node.expires_at_s = self._clock.monotonic_s() + lease_ttl_ms / 1000
-        node.load = load
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        return list(map(self._renew, renewals))
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
         node = self._nodes.get(node_id)
         if node is None or node.info.incarnation != incarnation or node.ended:
             return
+        _check_process(node, process_id)
         was_alive, node.alive, node.ended = node.alive, False, True
         node.expires_at_s = self._clock.monotonic_s()
         if was_alive:
             self._log(node)
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
         node = self._held(node_id, incarnation)
+        _check_process(node, process_id)
         if announce_epoch < node.epoch:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by {node.epoch}")
         node.fence += 1
@@ -125,6 +137,16 @@ class MemoryNodeDirectory:
         if node.fence != fence.number:
             raise LeaseLost("a later announce stream of this node has taken over")
 
+    def _renew(self, one: Renewal) -> KvPoolError | None:
+        try:
+            node = self._held(one.node_id, one.incarnation)
+        except (LeaseLost, StaleIncarnation) as error:
+            return error
+        node.expires_at_s = self._clock.monotonic_s() + one.lease_ttl_ms / 1000
+        if one.load is not None:
+            node.load = one.load
+        return None
+
     def _held(self, node_id: bytes, incarnation: int) -> _Node:
         node = self._nodes.get(node_id)
         if node is not None and node.info.incarnation > incarnation:
@@ -145,6 +167,11 @@ class MemoryNodeDirectory:
         self._events.append_now(-1, pack_node(NodeState(info=node.info, alive=node.alive)))
 
 
+def _check_process(node: _Node, process_id: bytes) -> None:
+    if node.attempt.process_id not in (b"", process_id):
+        raise StaleIncarnation(OF_ANOTHER_PROCESS)
+
+
 def _earlier_processes(known: _Node | None, *, again: bool) -> tuple[bytes, ...]:
     if known is None or again or not known.attempt.process_id:
         return known.earlier_processes if known is not None else ()
@@ -163,11 +190,18 @@ class MemoryKeyspaceRegistry:
         self._by_id.setdefault(bound.keyspace_id, bound)
         return bound, bound is keyspace
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        self._by_id.setdefault(keyspace.keyspace_id, keyspace)
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        for keyspace in keyspaces:
+            self._by_id.setdefault(keyspace.keyspace_id, keyspace)
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         return self._by_id.get(keyspace_id)
+
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        return list(map(self._by_id.get, keyspace_ids))
+
+    async def count(self, tenant: str) -> int:
+        return sum(owner == tenant for owner, _ in self._by_name)
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]

@@ -1,17 +1,40 @@
 """Nodes and keyspaces in Redis."""
 
+import asyncio
+import logging
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
-from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
-from kvpool.core.errors import LeaseLost, StaleIncarnation, StoreUnavailable
+from kvpool.core.cluster import UNNUMBERED, NodeInfo, RegistrationAttempt
+from kvpool.core.errors import (
+    InvalidRequest,
+    KeyspaceMismatch,
+    KvPoolError,
+    LeaseLost,
+    StaleIncarnation,
+    StoreUnavailable,
+)
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
-from kvpool_index.adapters.redis_wire import Reply, checked, pack
-from kvpool_index.core.nodes import NodeRecord, pack_info, pack_load, unpack_info, unpack_load
-from kvpool_index.ports import PROCESSES_REMEMBERED, BoundKeyspace, NodeGrant, StreamFence
+from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
+from kvpool_index.core.nodes import (
+    INCARNATION_AHEAD,
+    OF_ANOTHER_PROCESS,
+    REFRESH_STEP_NODES,
+    NodeRecord,
+    Renewal,
+    pack_info,
+    pack_load,
+    unpack_info,
+    unpack_load,
+)
+from kvpool_index.core.redis_stats import RedisStats
+from kvpool_index.ports import PROCESSES_REMEMBERED, VERSION_AHEAD_US, BoundKeyspace, NodeGrant, StreamFence
+
+_log = logging.getLogger(__name__)
 
 _REGISTER: Final = load_script("register_node")
 _RENEW: Final = load_script("renew_lease")
@@ -21,17 +44,26 @@ _DECLARE: Final = load_script("declare_dead")
 _BIND: Final = load_script("bind_keyspace")
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
+_REGISTRATION: Final = slice(0, 20)  # incarnation, ordinal, epoch: whoever registers changes them
+_NO_INFO: Final[tuple[bytes, NodeInfo | None]] = (b"", None)
+_RENEWED_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 _ORDINAL: Final = struct.Struct("<I")
 _ORDINAL_CANDIDATES: Final = 8
 
+_REPEAT: Final = 1  # see register_node.lua
+_TOOK_OVER: Final = 2
 _LOST: Final = "the node's lease has ended; register again with the same incarnation"
 
 
 class RedisNodeDirectory:
     """NodeDirectory over a few hashes in one slot. Leases run by the server time of the master that has the slot."""
 
-    def __init__(self, lane: RedisLane, *, key_prefix: bytes, event_key: bytes, event_entries: int) -> None:
+    def __init__(
+        self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes, event_key: bytes, event_entries: int
+    ) -> None:
         self._lane = lane
+        self._stats = stats
+        self._known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}  # by node, of which registration; None: malformed
         slot = key_prefix + b":{n}:"
         self._records, self._infos, self._loads = slot + b"records", slot + b"infos", slot + b"loads"
         self._ordinals, self._events = slot + b"ordinals", event_key
@@ -60,28 +92,55 @@ class RedisNodeDirectory:
             attempt.process_id,
             b"%d" % attempt.number,
             b"%d" % PROCESSES_REMEMBERED,
+            b"%d" % VERSION_AHEAD_US,
         )
         if answer[0] == -1:
             raise StaleIncarnation(f"incarnation {answer[1]} of this node is registered")
         if answer[0] == -2:
             raise StoreUnavailable("no free ordinal was found for the node; register again")
-        incarnation, ordinal, epoch, repeat = answer
-        return NodeGrant(incarnation=incarnation, ordinal=ordinal, announce_epoch=epoch, is_repeat=bool(repeat))
+        if answer[0] == -3:
+            raise InvalidRequest(INCARNATION_AHEAD)
+        incarnation, ordinal, epoch, what = answer
+        return NodeGrant(
+            incarnation=incarnation,
+            ordinal=ordinal,
+            announce_epoch=epoch,
+            is_repeat=what == _REPEAT,
+            took_over=what == _TOOK_OVER,
+        )
 
-    async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad, *, lease_ttl_ms: int) -> None:
-        keys = [self._records, self._loads]
-        arguments = (node_id, b"%d" % incarnation, b"%d" % lease_ttl_ms, pack_load(load))
-        _check_held(await self._lane.run(_RENEW, keys, *arguments), incarnation)
+    async def renew(self, renewals: Sequence[Renewal]) -> list[KvPoolError | None]:
+        if not renewals:
+            return []
+        keys: list[bytes] = [self._records, self._loads]
+        commands: list[bytes] = []
+        for start in range(0, len(renewals), _RENEWED_AT_ONCE):
+            words: list[bytes] = []
+            for one in renewals[start : start + _RENEWED_AT_ONCE]:
+                load = b"" if one.load is None else pack_load(one.load)
+                words += (one.node_id, b"%d" % one.incarnation, b"%d" % one.lease_ttl_ms, load)
+            commands.append(pack_script(_RENEW, keys, *words))
+        replies = await self._lane.run_all(commands, [self._records] * len(commands), _RENEW)
+        statuses = (status for reply in replies for status in reply)
+        return [_refusal(status, one.incarnation) for status, one in zip(statuses, renewals, strict=True)]
 
-    async def end(self, node_id: bytes, incarnation: int) -> None:
-        keys = [self._records, self._infos, self._ordinals, self._events]
-        await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries)
+    async def end(self, node_id: bytes, incarnation: int, process_id: bytes = b"") -> None:
+        keys = [self._records, self._infos, self._ordinals, self._events, self._attempts]
+        status = await self._lane.run(_END, keys, node_id, b"%d" % incarnation, self._event_entries, process_id)
+        if status == -1:
+            raise StaleIncarnation(OF_ANOTHER_PROCESS)
 
-    async def open_stream(self, node_id: bytes, incarnation: int, announce_epoch: int) -> StreamFence:
-        answer = await self._lane.run(_OPEN, [self._records], node_id, b"%d" % incarnation, b"%d" % announce_epoch)
+    async def open_stream(
+        self, node_id: bytes, incarnation: int, announce_epoch: int, process_id: bytes = b""
+    ) -> StreamFence:
+        keys = [self._records, self._attempts]
+        arguments = (node_id, b"%d" % incarnation, b"%d" % announce_epoch, process_id)
+        answer = await self._lane.run(_OPEN, keys, *arguments)
         if answer[0] == -2:
             raise LeaseLost(f"announce epoch {announce_epoch} is fenced by a later registration")
-        _check_held(answer[0], incarnation)
+        refusal = _refusal(answer[0], incarnation)
+        if refusal is not None:
+            raise refusal
         return StreamFence(node_id=node_id, incarnation=incarnation, ordinal=answer[1], number=answer[2])
 
     async def ordinal(self, node_id: bytes, incarnation: int) -> int:
@@ -90,16 +149,51 @@ class RedisNodeDirectory:
         return _leased(packed, incarnation, _microseconds(time))[0]
 
     async def snapshot(self) -> list[NodeRecord]:
-        keys = [self._records, self._infos, self._loads]
+        keys = [self._records, self._loads]
         commands = [pack(b"TIME"), *(pack(b"HGETALL", key) for key in keys)]
         time, *tables = await self._lane.exchange(commands, [self._records, *keys])
         now_us = _microseconds(checked(time))
-        records, infos, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
-        return [
-            _node_record(records[node_id], infos[node_id], loads.get(node_id), now_us)
-            for node_id in records
-            if node_id in infos
-        ]
+        records, loads = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in map(checked, tables))
+        await self._learn_infos(records)
+        found: list[NodeRecord] = []
+        for number, (node_id, packed) in enumerate(records.items(), start=1):
+            info = self._known.get(node_id, _NO_INFO)[1]
+            if info is not None:
+                found.append(_node_record(info, packed, loads.get(node_id), now_us))
+            if number % REFRESH_STEP_NODES == 0:
+                await asyncio.sleep(0)
+        return found
+
+    async def _learn_infos(self, records: Mapping[bytes, bytes]) -> None:
+        """Read what nodes registered that have done so since the last time: each time their epoch grows."""
+        known: dict[bytes, tuple[bytes, NodeInfo | None]] = {}
+        changed: list[bytes] = []
+        for number, (node_id, packed) in enumerate(records.items(), start=1):
+            before = self._known.get(node_id, _NO_INFO)
+            if before[0] == packed[_REGISTRATION]:
+                known[node_id] = before
+            else:
+                changed.append(node_id)
+            if number % REFRESH_STEP_NODES == 0:
+                await asyncio.sleep(0)
+        for start in range(0, len(changed), REFRESH_STEP_NODES):
+            part = changed[start : start + REFRESH_STEP_NODES]
+            infos = await self._lane.call(self._infos, b"HMGET", self._infos, *part)
+            for node_id, info in zip(part, infos, strict=True):
+                if info is not None:
+                    known[node_id] = (records[node_id][_REGISTRATION], self._info(node_id, records[node_id], info))
+        self._known = known
+
+    def _info(self, node_id: bytes, packed: bytes, info: bytes) -> NodeInfo | None:
+        try:
+            found = unpack_info(info, _RECORD.unpack(packed)[0])
+            if found.node_id != node_id:
+                raise ValueError("it names another node")
+        except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
+            self._stats.malformed["node"] += 1
+            _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
+            return None
+        return found
 
     async def declare_dead(self, node_id: bytes, incarnation: int, *, forget_after_ms: int) -> bool:
         keys = [self._records, self._infos, self._loads, self._ordinals, self._events, self._attempts]
@@ -125,8 +219,9 @@ class RedisNodeDirectory:
 class RedisKeyspaceRegistry:
     """KeyspaceRegistry over one hash of names a tenant and one by keyspace id, in one slot."""
 
-    def __init__(self, lane: RedisLane, *, key_prefix: bytes) -> None:
+    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
         self._lane = lane
+        self._stats = stats
         self._slot = key_prefix + b":{k}:"
         self._ids = self._slot + b"ids"
 
@@ -134,36 +229,81 @@ class RedisKeyspaceRegistry:
         name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
         by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
         created, bound = await self._lane.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
-        return _bound(keyspace.tenant, name, bound), bool(created)
+        found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
+        if found is None:
+            raise KeyspaceMismatch(
+                f"keyspace {keyspace.name!r} is bound to bytes that no index wrote; remove it from the store", field=""
+            )
+        return found, bool(created)
 
-    async def restore(self, keyspace: BoundKeyspace) -> None:
-        by_id = b"\0".join((keyspace.tenant.encode(), keyspace.name.encode(), keyspace.encoding))
-        await self._lane.call(self._ids, b"HSETNX", self._ids, keyspace.keyspace_id, by_id)
+    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+        if not keyspaces:
+            return
+        commands = [
+            pack(
+                b"HSETNX",
+                self._ids,
+                each.keyspace_id,
+                b"\0".join((each.tenant.encode(), each.name.encode(), each.encoding)),
+            )
+            for each in keyspaces
+        ]
+        for reply in await self._lane.exchange(commands, [self._ids] * len(commands)):
+            checked(reply)
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
-        entry = await self._lane.call(self._ids, b"HGET", self._ids, keyspace_id)
-        if entry is None:
-            return None
-        tenant, name, encoding = entry.split(b"\0", 2)
-        return _bound(tenant.decode(), name, keyspace_id + encoding)
+        (bound,) = await self.by_ids([keyspace_id])
+        return bound
+
+    async def by_ids(self, keyspace_ids: Sequence[bytes]) -> list[BoundKeyspace | None]:
+        if not keyspace_ids:
+            return []
+        entries = await self._lane.call(self._ids, b"HMGET", self._ids, *keyspace_ids)
+        return [
+            None if entry is None else self._understood(at, partial(_by_id, at, entry))
+            for at, entry in zip(keyspace_ids, entries, strict=True)
+        ]
+
+    async def count(self, tenant: str) -> int:
+        names = self._names(tenant)
+        return int(await self._lane.call(names, b"HLEN", names))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)
         flat = await self._lane.call(names, b"HGETALL", names)
         pairs = sorted(zip(flat[::2], flat[1::2], strict=True))
-        return [_bound(tenant, name, meaning) for name, meaning in pairs]
+        found = (self._understood(meaning[:16], partial(_bound, tenant, name, meaning)) for name, meaning in pairs)
+        return [bound for bound in found if bound is not None]
+
+    def _understood(self, keyspace: bytes, read: Callable[[], BoundKeyspace]) -> BoundKeyspace | None:
+        try:
+            return read()
+        except ValueError as error:
+            self._stats.malformed["keyspace"] += 1
+            _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
+            return None
 
     def _names(self, tenant: str) -> bytes:
         return self._slot + b"names:" + tenant.encode()
 
 
+def _by_id(keyspace_id: bytes, entry: bytes) -> BoundKeyspace:
+    tenant, name, encoding = entry.split(b"\0", 2)
+    return _bound(tenant.decode(), name, keyspace_id + encoding)
+
+
 def _bound(tenant: str, name: bytes, meaning: bytes) -> BoundKeyspace:
+    """Raises ValueError for what no index wrote."""
+    if len(meaning) <= 16:
+        raise ValueError(f"{len(meaning)} bytes are no id and encoding")
     return BoundKeyspace(tenant=tenant, name=name.decode(), keyspace_id=meaning[:16], encoding=meaning[16:])
 
 
 def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
     """Ordinal and latest stream number of a record whose lease runs. Raises StaleIncarnation, LeaseLost."""
     if packed is None:
+        raise LeaseLost(_LOST)
+    if len(packed) != _RECORD.size:
         raise LeaseLost(_LOST)
     incarnation, ordinal, _, number, lease_end_us, alive, _ = _RECORD.unpack(packed)
     if incarnation > wanted:
@@ -173,17 +313,16 @@ def _leased(packed: bytes | None, wanted: int, now_us: int) -> tuple[int, int]:
     return ordinal, number
 
 
-def _check_held(status: int, incarnation: int) -> None:
+def _refusal(status: int, incarnation: int) -> KvPoolError | None:
     if status == -1:
-        raise StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
-    if status == 0:
-        raise LeaseLost(_LOST)
+        return StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
+    return LeaseLost(_LOST) if status == 0 else None
 
 
-def _node_record(packed: bytes, info: bytes, load: bytes | None, now_us: int) -> NodeRecord:
-    incarnation, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
+def _node_record(info: NodeInfo, packed: bytes, load: bytes | None, now_us: int) -> NodeRecord:
+    _, ordinal, _, _, lease_end_us, alive, ended = _RECORD.unpack(packed)
     return NodeRecord(
-        info=unpack_info(info, incarnation),
+        info=info,
         load=unpack_load(load),
         ordinal=ordinal,
         alive=bool(alive),

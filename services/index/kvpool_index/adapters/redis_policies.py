@@ -8,6 +8,7 @@ from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.adapters.redis_lanes import RedisLane
 from kvpool_index.adapters.redis_lua import load_script
+from kvpool_index.core.redis_stats import RedisStats
 from kvpool_index.ports import VERSION_AHEAD_US
 
 _log = logging.getLogger(__name__)
@@ -18,8 +19,9 @@ _AHEAD: Final = b"%d" % VERSION_AHEAD_US
 class RedisPolicyRegistry:
     """PolicyRegistry over one hash of policies and one counter."""
 
-    def __init__(self, lane: RedisLane, *, key_prefix: bytes) -> None:
+    def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
         self._lane = lane
+        self._stats = stats
         self._policies = key_prefix + b":{k}:policies"
         self._version = key_prefix + b":{k}:policy-version"
 
@@ -35,20 +37,24 @@ class RedisPolicyRegistry:
         if not keyspaces:
             return []
         entries = await self._lane.call(self._policies, b"HMGET", self._policies, *keyspaces)
-        found = (_policy(keyspace, entry) for keyspace, entry in zip(keyspaces, entries, strict=True))
+        found = (self._policy(keyspace, entry) for keyspace, entry in zip(keyspaces, entries, strict=True))
         return [one for one in found if one is not None]
 
     async def version(self) -> int:
-        return int(await self._lane.call(self._version, b"GET", self._version) or 0)
+        found = await self._lane.call(self._version, b"GET", self._version)
+        if found is None or not found.isdigit():
+            self._stats.malformed["policy"] += found is not None
+            return 0
+        return min(int(found), (1 << 64) - 1)
 
-
-def _policy(keyspace: bytes, entry: bytes | None) -> VersionedPolicy | None:
-    if entry is None:
-        return None
-    version, encoded = entry.split(b" ", 1)
-    try:
-        return VersionedPolicy(keyspace=keyspace, policy=KeyspacePolicy.decode(encoded), version=int(version))
-    except InvalidRequest as error:
-        # Written by a newer index: its nodes know it, those of this version go on with what they have.
-        _log.error("the policy of keyspace %s is passed over: %s", keyspace.hex(), error)
-        return None
+    def _policy(self, keyspace: bytes, entry: bytes | None) -> VersionedPolicy | None:
+        if entry is None:
+            return None
+        try:
+            version, encoded = entry.split(b" ", 1)
+            return VersionedPolicy(keyspace=keyspace, policy=KeyspacePolicy.decode(encoded), version=int(version))
+        except (ValueError, InvalidRequest) as error:
+            # Or written by a newer index: its nodes know it, those of this version go on with what they have.
+            self._stats.malformed["policy"] += 1
+            _log.debug("the policy of keyspace %s is passed over: %s", keyspace.hex(), error)
+            return None

@@ -40,7 +40,7 @@ class RedisIndexStore:
         max_in_flight: int = 1024,
         key_prefix: str = "kvpool",
         chunk_stream_count: int = 4,
-        stream_entries: int = 512,
+        stream_entries: int = 4096,
         wait_replicas: int = 0,
     ) -> None:
         """wait_replicas: that must have a batch of changes, within half of timeout_s, before it counts as applied.
@@ -71,10 +71,10 @@ class RedisIndexStore:
             max_entries=stream_entries,
         )
         self.nodes = RedisNodeDirectory(
-            self._control, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
+            self._control, self.redis, key_prefix=prefix, event_key=self.events.node_key, event_entries=stream_entries
         )
-        self.keyspaces = RedisKeyspaceRegistry(self._control, key_prefix=prefix)
-        self.policies = RedisPolicyRegistry(self._control, key_prefix=prefix)
+        self.keyspaces = RedisKeyspaceRegistry(self._control, self.redis, key_prefix=prefix)
+        self.policies = RedisPolicyRegistry(self._control, self.redis, key_prefix=prefix)
         self.locations = RedisLocationStore(reads, changes, self.nodes, key_prefix=prefix, tombstone_ms=_TOMBSTONE_MS)
 
     async def check_layout(self) -> None:

@@ -79,15 +79,12 @@ class Operation:
 
 
 def decode_value(value: bytes | None, full_shards: int) -> tuple[Entry, ...]:
-    """The entries of a value, by ascending ordinal. full_shards: the grid's all_shards.
-
-    Raises struct.error for bytes that are no value.
-    """
+    """The entries of a value, by ascending ordinal. full_shards: the grid's all_shards."""
     return tuple(Entry(ordinal, _decoded(held, full_shards)) for ordinal, held in _split(value))
 
 
 def ordinals_in(value: bytes | None) -> list[int]:
-    """The ordinals of a value's entries, ascending. Raises struct.error for bytes that are no value."""
+    """The ordinals of a value's entries, ascending."""
     return [ordinal for ordinal, _ in _split(value)]
 
 
@@ -131,14 +128,15 @@ def _changed(held: bytes, operation: Operation) -> bytes:
 
 
 def _split(value: bytes | None) -> list[tuple[int, bytes]]:
-    """Each entry's ordinal, and the bytes that follow it."""
+    """Each entry's ordinal, and the bytes that follow it. What is cut off at the end is left out: no index wrote it."""
     found: list[tuple[int, bytes]] = []
     offset = 0
-    while value and offset < len(value):
+    while value and offset + _HEAD.size <= len(value):
         ordinal, flags = _HEAD.unpack_from(value, offset)
         start, offset = offset + _ORDINAL.size, offset + _HEAD.size
         offset += _BITMAP.size * (flags & flags >> 4 & _TIER_FLAGS).bit_count()
-        found.append((ordinal, value[start:offset]))
+        if offset <= len(value):
+            found.append((ordinal, value[start:offset]))
     return found
 
 

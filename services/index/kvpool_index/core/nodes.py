@@ -2,14 +2,22 @@
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+from kvpool.core.addresses import check_node_addresses
 from kvpool.core.cluster import UNNUMBERED, LiveNode, NodeInfo, NodeKind, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import InvalidRequest
 
+REFRESH_STEP_NODES: Final = 256  # read from the store between two turns of the event loop
 MAX_INCARNATION: Final = (1 << 53) - 1  # the store's scripts count in doubles; microseconds reach this in the year 2255
+
+INCARNATION_AHEAD: Final = (
+    "the incarnation lies more than 24 hours ahead of the store's clock, so that no index granted it; "
+    "set the clocks of Redis and of the node's host right"
+)
+OF_ANOTHER_PROCESS: Final = "another process of this node registered this incarnation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +37,17 @@ class NodeRecord:
     lease_remaining_ms: int  # <= 0: ran out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """One lease to renew. load: None keeps the last one reported; the node holds nothing."""
+
+    node_id: bytes
+    incarnation: int
+    load: NodeLoad | None
+    lease_ttl_ms: int = 0  # 0: not decided yet
+
+
+@dataclass(slots=True, eq=False)
 class _Known:
     record: NodeRecord
     expires_at_s: float  # local monotonic time
@@ -41,13 +59,36 @@ class NodeTable:
     def __init__(self) -> None:
         self._by_ordinal: dict[int, _Known] = {}
         self._by_id: dict[bytes, _Known] = {}
+        self._renewed: dict[bytes, _Known] | None = None  # since `replacing` began
         self.refresh_count = 0
 
-    def replace_all(self, records: Iterable[NodeRecord], asked_at_s: float) -> None:
+    def replace_all(self, records: Sequence[NodeRecord], asked_at_s: float) -> None:
         """Take the store's whole answer; asked_at_s is when it was asked, so that no lease is overestimated."""
-        fresh = [_Known(record, asked_at_s + record.lease_remaining_ms / 1000) for record in records]
-        self._by_ordinal = {known.record.ordinal: known for known in fresh if not known.record.ended}
-        self._by_id = {known.record.info.node_id: known for known in fresh}
+        for _ in self.replacing(records, asked_at_s):
+            pass
+
+    def replacing(self, records: Sequence[NodeRecord], asked_at_s: float) -> Iterator[None]:
+        """The same in steps of REFRESH_STEP_NODES, between which others may have their turn; all counts at the end.
+
+        Renewals that are noted meanwhile count. What else changes meanwhile is lost: abandon the iterator then.
+        """
+        self._renewed = {}
+        by_ordinal: dict[int, _Known] = {}
+        by_id: dict[bytes, _Known] = {}
+        for start in range(0, len(records), REFRESH_STEP_NODES):
+            for record in records[start : start + REFRESH_STEP_NODES]:
+                known = _Known(record, asked_at_s + record.lease_remaining_ms / 1000)
+                by_id[record.info.node_id] = known
+                if not record.ended:
+                    by_ordinal[record.ordinal] = known
+            yield
+        for node_id, renewed in self._renewed.items():
+            fresh, incarnation = by_id.get(node_id), renewed.record.info.incarnation
+            if fresh is not None and fresh.record.alive and fresh.record.info.incarnation == incarnation:
+                fresh.record = replace(fresh.record, load=renewed.record.load)
+                fresh.expires_at_s = max(fresh.expires_at_s, renewed.expires_at_s)
+        self._renewed = None
+        self._by_ordinal, self._by_id = by_ordinal, by_id
         self.refresh_count += 1
 
     def put(self, record: NodeRecord, asked_at_s: float) -> None:
@@ -57,15 +98,20 @@ class NodeTable:
         self._by_ordinal[record.ordinal] = known
         self._by_id[record.info.node_id] = known
 
-    def renewed(self, node_id: bytes, incarnation: int, load: NodeLoad, expires_at_s: float) -> bool:
+    def renewed(self, node_id: bytes, incarnation: int, load: NodeLoad | None, expires_at_s: float) -> bool:
         """Note a renewal served here. False if the table does not know this incarnation as alive."""
         known = self._by_id.get(node_id)
         if known is None or known.record.info.incarnation != incarnation or not known.record.alive:
             return False
-        fresh = _Known(replace(known.record, load=load), expires_at_s)
-        self._by_ordinal[known.record.ordinal] = fresh
-        self._by_id[node_id] = fresh
+        if load is not None:
+            known.record = replace(known.record, load=load)
+        known.expires_at_s = expires_at_s
+        if self._renewed is not None:
+            self._renewed[node_id] = known
         return True
+
+    def __len__(self) -> int:
+        return len(self._by_id)
 
     def forget(self, node_id: bytes) -> None:
         """Drop what is known of a node."""
@@ -108,6 +154,23 @@ class NodeTable:
             if known.record.alive and known.expires_at_s > now_s
         ]
 
+    def live_infos(self, now_s: float, kind: NodeKind) -> Iterator[NodeInfo]:
+        """Live nodes of a kind, in no order."""
+        for known in self._by_id.values():
+            if known.record.info.kind == kind and known.record.alive and known.expires_at_s > now_s:
+                yield known.record.info
+
+    def counts(self, now_s: float) -> tuple[dict[int, int], int]:
+        """Live nodes by kind, and the highest reconcile_age_ms among them."""
+        counts: dict[int, int] = {}
+        oldest_ms = 0
+        for known in self._by_id.values():
+            record = known.record
+            if record.alive and known.expires_at_s > now_s:
+                counts[record.info.kind] = counts.get(record.info.kind, 0) + 1
+                oldest_ms = max(oldest_ms, record.load.reconcile_age_ms)
+        return counts, oldest_ms
+
     def departed(self, forget_after_ms: int) -> list[NodeInfo]:
         """Nodes of which the store should be told: overdue and not yet declared dead, or gone for forget_after_ms."""
         return [
@@ -141,25 +204,33 @@ def unpack_info(data: bytes, incarnation: int) -> NodeInfo:
     """The inverse of pack_info. Fields that a newer version wrote are left out.
 
     A kind that only a newer version has a name for stays the number that it is: the node lives, its locations must not
-    be swept, and clients that know the kind are told of it.
+    be swept, and clients that know the kind see it. Raises ValueError and InvalidRequest for what no index wrote.
     """
-    fields: Mapping[str, object] = json.loads(data)
-    known: dict[str, object] = {name: fields[name] for name in _INFO_FIELDS if name in fields}
-    node_id = bytes.fromhex(str(fields["node_id"]))
-    kind = int(str(fields["kind"]))
+    fields = json.loads(data)
+    if not isinstance(fields, dict):
+        raise ValueError("the record of a node is no object")
+    known = {name: fields[name] for name in _INFO_FIELDS if name in fields}
+    for name, value in known.items():
+        if type(value) is not _INFO_FIELDS[name]:
+            raise ValueError(f"{name} of a node is a {type(value).__name__}")
+    node_id, kind = bytes.fromhex(str(fields.get("node_id"))), fields.get("kind")
+    if len(node_id) != 16 or type(kind) is not int or not 0 < kind < 1 << 31:
+        raise ValueError("the record of a node names no id or no kind")
+    if not 0 <= known.get("capacity_bytes", 0) < 1 << 63:
+        raise ValueError("the capacity of a node does not fit into 63 bits")
     known["kind"] = NodeKind(kind) if kind <= max(NodeKind) else kind
-    return NodeInfo(node_id=node_id, incarnation=incarnation, **known)  # type: ignore[arg-type]
+    return check_node_addresses(NodeInfo(node_id=node_id, incarnation=incarnation, **known))
 
 
-_INFO_FIELDS: Final = (
-    "host_id",
-    "endpoint",
-    "bulk_endpoint",
-    "local_socket",
-    "capacity_bytes",
-    "metrics_url",
-    "draining",
-)
+_INFO_FIELDS: Final[Mapping[str, type]] = {
+    "host_id": str,
+    "endpoint": str,
+    "bulk_endpoint": str,
+    "local_socket": str,
+    "capacity_bytes": int,
+    "metrics_url": str,
+    "draining": bool,
+}
 
 
 def pack_load(load: NodeLoad) -> bytes:
@@ -169,7 +240,7 @@ def pack_load(load: NodeLoad) -> bytes:
 
 def unpack_load(data: bytes | None) -> NodeLoad:
     """The inverse of pack_load; zeros for what was not reported, or not yet known to the version that wrote it."""
-    figures = struct.unpack(f"<{len(data) // 8}q", data) if data else ()
+    figures = struct.unpack_from(f"<{len(data) // 8}q", data) if data else ()
     return NodeLoad(**dict(zip(_LOAD_FIELDS, figures, strict=False)))
 
 

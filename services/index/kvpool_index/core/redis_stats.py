@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 REDIRECTIONS: Final = ("moved", "ask", "try_again")
+RECORDS: Final = ("node", "keyspace", "policy", "event")
 PROBLEMS: Final = ("eviction", "full", "no_persistence", "old_version", "topology", "missing_replicas")
 MIN_VERSION: Final = (6, 2)
 FULL_SHARE: Final = 0.9  # of its memory limit: told while there is still time to raise it
@@ -18,6 +19,7 @@ class RedisStats:
     failed_connects: int = 0
     failovers: int = 0  # another server was found to be a master
     redirections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REDIRECTIONS, 0))
+    malformed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECORDS, 0))  # reads of such a record
     masters: int = 0  # 0 until they are known
     masters_up: int = 0
     problems: frozenset[str] = frozenset()  # of PROBLEMS

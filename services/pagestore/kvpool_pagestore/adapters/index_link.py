@@ -12,9 +12,11 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.client.node_link_config import NodeLinkConfig
+from kvpool.client.retry import Backoff
 from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreUnavailable
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, StoreFault, StoreUnavailable
+from kvpool.core.keyspace import keyspace_id
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -33,7 +35,7 @@ class Registrant:
     truth: LocationTruth
     on_superseded: Callable[[BaseException], None]
     on_policy_version: Callable[[int], None]
-    on_late: Callable[[int], Awaitable[None]]  # gets the incarnation when it is granted after `register` gave up
+    adopt: Callable[[int], Awaitable[None]]  # serve under a granted incarnation; raises StoreFault if it cannot be kept
 
 
 class NodeIndexLink:
@@ -55,6 +57,7 @@ class NodeIndexLink:
         )
         self._link: NodeLink | None = None
         self._registering: asyncio.Task[None] | None = None
+        self._registrant: Registrant | None = None
         self._node: NodeInfo | None = None
         self.timeout_s = timeout_s
 
@@ -89,11 +92,11 @@ class NodeIndexLink:
             await self._link.close()
 
     async def register(self, registrant: Registrant, wait_s: float) -> int:
-        """The granted incarnation, or 0 if the index did not answer in time; it is asked further in the background.
+        """The granted and adopted incarnation, or 0 if the index did not answer in time: it is asked further then.
 
-        Raises what the index answers, InvalidRequest for example.
+        Raises what the index answers, InvalidRequest for example; StoreFault.
         """
-        self._node = registrant.node
+        self._node, self._registrant = registrant.node, registrant
         link = self._link = NodeLink(
             self._client,
             registrant.node,
@@ -105,7 +108,7 @@ class NodeIndexLink:
             on_policy_version=registrant.on_policy_version,
         )
         try:
-            return (await link.start(wait_s)).incarnation
+            return (await link.start(wait_s, adopt=registrant.adopt)).incarnation
         except DeadlineExceeded as error:
             _log.warning("serving without the index for now: %s", error)
         self._registering = asyncio.get_running_loop().create_task(self._register_late(link, registrant))
@@ -144,7 +147,18 @@ class NodeIndexLink:
     async def fetch_policies(
         self, keyspaces: Sequence[bytes], known: Sequence[VersionedPolicy]
     ) -> Sequence[VersionedPolicy]:
-        return await self._client.get_keyspace_policies(keyspaces, known, timeout_s=self._timeout_s)
+        found = await self._client.get_keyspace_policies(keyspaces, timeout_s=self._timeout_s)
+        versions = {one.keyspace: one.version for one in found}
+        lost = {one.keyspace: one for one in known if versions.get(one.keyspace, 0) < one.version}
+        if not lost or self._registrant is None:
+            return found
+        encodings = ((keyspace_id(each), each) for each in self._registrant.truth.keyspace_encodings())
+        kept = [(encoding, lost[at]) for at, encoding in encodings if at in lost]
+        if not kept:
+            return found
+        node_id, incarnation = self._registrant.node.node_id, self._registered().incarnation
+        await self._client.restore_keyspace_policies(node_id, incarnation, kept, timeout_s=self._timeout_s)
+        return await self._client.get_keyspace_policies(keyspaces, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         """End the lease: the node's locations leave every match."""
@@ -161,10 +175,18 @@ class NodeIndexLink:
         return self._link
 
     async def _register_late(self, link: NodeLink, registrant: Registrant) -> None:
-        try:
-            await registrant.on_late((await link.start(None)).incarnation)
-        except KvPoolError as error:
-            _log.error("the index refuses this node, which stays unknown to others: %s", error)
+        config = self._client.endpoints.config
+        backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
+        while True:
+            try:
+                await link.start(None, adopt=registrant.adopt)
+                return
+            except StoreFault as error:
+                _log.error("the granted incarnation was not kept on disk; registering again: %s", error)
+            except KvPoolError as error:
+                _log.error("the index refuses this node, which stays unknown to others: %s", error)
+                return
+            await asyncio.sleep(backoff.next_s())
 
 
 class NoIndex:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from kvpool import __version__
 from kvpool.cli.doctor.clocks import lead_s
 from kvpool.cli.doctor.finding import Finding, bad, skipped, warning, well
-from kvpool.cli.top_metrics import Samples, fetch_all, in_threads
+from kvpool.cli.top_metrics import Samples, fetch_all, in_threads, metrics_opener
 
 _CONNECT_TIMEOUT_S = 2.0
 _AT_ONCE = 32
@@ -127,7 +126,7 @@ async def _clocks(urls: Sequence[str]) -> list[Finding]:
 
 def clock_skew_s(url: str) -> float | None:
     """How far the clock of an HTTP server is ahead of ours; None where it does not tell. Blocking."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = metrics_opener()
     try:
         if urlsplit(url).scheme != "http":
             return None

@@ -16,7 +16,7 @@ from kvpool.cli.doctor.gpu import examine_gpu
 from kvpool.cli.doctor.machine import Machine, examine_machine
 from kvpool.cli.doctor.redis_server import examine_redis
 from kvpool.cli.doctor.storage import examine_directory
-from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, size_from_text
+from kvpool.cli.output import EXIT_FAILED, EXIT_OK, CommandFailed, print_json, show, size_from_text
 from kvpool.cli.state import read_state
 from kvpool.cli.status import read_status
 from kvpool.cli.targets import Target, add_target, find_target, run, said
@@ -47,7 +47,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(to_document(findings))
     else:
-        print(render(findings, quiet=arguments.quiet))
+        show(render(findings, quiet=arguments.quiet))
     return EXIT_FAILED if any(finding.level is Level.BAD for finding in findings) else EXIT_OK
 
 

@@ -4,7 +4,7 @@
 -- ARGV     1 node id, 2 incarnation, 3 milliseconds after which a node is forgotten, 4 bound of the event stream
 -- Returns  1 for the one caller that declared it dead, else 0
 local record = redis.call("HGET", KEYS[1], ARGV[1])
-if not record then
+if not record or #record ~= 34 then
   return 0
 end
 local time = redis.call("TIME")

@@ -1,10 +1,10 @@
 -- Opens an announce stream of a node: its number fences all earlier ones.
 --
--- KEYS     records      ARGV  1 node id, 2 incarnation, 3 announce epoch
--- Returns  {1, ordinal, number}; {0} if the lease has ended; {-1} if a newer incarnation is registered; {-2} if the
+-- KEYS     records, attempts      ARGV  1 node id, 2 incarnation, 3 announce epoch, 4 process or ""
+-- Returns  {1, ordinal, number}; {0} if the lease has ended; {-1} if a newer incarnation or another process is registered; {-2} if the
 --          epoch is an old one
 local record = redis.call("HGET", KEYS[1], ARGV[1])
-if not record then
+if not record or #record ~= 34 then
   return {0}
 end
 local time = redis.call("TIME")
@@ -16,6 +16,10 @@ if stored > wanted then
 end
 if stored ~= wanted or alive == 0 or lease_end <= now then
   return {0}
+end
+local process = string.sub(redis.call("HGET", KEYS[2], ARGV[1]) or "", 1, 16)
+if process ~= "" and process ~= ARGV[4] then
+  return {-1}
 end
 if tonumber(ARGV[3]) < epoch then
   return {-2}

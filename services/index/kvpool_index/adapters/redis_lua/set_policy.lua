@@ -4,7 +4,7 @@
 -- ARGV     1 keyspace id, 2 the policy, 3 the version it has (decimal), or 0 for a new one that is higher than all,
 --          4 microseconds that a version may be ahead of the time: one further ahead is of no index, and nothing is set
 -- Returns  the version that the keyspace's policy has now: a higher one than ARGV 3 if the policy there is newer
-local current = tonumber(redis.call("GET", KEYS[2]) or "0")
+local current = tonumber(redis.call("GET", KEYS[2]) or "0") or 0
 local wanted = tonumber(ARGV[3])
 local time = redis.call("TIME")
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])

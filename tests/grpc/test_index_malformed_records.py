@@ -1,0 +1,82 @@
+"""Records in Redis that no index wrote: passed over and counted, whatever else is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+
+from kvpool.core.errors import StoreUnavailable
+from kvpool.v1 import common_pb2, index_pb2
+from kvpool_index.adapters.redis_store import RedisIndexStore
+from kvpool_index.config import IndexConfig
+from tests.fixtures.index_node import TIMEOUT_S, Chain, FakeNode, open_keyspace
+from tests.fixtures.index_server import RunningIndex, running_index
+from tests.fixtures.redis_server import running_redis
+
+RECORD = struct.pack("<QIQIQBB", 1 << 50, 77, 1, 1, 1 << 52, 1, 0)
+MALFORMED_INFOS = [
+    b"no json",
+    b"[1]",
+    b"null",
+    b"\xff",
+    b"[" * 100_000,
+    json.dumps({"node_id": "00" * 16, "kind": "x"}).encode(),
+    json.dumps({"node_id": "00" * 16, "kind": 1, "endpoint": 5}).encode(),
+    json.dumps({"node_id": "00" * 16, "kind": 1, "endpoint": "unix:/run/a.sock"}).encode(),
+    json.dumps({"node_id": "00" * 16, "kind": 1, "capacity_bytes": 1 << 70}).encode(),
+    json.dumps({"node_id": "11" * 16, "kind": 1, "endpoint": "h:1"}).encode(),  # of another node
+]
+
+
+async def put(store: RedisIndexStore, *words: bytes) -> None:
+    lane = store.deployment.lane()
+    await lane.call(words[1], *words)
+
+
+def malformed(index: RunningIndex, kind: str) -> float:
+    return index.metric("kvpool_index_redis_malformed_records_total", kind=kind)
+
+
+async def test_a_malformed_record_is_passed_over_and_counted() -> None:
+    with running_redis() as redis:
+        store = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
+        async with running_index(store, config=IndexConfig(lease_ttl_ms=600_000)) as index:
+            chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+            await node.announce(chain.added(range(3)))
+            await _spoil(store, chain)
+            nodes = (await index.stub.ListNodes(index_pb2.ListNodesRequest())).nodes
+            assert [each.info.node_id for each in nodes] == [node.node_id]
+            assert malformed(index, "node") >= len(MALFORMED_INFOS) + 1
+            listed = (await index.stub.ListKeyspaces(index_pb2.ListKeyspacesRequest())).keyspaces
+            assert [each.keyspace_id for each in listed] == [chain.keyspace] and not listed[0].HasField("policy")
+            assert malformed(index, "keyspace") == 2 and malformed(index, "policy") == 1
+            renewed = await index.stub.RenewLease(
+                index_pb2.RenewLeaseRequest(node_id=node.node_id, incarnation=node.incarnation)
+            )
+            assert renewed.policy_version == 0
+            assert (await index.stub.Match(chain.query())).matched_chunks == 1, "the second chunk's value is no value"
+            # The victim of a forged record can still register, and policies can still be set.
+            assert (await FakeNode(index.stub, bytes(15) + b"\x01").register()).incarnation < 1 << 53
+            policy = common_pb2.KeyspacePolicy(replication_factor=1)
+            await index.stub.SetKeyspacePolicy(index_pb2.SetKeyspacePolicyRequest(name="chat", policy=policy))
+        await store.close()
+
+
+async def _spoil(store: RedisIndexStore, chain: Chain) -> None:
+    for number, info in enumerate(MALFORMED_INFOS):
+        node_id = bytes(15) + bytes([number])
+        await put(store, b"HSET", b"kvpool:{n}:records", node_id, RECORD)
+        await put(store, b"HSET", b"kvpool:{n}:infos", node_id, info)
+    good_info = json.dumps({"node_id": "22" * 16, "kind": 1, "endpoint": "h:1"}).encode()
+    await put(store, b"HSET", b"kvpool:{n}:records", b"\x22" * 16, b"short")
+    await put(store, b"HSET", b"kvpool:{n}:infos", b"\x22" * 16, good_info)
+    await put(store, b"HSET", b"kvpool:{k}:names:default", b"odd", b"short")
+    await put(store, b"HSET", b"kvpool:{k}:names:default", b"\xff", bytes(40))
+    await put(store, b"HSET", b"kvpool:{k}:policies", chain.keyspace, b"x")
+    await put(store, b"SET", b"kvpool:{k}:policy-version", b"none")
+    lane, field = store.deployment.lane(), chain.hashes[1][:8]
+    for key in await lane.call(b"*", b"KEYS", b"kvpool:*"):
+        with contextlib.suppress(StoreUnavailable):  # not a hash
+            if await lane.call(key, b"HEXISTS", key, field):
+                await lane.call(key, b"HSET", key, field, b"abc")

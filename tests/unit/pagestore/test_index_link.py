@@ -1,0 +1,44 @@
+"""A pagestore's link to an index: an incarnation that is granted late, and a disk that does not take it."""
+
+from __future__ import annotations
+
+from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
+from kvpool.core.errors import StoreFault
+from kvpool.testing import eventually
+from kvpool.v1 import index_pb2_grpc
+from kvpool_pagestore.adapters.index_link import NodeIndexLink, Registrant
+from tests.fixtures.patience import PATIENCE_S
+from tests.unit.client.index_peer import NODE_ID, Node, ScriptedIndex
+from tests.unit.client.servers import serve
+
+
+async def test_a_late_incarnation_that_the_disk_refuses_is_registered_again_until_it_is_kept() -> None:
+    index = ScriptedIndex()  # type: ignore[abstract]
+    async with serve(index_pb2_grpc.add_IndexServiceServicer_to_server, index) as (_, endpoint):
+        link = NodeIndexLink((endpoint,), PATIENCE_S, 60.0)
+        index.answers_registrations.clear()
+        adopted: list[int] = []
+
+        async def adopt(incarnation: int) -> None:
+            adopted.append(incarnation)
+            if len(adopted) < 3:
+                raise StoreFault("planted: the disk is full")
+
+        registrant = Registrant(
+            node=NodeInfo(node_id=NODE_ID, kind=NodeKind.PAGESTORE, endpoint="127.0.0.1:1"),
+            last_incarnation=7,
+            load=NodeLoad,
+            truth=Node(index, link.client, truth={1: 1}),
+            on_superseded=lambda error: None,
+            on_policy_version=lambda version: None,
+            adopt=adopt,
+        )
+        assert await link.register(registrant, 0.01) == 0
+        assert link.registered is None and not adopted
+        index.answers_registrations.set()
+        await eventually(lambda: link.registered is not None)
+        assert link.registered is not None and link.registered.incarnation == adopted[-1] and len(adopted) == 3
+        stream = await index.streams.next()
+        opened = await stream.next("open")
+        assert opened.open.incarnation == adopted[-1], "nothing was announced under an incarnation that was not kept"
+        await link.close()
