@@ -19,6 +19,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -331,7 +332,7 @@ def pagestore(
     command = [sys.executable, "-m", "kvpool_pagestore.main", "--data-dir", str(directory), "--ready-file", str(ready)]
     command += ["--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--disk-bytes", str(capacity_bytes)]
     command += ["--arena-bytes", str(256 << 20), "--index-endpoints", index_endpoint, "--log-level", "warning"]
-    command += ["--reconcile-interval-ms", "10000"]
+    command += ["--reconcile-interval-ms", "10000", "--parent-pid", str(os.getpid())]
     with subprocess.Popen(command) as process:
         try:
             yield process, ready_document(process, ready, START_TIMEOUT_S)
@@ -402,6 +403,7 @@ def main() -> None:
     if arguments.command == "make":
         make(arguments.directory, arguments.chunks)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with us
     document = run(arguments.directory, arguments.skip)
     print(json.dumps(document, indent=2))
     if arguments.json:

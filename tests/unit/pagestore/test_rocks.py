@@ -15,7 +15,7 @@ from rocksdict import WriteBatch
 
 from kvpool.core.errors import KvPoolError, StartupFailed, StoreFault
 from kvpool.core.page import PageKey
-from kvpool_pagestore.adapters import rocks_database
+from kvpool_pagestore.adapters import page_store, rocks_database
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.records import RECORDS
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, put_each, scanned
@@ -133,6 +133,26 @@ def test_the_cache_of_records_grows_with_them(tmp_path: Path, monkeypatch: pytes
         sizes.append(database.cache_bytes())
     assert sizes[0] > 10_000 * 4 and sizes[-1] > 3.5 * sizes[0]
     database.close()
+
+
+def test_clearing_a_large_keyspace_holds_few_of_its_pages_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is deleted waits for a sync before its blocks are free; there is one every so many pages."""
+    monkeypatch.setattr(page_store, "_FORGOTTEN_ROWS", 10)
+    monkeypatch.setattr(page_store, "_UNSYNCED_PAGES", 30)
+    store, syncs = opened(tmp_path), list[int]()
+    store.put_batch([page_write(number, b"small") for number in range(300)], lambda _, failure: None)
+    sync_log = rocks_database.RocksDatabase.sync_log
+
+    def counted(database: rocks_database.RocksDatabase) -> None:
+        syncs.append(len(scanned(store)))
+        sync_log(database)
+
+    monkeypatch.setattr(rocks_database.RocksDatabase, "sync_log", counted)
+    store.delete_keyspace(b"k" * 16)
+    assert syncs == [*range(270, -1, -30), 0]
+    store.close()
 
 
 def test_a_new_keyspace_costs_no_look_at_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 _LOAD_ROWS: Final = 1 << 14
 _SCAN_ROWS: Final = 2048
 _FORGOTTEN_ROWS: Final = 256  # under the lock at once
+_UNSYNCED_PAGES: Final = 1 << 14  # of a keyspace that is cleared: each takes 300 bytes until it is synced
 _PROBE_NAME: Final = "probe"
 _Freed = list[tuple[PageKey, Extents]]
 
@@ -292,6 +293,8 @@ class _Pages:
         while following is not None:
             with self._lock:  # for a millisecond: writers of other keyspaces wait for it
                 following = self._forget_some(following, end)
+            if len(self._unsynced) >= _UNSYNCED_PAGES:
+                self._sync()
         self._sync()
 
     def probe(self) -> None:
@@ -351,7 +354,7 @@ class _Pages:
         batch, freed, last = WriteBatch(raw_mode=True), _Freed(), None
         for packed, encoded in islice(rows(self.database, RECORDS, first, end), _FORGOTTEN_ROWS):
             batch.delete(packed, self.database.handle(RECORDS))
-            freed.append((PageKey.unpack(packed), PageRecord.decode(encoded).extents))
+            freed.append((PageKey.unpack(packed), decode_place(encoded)[1]))
             last = packed
         if last is None:
             return None
