@@ -34,7 +34,7 @@ async def test_a_late_incarnation_that_the_disk_refuses_is_registered_again_unti
             adopt=adopt,
         )
         assert await link.register(registrant, 0.01) == 0
-        assert link.registered is None and not adopted
+        assert not link.registered and not adopted
         index.answers_registrations.set()
         await eventually(lambda: link.registered is not None)
         assert link.registered is not None and link.registered.incarnation == adopted[-1] and len(adopted) == 3
