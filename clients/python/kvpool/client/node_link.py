@@ -67,7 +67,7 @@ class NodeLink:
         bounds = self._config = config or NodeLinkConfig()
         directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
-            directory.changes,
+            directory,
             pending_max=bounds.pending_max,
             batch_max=bounds.batch_max,
             in_flight_max=bounds.in_flight_max,
@@ -117,6 +117,7 @@ class NodeLink:
         timeout_s: None waits for the index for ever. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the
         like at once.
         """
+        await self._reconciler.load()
         try:
             async with asyncio.timeout(timeout_s):
                 lease = self._lease = await self._register()
@@ -146,6 +147,7 @@ class NodeLink:
 
     async def drop_keyspace(self, keyspace: bytes) -> None:
         """Remove this node's locations of a keyspace from the index. raises: StoreUnavailable, ServiceUnavailable."""
+        self._reconciler.drop_keyspace(keyspace)
         # An addition that is still on its way would come back after the drop, until the next reconciliation.
         with contextlib.suppress(StoreUnavailable):
             await self.wait_announced(self._index.endpoints.config.call_timeout_s)
