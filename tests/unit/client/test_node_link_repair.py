@@ -158,3 +158,15 @@ async def test_an_index_that_cannot_compare_now_is_asked_again() -> None:
         await one.link.start()
         stream = await opened(one)
         assert chunks(await stream.next("replace_range")) == [1]
+
+
+async def test_a_node_that_never_held_anything_compares_in_one_call_and_seldom() -> None:
+    async with node(reconcile_interval_s=0.002) as one:
+        await one.link.start()
+        await opened(one)
+        rounds = one.link.reconciler
+        await eventually(lambda: rounds.round_count == 2)
+        assert one.index.compared == 2, "thirty intervals, and 4,096 ranges each"
+        assert rounds.age_s <= asyncio.get_running_loop().time()
+        one.link.announce([change(1)])
+        await eventually(lambda: one.index.compared > 3)
