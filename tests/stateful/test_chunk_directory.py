@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpool.client import chunk_directory, chunk_table
 from kvpool.client.chunk_directory import Cell, ChunkDirectory
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import ChunkPlace, HeldChunk, PartSpan, fingerprint, holding, part_of
+from kvpool.core.location_digest import ChunkPlace, HeldChunk, PartSpan, fingerprint, holding, part_of, range_of
 from kvpool.core.outcome import Tier
 
 KEYSPACES = [b"a" * 16, b"b" * 16]
@@ -90,7 +90,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(number=st.sampled_from(RANGES), groups=st.sets(st.tuples(st.sampled_from(KEYSPACES), st.sampled_from(HEADS))))
     def keep_apart(self, number: int, groups: set[tuple[bytes, bytes]]) -> None:
         self.refreshing = None
-        here = {group for group in groups if chunk_directory.range_of(group[1]) == number}
+        here = {group for group in groups if range_of(group[1]) == number}
         self.directory.keep_apart(number, here)
         assert here <= set(self.directory.groups(number))
 
@@ -153,7 +153,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.directory.chunk_count(number) >= len({(place[0], place[2]) for place in self._in_range(number)})
 
     def _in_range(self, number: int) -> set[Place]:
-        return {place for place in self.held if chunk_directory.range_of(place[1]) == number}
+        return {place for place in self.held if range_of(place[1]) == number}
 
     def _digest(self, places: set[Place]) -> int:
         prints = [

@@ -1,4 +1,4 @@
-"""A first chunk that many chains share: what is announced, looked up and sent at once does not grow with their number."""
+"""A first chunk that many chains share: what is announced and looked up at once does not grow with their number."""
 
 from __future__ import annotations
 
@@ -165,6 +165,9 @@ class Node:
             await asyncio.sleep(0)
             await self.send()
         await task
+        await self.deliver()
+
+    async def deliver(self) -> None:
         while self.queue.pending_count:
             await self.send()
 
@@ -209,8 +212,7 @@ async def test_stale_and_lost_entries_of_a_bucket_above_the_limit_heal_within_tw
     gone = [chunk(number) for number in range(3)]
     node.drop(gone)
     node.put(2)
-    while node.queue.pending_count:
-        await node.send()
+    await node.deliver()
     node.loses_batches = False
     assert not await node.is_right()
     node.changes_while_asked = changes
@@ -224,12 +226,10 @@ async def test_stale_and_lost_entries_of_a_bucket_above_the_limit_heal_within_tw
 async def test_a_stale_entry_of_a_split_group_heals_at_a_node_that_holds_little_of_it() -> None:
     node = await synchronized(CHUNKS)
     node.drop(sorted(node.held)[5:])
-    while node.queue.pending_count:
-        await node.send()
+    await node.deliver()
     node.loses_batches = True
     node.drop(sorted(node.held)[:2])
-    while node.queue.pending_count:
-        await node.send()
+    await node.deliver()
     node.loses_batches = False
     for _ in range(2):
         await node.round()
