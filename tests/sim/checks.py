@@ -137,7 +137,7 @@ def _known(world: World, store: PageStoreNode) -> dict[tuple[bytes, Tier], int]:
     found: dict[tuple[bytes, Tier], int] = {}
     for groups in memory.locations._groups.values():
         for group in groups.values():
-            for chunk, value in group.values.items():
+            for chunk, value in (item for part in group.parts for item in part.values.items()):
                 for entry in decode_value(value, GRID.all_shards):
                     if entry.ordinal == node.ordinal:
                         for tier, shards in zip(TIERS, entry.shards, strict=True):

@@ -1,6 +1,7 @@
 """Redis's script and the in-memory store do the same to the same bytes, whatever the history."""
 
 import asyncio
+import hashlib
 import secrets
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.adapters.redis_store import RedisIndexStore
 from kvpool_index.core.entries import Operation, TierMasks
-from kvpool_index.core.groups import ChunkOperation, GroupRead
+from kvpool_index.core.groups import SPLIT_CHUNKS, ChunkOperation, GroupRead
 from kvpool_index.ports import IndexStore, StreamFence
 from tests.fixtures.patience import PATIENCE_S
 from tests.fixtures.redis_server import RedisServer
@@ -24,6 +25,7 @@ from tests.fixtures.redis_topologies import redis_sentinels as redis_sentinels
 
 KEYSPACE, HEAD = b"k" * 16, b"h" * 16
 CHUNKS = [bytes([number]) * 16 for number in range(3)]
+FILLING = [hashlib.sha256(b"%d" % number).digest()[:16] for number in range(SPLIT_CHUNKS + 1)]
 GRIDS = [0b1, 0b1001001, 0xFF, 1 << 63 | 1, ALL_SHARDS, 0]
 
 bitmaps = st.one_of(
@@ -89,20 +91,44 @@ class Side:
             return "fenced"
         return state.value
 
-    async def digests(self) -> list[list[int]]:
-        return [await self.store.locations.digests(number, [range_of(HEAD)]) for number in range(1, 5)]
+    async def fill(self) -> None:
+        """Make the group one that is split. Its first chunks are of all nodes."""
+        for number, chunks in ((2, FILLING[:40]), (3, FILLING[:40]), (1, FILLING)):
+            await self.store.locations.remove(
+                [
+                    ChunkOperation(
+                        keyspace=KEYSPACE,
+                        chunk_hash=chunk,
+                        group_head=HEAD,
+                        operation=Operation(ordinal=number, full_shards=0, added=(0, number, at % 3)),
+                    )
+                    for at, chunk in enumerate(chunks)
+                ]
+            )
+
+    async def digests(self) -> list[object]:
+        """Of the range, and of the parts if the group is split."""
+        found: list[object] = []
+        for number in range(1, 5):
+            found.append(await self.store.locations.digests(number, [range_of(HEAD)]))
+            found.append(await self.store.locations.split_groups(number, range_of(HEAD), b""))
+        return found
 
     async def values(self) -> list[bytes | None]:
         return await self.store.locations.read(KEYSPACE, [GroupRead(HEAD, [chunk[:8] for chunk in CHUNKS])])
 
 
-def compare(url: str, history: History, grid: int) -> None:
-    """Take both stores through a history."""
+def compare(url: str, history: History, grid: int, *, is_split: bool = False) -> None:
+    """Take both stores through a history. is_split: the group has very many other chunks."""
 
     async def both() -> None:
         memory = Side(MemoryIndexStore(ManualClock()))
         real = Side(RedisIndexStore(url, timeout_s=PATIENCE_S, key_prefix=secrets.token_hex(8)))
         try:
+            if is_split:
+                await memory.fill()
+                await real.fill()
+                assert await real.digests() == await memory.digests()
             for number, chunk, added, removed, kind, is_known in history:
                 known = grid if is_known else 0
                 expected = await memory.step(number, chunk, added, removed, kind, known)
@@ -119,6 +145,12 @@ def compare(url: str, history: History, grid: int) -> None:
 @given(history=steps, grid=st.sampled_from(GRIDS))
 def test_the_script_does_what_the_reference_does(redis_server: RedisServer, history: History, grid: int) -> None:
     compare(redis_server.url, history, grid)
+
+
+@settings(max_examples=15)
+@given(history=steps, grid=st.sampled_from(GRIDS))
+def test_the_script_does_so_to_a_split_group(redis_server: RedisServer, history: History, grid: int) -> None:
+    compare(redis_server.url, history, grid, is_split=True)
 
 
 @settings(max_examples=15)

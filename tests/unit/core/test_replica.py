@@ -61,6 +61,19 @@ class Replica:
             )
         )
 
+    def hold_below(self, head: bytes, hashes: bytes, *where: Location) -> None:
+        """The same for chunks of one group, without its first chunk."""
+        self.version += 1
+        for start in range(0, len(hashes), 16):
+            event = ChunkEvent(
+                keyspace=KEYSPACE,
+                chunk_hash=hashes[start : start + 16],
+                group_head_hash=head,
+                locations=where,
+                version=self.version,
+            )
+            self.feed(ChunkBatch(events=(event,)))
+
     def learn(self, query: ChainQuery, *runs: MatchRun) -> None:
         asked = self.table.begin()
         found = ChainMatch(matched_chunks=sum(run.chunk_count for run in runs), runs=runs)
@@ -269,6 +282,17 @@ def test_a_group_with_endless_forks_stays_small() -> None:
         replica.hold(head + secrets.token_bytes(16), at(A))
     assert replica.table.group_count == 1
     assert replica.table.used_bytes < 300_000
+
+
+def test_the_first_chunk_that_all_chains_share_is_not_forgotten() -> None:
+    """Of very many chains below one head the latest are answered; of the others what the index is to go on from."""
+    replica, head = Replica(), chain(1)
+    chains = [head + chain(3) for _ in range(1000)]
+    replica.hold(head, at(A))
+    for hashes in chains:
+        replica.hold_below(head, hashes[16:], at(A))
+    assert [replica.matched(hashes) for hashes in chains[-300:]] == [4] * 300
+    assert [replica.matched(hashes) for hashes in chains[:300]] == [1] * 300
 
 
 def test_replica_memory_is_weighed_about_right() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.cluster import ChainQuery
 from kvpool_index.adapters.redis_reads import read_groups, read_whole_groups
-from kvpool_index.core.groups import GroupRead, group_reads, part_reads, whole_groups
+from kvpool_index.core.groups import GroupRead, group_read, group_reads, part_reads, whole_groups
 
 KEYSPACE = b"\r\n$8\r\n" + bytes(10)
 
@@ -35,3 +35,4 @@ def test_a_chain_is_cut_where_its_groups_end(first: int, count: int) -> None:
     assert (first + start) % 16 == 0 or start == count
     parts = [*part_reads(query, 0, start), *part_reads(query, start, end), *part_reads(query, end, count)]
     assert parts == group_reads(query)
+    assert parts == [group_read(query, number) for number in range(len(parts))]

@@ -83,7 +83,8 @@ class GroupStore:
         if before is not None:
             self._values.release(before[2])
         elif len(group.chunks) >= _GROUP_CHUNKS_MAX:
-            self.remove(key, group, next(iter(group.chunks)), 0)
+            head = key[-HASH_BYTES:][:FIELD_BYTES]  # each chain of the group begins with it
+            self.remove(key, group, next(each for each in group.chunks if each != head), 0)
         group.chunks[field] = (version, ordered, value)
 
     def remove(self, key: bytes, group: Group, field: bytes, version: int) -> None:

@@ -30,7 +30,6 @@ from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import (
     MARK,
-    is_split,
     part_keys,
     range_tag,
     read_groups,
@@ -47,6 +46,7 @@ from kvpool_index.core.groups import (
     GroupRead,
     NamedChunk,
     NodeEntry,
+    group_read,
     group_reads,
     part_reads,
     whole_groups,
@@ -96,7 +96,7 @@ class RedisLocationStore:
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         replies = await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups))
-        return _values(await self._with_parts(replies, lambda: [(keyspace, group) for group in groups]))
+        return _values(await self._with_parts(replies, lambda at: (keyspace, groups[at])))
 
     async def read_chain(self, query: ChainQuery) -> list[bytes | None]:
         keyspace, prefix = query.keyspace, self._key_prefix
@@ -109,7 +109,7 @@ class RedisLocationStore:
             commands, keys = whole.split()
             last, last_keys = read_groups(prefix, keyspace, part_reads(query, end, query.chunk_count))
             replies = await self._reads.exchange_reachable(first + commands + last, first_keys + keys + last_keys)
-        replies = await self._with_parts(replies, lambda: [(keyspace, group) for group in group_reads(query)])
+        replies = await self._with_parts(replies, lambda at: (keyspace, group_read(query, at)))
         return _reached(replies, query.chunk_count)
 
     async def read_chains(self, queries: Sequence[ChainQuery]) -> list[list[bytes | None]]:
@@ -125,32 +125,32 @@ class RedisLocationStore:
             keys += its_keys
             ends.append(len(commands))
         replies = await self._reads.exchange_reachable(commands, keys) if commands else []
-        replies = await self._with_parts(replies, lambda: places)
+        replies = await self._with_parts(replies, places.__getitem__)
         return [
             _reached(replies[start:end], query.chunk_count)
             for query, (start, end) in zip(queries, pairwise(ends), strict=True)
         ]
 
     async def _with_parts(
-        self, replies: list[Reply], groups: Callable[[], Sequence[tuple[bytes, GroupRead]]]
+        self, replies: list[Reply], group_of: Callable[[int], tuple[bytes, GroupRead]]
     ) -> list[Reply]:
         """The replies to reads of groups, of split ones with what their parts have; it takes one more round.
 
-        groups: those of the replies, each with its keyspace; asked for only if one of them is split.
+        group_of: keyspace and read of a reply.
         """
-        if not any(map(is_split, replies)):
+        # The first value of a reply is that of the mark.
+        marked = [at for at, reply in enumerate(replies) if type(reply) is list and reply[0] is not None]
+        if not marked:
             return replies
+        split = [(at, *group_of(at)) for at in marked]
         commands: list[bytes] = []
         keys: list[bytes] = []
-        found = list(replies)
-        split = [
-            (at, *group) for at, (group, reply) in enumerate(zip(groups(), replies, strict=True)) if is_split(reply)
-        ]
         for _, keyspace, group in split:
             its_commands, its_keys = read_parts(self._key_prefix, keyspace, group)
             commands += its_commands
             keys += its_keys
-        values = iter(await self._reads.exchange(commands, keys))
+        values = iter(await self._reads.exchange_reachable(commands, keys))
+        found = list(replies)
         for at, _, group in split:
             found[at] = [None, *(checked(next(values)) for _ in group.fields)]
         return found

@@ -13,7 +13,6 @@ import numpy as np
 
 from kvpool.core.cluster import CHAIN_GROUP_CHUNKS
 from kvpool.core.location_digest import FIELD_BYTES, PART_COUNT, part_of, range_of
-from kvpool_index.adapters.redis_wire import Reply, pack
 from kvpool_index.core.groups import HASH_BYTES, GroupRead
 
 MARK: Final = b"s"
@@ -50,11 +49,6 @@ def part_keys(key_prefix: bytes, place: bytes) -> list[bytes]:
     return [before + part.to_bytes() for part in range(PART_COUNT)]
 
 
-def is_split(reply: Reply) -> bool:
-    """Whether the reply to a read of a group says that the group is split."""
-    return isinstance(reply, list) and reply[0] is not None
-
-
 def read_command(key: bytes, fields: Sequence[bytes]) -> bytes:
     """One HMGET, packed. Every field but the mark has eight bytes, so that it is a few joins."""
     joined = b"\r\n$8\r\n".join(fields)
@@ -72,7 +66,8 @@ def read_parts(key_prefix: bytes, keyspace: bytes, group: GroupRead) -> tuple[li
     """The commands that read a split group, one for each chunk, and their keys."""
     before = split_groups_key(key_prefix, range_of(group.head)) + keyspace + group.head
     keys = [before + part_of(field).to_bytes() for field in group.fields]
-    return [pack(b"HGET", key, field) for key, field in zip(keys, group.fields, strict=True)], keys
+    start = b"*3\r\n$4\r\nHGET\r\n$%d\r\n" % (len(before) + 1)
+    return [b"%b%b\r\n$8\r\n%b\r\n" % (start, *each) for each in zip(keys, group.fields, strict=True)], keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,14 @@ def part_reads(query: ChainQuery, start: int, count: int) -> list[GroupRead]:
     return reads
 
 
+def group_read(query: ChainQuery, number: int) -> GroupRead:
+    """One of the reads of `group_reads`."""
+    first = max(0, number * CHAIN_GROUP_CHUNKS - query.first_chunk_index % CHAIN_GROUP_CHUNKS)
+    end = (number + 1) * CHAIN_GROUP_CHUNKS - query.first_chunk_index % CHAIN_GROUP_CHUNKS
+    (read,) = part_reads(query, first, min(end, query.chunk_count))
+    return read
+
+
 def operations_of(
     changes: Iterable[LocationChange], *, ordinal: int, full_shards: Callable[[bytes], int]
 ) -> list[ChunkOperation]:

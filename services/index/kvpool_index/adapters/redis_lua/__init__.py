@@ -1,4 +1,7 @@
-"""The scripts that change what Redis holds. Each runs in constant time and touches the keys of one slot."""
+"""The scripts that change what Redis holds. Each touches the keys of one slot.
+
+Each runs in constant time, but when it splits a group: see apply_change.lua.
+"""
 
 import hashlib
 from dataclasses import dataclass
