@@ -40,7 +40,7 @@ class LocationTruth(Protocol):
     """The owner of what is announced. Called on the event loop; each call tells what is true at that moment."""
 
     def chunks(self) -> Iterable[ChunkPlace]:
-        """Every chunk held. Asked once, when the link is made; later ones are learnt from what is announced."""
+        """Every chunk held. Iterated once, in steps, before the node registers; later ones are learnt as announced."""
         ...
 
     def settle(self) -> None:

@@ -98,6 +98,8 @@ class ChunkTable:
 
     def _bucket_at(self, chunk_hash: bytes) -> int:
         count = len(self._buckets)
+        if count == 1:
+            return 0
         mask = (1 << count.bit_length()) - 1
         at = int.from_bytes(chunk_hash[:4], "little") & mask
         return at if at < count else at & (mask >> 1)
