@@ -170,3 +170,18 @@ async def test_a_node_that_never_held_anything_compares_in_one_call_and_seldom()
         assert rounds.age_s <= asyncio.get_running_loop().time()
         one.link.announce([change(1)])
         await eventually(lambda: one.index.compared > 3)
+
+
+async def test_a_cleared_keyspace_is_looked_up_again_though_its_chunks_were_not_announced() -> None:
+    async with node(truth={1: 1}) as one:
+        one.index.digests[0] = fingerprint(KEYSPACE + bytes(16) + bytes([1]) * 8, holding((0, 1, 0), 0b11))
+        await one.link.start()
+        await opened(one)
+        rounds = one.link.reconciler
+        await eventually(lambda: rounds.round_count == 1)
+        one.truth.clear()
+        one.index.digests.clear()
+        await one.link.drop_keyspace(KEYSPACE)
+        rounds.start_round(unsure=False)
+        await eventually(lambda: rounds.round_count == 2)
+        assert rounds.replaced_count == 0
