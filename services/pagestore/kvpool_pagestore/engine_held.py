@@ -24,7 +24,7 @@ class HeldPages:
     def names(self, keyspaces: Collection[bytes] | None = None) -> list[bytes]:
         """Keyspace id + chunk hash of all there is now, or of these keyspaces."""
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
-        found = disk.map.names() if disk is not None else []
+        found = list(disk.map.names()) if disk is not None else []
         for name in dict.fromkeys(page.key.keyspace + page.key.chunk_hash for page in self._ledger.ready_pages()):
             if disk is None or disk.map.chunk(name[:16], name[16:]) is None:
                 found.append(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
-from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.silence import SILENT_HEARTBEATS
 from kvpool.core.tracing import NO_TRACER, Tracer
@@ -69,7 +68,6 @@ def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimit
         writer_bytes=config.writer_bytes,
         silence_limit_s=SILENT_HEARTBEATS * config.heartbeat_interval_ms / 1e3,
         grace_s=config.quarantine_grace_ms / 1e3,
-        eviction_policy=PolicyName(config.eviction_policy),
     )
 
 
@@ -139,7 +137,7 @@ def disk_tier(
 ) -> DiskTier:
     workers = parts.workers
     tier = DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
-    tier.map.decide_by(PolicyName(config.eviction_policy), parts.clock.wall_us)
+    tier.map.now_us = parts.clock.wall_us
     return tier
 
 
