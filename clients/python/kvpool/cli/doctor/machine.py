@@ -58,8 +58,10 @@ def memory(machine: Machine) -> Iterator[Finding]:
         )
     to_come = max(0, machine.arena_bytes - machine.arena_used_bytes)
     available = facts.get("MemAvailable")
-    if available is not None and to_come:
-        if available < to_come + _SPARE_BYTES:
+    if available is not None and machine.arena_bytes:
+        if not to_come:
+            yield well("memory", f"the arenas here have all of their {size(machine.arena_bytes)}")
+        elif available < to_come + _SPARE_BYTES:
             yield bad(
                 "memory",
                 f"{size(available)} are available, the arenas here may still take {size(to_come)}",
