@@ -57,6 +57,8 @@ _APPLY: Final = load_script("apply_change")
 _CORRECT: Final = load_script("correct_digest")
 _FENCED: Final = -1
 _CHANGED: Final = 1
+_SPLIT: Final = -2
+_SPLIT_GROUPS_KNOWN: Final = 8192  # remembered, so that their changes take one round
 _PART_OPERATIONS: Final = 512
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
@@ -93,6 +95,7 @@ class RedisLocationStore:
         self._group_keys = [key_prefix + b":g:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._split_keys = [split_groups_key(key_prefix, number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
+        self._known_split: dict[bytes, None] = {}  # keyspace and head of groups that were split when last changed
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         replies = await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups))
@@ -158,11 +161,7 @@ class RedisLocationStore:
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
         for part in _parts(operations):
-            checks, check_keys = self._nodes.fence_commands(fence)
-            commands = [*checks, *(self._command(each, fence.number) for each in part)]
-            replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, part)], _APPLY)
-            self._nodes.check_fence(fence, replies[: len(checks)])
-            answers = replies[len(checks) :]
+            answers = await self._run(part, fence)
             if any(status == _FENCED for status, _, _ in answers):
                 raise LeaseLost("a later announce stream of this node has taken over")
             states += [_state(each, answer) for each, answer in zip(part, answers, strict=True)]
@@ -171,8 +170,7 @@ class RedisLocationStore:
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
         states: list[ChunkState | None] = []
         for part in _parts(operations):
-            commands = [self._command(each, 0) for each in part]
-            replies = await self._changes.run_all(commands, [*map(self._key, part)], _APPLY)
+            replies = await self._run(part, None)
             states += [
                 _state(each, reply) if reply[0] == _CHANGED else None for each, reply in zip(part, replies, strict=True)
             ]
@@ -308,12 +306,38 @@ class RedisLocationStore:
                 if cursor == b"0":
                     break
 
+    async def _run(self, operations: Sequence[ChunkOperation], fence: StreamFence | None) -> list[Any]:
+        """What the script answers, one round for all; two for groups that are not yet known to be split."""
+        checks, check_keys = self._nodes.fence_commands(fence) if fence is not None else ([], [])
+        number = fence.number if fence is not None else 0
+        commands = [*checks, *(self._command(each, number) for each in operations)]
+        replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, operations)], _APPLY)
+        if fence is not None:
+            self._nodes.check_fence(fence, replies[: len(checks)])
+        answers = replies[len(checks) :]
+        again = [at for at, answer in enumerate(answers) if answer[0] == _SPLIT]
+        if again:
+            for at in again:
+                self._note_split(operations[at].keyspace + operations[at].group_head)
+            for at, answer in zip(again, await self._run([operations[at] for at in again], fence), strict=True):
+                answers[at] = answer
+        return answers
+
+    def _note_split(self, place: bytes) -> None:
+        self._known_split.pop(place, None)
+        self._known_split[place] = None
+        if len(self._known_split) > _SPLIT_GROUPS_KNOWN:
+            del self._known_split[next(iter(self._known_split))]
+
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
         field = each.chunk_hash[:FIELD_BYTES]
         number = range_of(each.group_head)
-        part = self._split_keys[number] + each.keyspace + each.group_head + field[:1]
-        keys = [self._key(each), self._digest_keys[number], self._group_keys[number], part]
-        return pack_script(_APPLY, keys, field, each.operation.pack(fence), self._tombstone_ms)
+        keys = [self._key(each), self._digest_keys[number], self._group_keys[number]]
+        place = each.keyspace + each.group_head
+        if place in self._known_split:
+            keys.append(self._split_keys[number] + place + field[:1])
+        operation = each.operation.pack(fence)
+        return pack_script(_APPLY, keys, field, operation, self._tombstone_ms, self._split_keys[number])
 
     def _span_keys(self, span: PartSpan) -> tuple[bytes, bytes]:
         """The keys of a group and of one of its parts."""

@@ -4,9 +4,10 @@
 --          The key ends with the keyspace id and the hash of the group's head
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
 -- KEYS[3]  groups of the range that have a chunk and are not split, a set in the same slot: keyspace id and head of each
--- KEYS[4]  the chunk's part of the group, should the group be split: a hash in the same slot, 8-byte chunk field -> value,
---          and u32 ordinal -> u64 digest of the node's chunks in this part. The key is that of a set of the range's groups
---          that are split and have a chunk, then keyspace id and head of the group, then the first byte of the field
+-- KEYS[4]  if the group is known to be split, the chunk's part of it: a hash in the same slot, 8-byte chunk field -> value,
+--          and u32 ordinal -> u64 digest of the node's chunks in this part. The key is ARGV[4], keyspace id and head of the
+--          group, and the first byte of the field. It is given only then: while a slot moves, a Cluster refuses scripts of
+--          whose keys only some are there
 --
 -- A group of more than SPLIT_CHUNKS chunks is split: from then on its hash has no chunks, but "s" -> u32 number of its
 -- chunks, until it is empty and its time is over. That one change moves so many chunks, all others are of constant time.
@@ -15,7 +16,9 @@
 -- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
 -- ARGV[3]  milliseconds for which an emptied group remembers its version and fences
--- Returns  {status, version, value}; status 1 changed, 0 as it was, -1 refused: a later stream of the node was here
+-- ARGV[4]  key of the range's groups that are split and have a chunk, a set in the same slot: keyspace id and head of each
+-- Returns  {status, version, value}; status 1 changed, 0 as it was, -1 refused: a later stream of the node was here,
+--          -2 the group is split: send the change again with KEYS[4]
 local band, bor, bnot, bxor, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.bxor, bit.lshift, bit.tobit
 local spread = unpack
 local unpack, pack, sub = struct.unpack, struct.pack, string.sub
@@ -31,6 +34,9 @@ local ordinal, fence, grid_low, grid_high = op[1], op[2], op[3], op[4]
 local got = redis.call("HMGET", key, "", "s", field)
 local meta, chunk_count, value = got[1] or "", nil, got[3] or ""
 if got[2] then
+  if not KEYS[4] then
+    return {-2, 0, ""}
+  end
   chunk_count, home = unpack("<I4", got[2]), KEYS[4]
   value = redis.call("HGET", home, field) or ""
 end
@@ -182,7 +188,7 @@ local function add_digests(digests, of_field, of_value)
 end
 
 local function split()
-  local part_keys, parts = sub(KEYS[4], 1, -2), {}
+  local part_keys, parts = ARGV[4] .. place, {}
   local flat = redis.call("HGETALL", key)
   for i = 1, #flat, 2 do
     if #flat[i] == 8 then
@@ -211,7 +217,7 @@ local function split()
   end
   redis.call("HSET", key, "", meta, "s", pack("<I4", SPLIT_CHUNKS + 1))
   redis.call("SREM", KEYS[3], place)
-  redis.call("SADD", sub(KEYS[4], 1, -34), place)
+  redis.call("SADD", ARGV[4], place)
 end
 
 local is_first, is_last = false, false
@@ -243,7 +249,7 @@ else
   end
 end
 if is_first or is_last then
-  local groups = chunk_count and sub(KEYS[4], 1, -34) or KEYS[3]
+  local groups = chunk_count and ARGV[4] or KEYS[3]
   if is_first then
     redis.call("PERSIST", key)
     redis.call("SADD", groups, place)
