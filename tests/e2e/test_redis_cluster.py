@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.core.cluster import NodeInfo, NodeKind
 from kvpool.core.errors import StoreUnavailable
+from kvpool.core.location_digest import fingerprint, holding, range_of
 from kvpool.testing import eventually
 from kvpool_index.adapters.redis_reads import group_key
 from kvpool_index.adapters.redis_slots import slot_of
@@ -176,6 +177,48 @@ async def test_slots_move_while_they_are_used(cluster: RedisCluster) -> None:
     assert store.redis.redirections["moved"] == moved, "once told, it knows"
     done.set()
     await using
+    await store.close()
+
+
+async def test_a_split_group_moves_while_its_chunks_change(cluster: RedisCluster) -> None:
+    """Its parts are keys of their own, of which some have moved and some have not: no change gets lost between them."""
+    prefix = f"s{secrets.token_hex(6)}"
+    source, target, _ = cluster.servers
+    store, fence = await opened(cluster.url, prefix)
+    (head,) = heads_at(cluster, source, 1, prefix)
+    slot = slot_of(key_of(head, prefix))
+    chunks = [secrets.token_bytes(16) for _ in range(1_500)]
+
+    def changes(shards: int) -> list[ChunkOperation]:
+        operation = Operation(ordinal=fence.ordinal, full_shards=0xFF, added=(0, shards, 0))
+        return [
+            ChunkOperation(keyspace=KEYSPACE, chunk_hash=chunk, group_head=head, operation=operation)
+            for chunk in chunks
+        ]
+
+    await store.locations.apply(fence, changes(0b1))
+    cluster.begin_move(slot, source, target)
+    assert cluster.move_keys(slot, source, target, limit=100) == 100
+    changing = asyncio.create_task(store.locations.apply(fence, changes(0b10)))
+    await eventually(lambda: store.redis.redirections["try_again"] > 0)
+    assert not changing.done()
+    while cluster.move_keys(slot, source, target, limit=20):
+        await asyncio.sleep(0)
+    cluster.end_move(slot, target)
+    states = await changing
+    values = await store.locations.read(KEYSPACE, [GroupRead(head, [chunk[:8] for chunk in chunks])])
+    assert values == [state.value for state in states] and len(set(values)) == 1
+    number = range_of(head)
+    wanted = 0
+    for chunk in chunks:
+        wanted ^= fingerprint(KEYSPACE + head + chunk[:8], holding((0, 0b11, 0), 0xFF))
+    assert await store.locations.digests(fence.ordinal, [number]) == [wanted]
+    (group,), _ = await store.locations.split_groups(fence.ordinal, number, b"")
+    parts = 0
+    for digest in group.digests:
+        parts ^= digest
+    assert parts == wanted
+    assert ask(source.port, "CLUSTER", "COUNTKEYSINSLOT", str(slot)) == 0
     await store.close()
 
 
