@@ -166,7 +166,7 @@ class PageStoreNode:
             host_id=self.name,
             endpoint=self.endpoint,
             bulk_endpoint=self.bulk_endpoint,
-            local_socket=self.endpoint,
+            local_socket=f"/run/{self.name}.sock",
             capacity_bytes=config.arena_bytes,
         )
         await pagestore_main._adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
