@@ -21,7 +21,7 @@ from tests.sim.nodes import World
 from tests.sim.pages import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash, key_of, metadata, true_page
 from tests.sim.pagestore_node import PageStoreNode
 
-_POSITIONS = 4  # chunks of a chain
+POSITIONS = 4  # chunks of a chain
 
 
 class ClientNode:
@@ -94,7 +94,7 @@ class ClientNode:
         self.leaving = True
         await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
         await self._timed("connect", self._connect())
-        await self._timed("load", self._load(chain, _POSITIONS))
+        await self._timed("load", self._load(chain, POSITIONS))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -138,8 +138,8 @@ class ClientNode:
 
     async def _operate(self) -> None:
         rng = self.world.rng
-        chain = min(int(rng.random() * 3), 2)
-        count = 1 + int(rng.random() * _POSITIONS)
+        chain = rng.choice(self.world.chains)
+        count = 1 + int(rng.random() * POSITIONS)
         choice = rng.random()
         if choice < 0.45:
             await self._timed("store", self._store(chain, count))

@@ -34,13 +34,15 @@ from tests.sim.loop import SimKilled, SimLoop, Violation, current_process
 from tests.sim.nemesis import Nemesis
 from tests.sim.network import Faults, Network
 from tests.sim.nodes import IndexNode, SimClock, World
-from tests.sim.pages import small_shards
+from tests.sim.pages import SHARED_HEAD, small_shards
 from tests.sim.pagestore_node import SESSION_FDS, PageStoreNode, PageStoreShape
 from tests.sim.redis import SimRedis
 
 _LIMIT_S = 400.0  # virtual, of one history
 _SETTLE_S = 60.0  # virtual: within it everything must have come to rest
-_CHAINS = 3
+_SEPARATE_CHAINS = (0, 1, 2)
+_CHAINS_OF_ONE_HEAD = tuple(range(SHARED_HEAD, SHARED_HEAD + 5))
+_SPLIT_CHUNKS = 3  # of a group, in histories in which groups are split
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ def run_history(seed: int, trace: Callable[[str], None] | None = None) -> Report
     report = Report(seed)
     loop = SimLoop(rng)
     network = Network(loop, rng, _faults(rng))
-    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network))
+    chains = _CHAINS_OF_ONE_HEAD if rng.random() < 0.4 else _SEPARATE_CHAINS
+    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network), chains=chains)
     if trace is not None:
         loop.trace = lambda what: trace(f"{loop.time():9.4f} {what}")
     history = _History(world, report)
@@ -174,7 +177,7 @@ class _History:
         world = self._world
         await check_calm(world)
         check_pages(world)
-        chains = self._rng.sample(range(_CHAINS), len(world.pagestores))
+        chains = self._rng.sample(world.chains, len(world.pagestores))
         for number, store in enumerate(world.pagestores):
             client = ClientNode(world, f"last{number}", store)
             self._clients.append(client)
@@ -240,14 +243,19 @@ class _Watcher(logging.Handler):
 
 
 @contextmanager
-def _few_ranges() -> Iterator[None]:
-    """Reconcile in 64 ranges: comparing thousands of empty ones would take a third of a history's time."""
+def _small_index(*, splits: bool) -> Iterator[None]:
+    """Reconcile in 64 ranges: comparing thousands of empty ones would take a third of a history's time.
+
+    splits: groups of a few chunks are split.
+    """
     per_range = location_digest.BUCKET_COUNT // 64
 
     def range_of(group_head: bytes) -> int:
         return location_digest.bucket_of(group_head) // per_range
 
     names = {"RANGE_COUNT": 64, "BUCKETS_PER_RANGE": per_range, "_SLICE_RANGES": 64, "range_of": range_of}
+    if splits:
+        names["SPLIT_CHUNKS"] = _SPLIT_CHUNKS
     with ExitStack() as stack:
         for module, name in _having(tuple(names)):
             stack.enter_context(mock.patch.object(module, name, names[name]))
@@ -275,7 +283,7 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
     open_channel: Any = world.network.open_channel
     with (
         small_shards(),
-        _few_ranges(),
+        _small_index(splits=rng.random() < 0.7),
         mock.patch.object(kvpool.client.channel, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),

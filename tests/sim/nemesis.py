@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvpool.client.config import ClientConfig
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import POINTS, arm, disarm_all
-from tests.sim.clients import ClientNode
+from tests.sim.clients import POSITIONS, ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
 from tests.sim.nodes import IndexNode, World
+from tests.sim.pages import KEYSPACE, chunk_hash
 from tests.sim.pagestore_node import PageStoreNode
 
 _KILL_WITHIN_CALLBACKS = 400
@@ -74,8 +78,8 @@ class Nemesis:
             (2, self._crash_index),
             (1, self._pause_index),
             (1, self._redis_down),
-            (1, self._wipe_redis),
-            (1, self._roll_redis_back),
+            (2, self._wipe_redis),
+            (3, self._roll_redis_back),
             (2, self._disk_fails),
             (4, self._damage_disk),
             (3, self._kill_at_point),
@@ -167,10 +171,13 @@ class Nemesis:
         self._world.redis.wipe()
 
     async def _roll_redis_back(self) -> None:
-        """A failover to a replica that had not got everything yet."""
-        redis = self._world.redis
+        """A failover to a replica that had not got everything yet, often not that pages have gone."""
+        world, redis = self._world, self._world.redis
         redis.save()
-        await asyncio.sleep(self._world.some_s(0.5))
+        if world.rng.random() < 0.7:
+            for store in world.pagestores:
+                await self._evict_from(store)
+        await asyncio.sleep(world.some_s(world.rng.choice((0.5, 3.0))))
         redis.roll_back()
 
     async def _disk_fails(self) -> None:
@@ -204,6 +211,20 @@ class Nemesis:
         self.revive()
 
     # Inside
+
+    async def _evict_from(self, store: PageStoreNode) -> None:
+        """Have chunks of a chain given up, as an operator would."""
+        world = self._world
+        control = PageStoreControl(store.endpoint, ClientConfig(call_timeout_s=1.0, connect_timeout_s=1.0))
+        chain = world.rng.choice(world.chains)
+        first = int(world.rng.random() * 2)
+        hashes = [chunk_hash(chain, position) for position in range(first, POSITIONS)]
+        try:
+            await control.evict(KEYSPACE, hashes, timeout_s=1.0)
+        except KvPoolError as error:
+            self._say(f"nothing evicted: {error}")
+        finally:
+            await control.close()
 
     async def _restart(self, store: PageStoreNode) -> None:
         await asyncio.sleep(self._world.some_s(1.5))

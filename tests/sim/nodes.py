@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -54,6 +55,7 @@ class World:
     indexes: list[IndexNode] = field(default_factory=list)
     pagestores: list[PageStoreNode] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    chains: Sequence[int] = (0, 1, 2)  # that clients store and load
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
 

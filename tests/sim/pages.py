@@ -27,10 +27,13 @@ with small_shards():
     PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
 SLOT_BYTES = -(-PAGE_BYTES // 4096) * 4096
-CHAINS = 8
+SHARED_HEAD = 8
+"""Chains of this number and higher begin with the same chunk, as conversations over one system prompt do."""
 
 
 def chunk_hash(chain: int, position: int) -> bytes:
+    if chain >= SHARED_HEAD and not position:
+        return b"\xf0\x01" * 8
     return bytes([chain + 1, position + 1]) * 8
 
 
