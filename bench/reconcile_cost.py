@@ -1,6 +1,6 @@
 """What comparing a node's chunks with the index costs, at a million chunks.
 
-Question: how long does one look at a digest range hold the event loop up, how much processor time does a whole
+Question: how long does one step of computing digests hold the event loop up, how much processor time does a whole
 comparison take at the owner, and how many bytes does the index's answer have?
 
     python -m bench.reconcile_cost --chunks 1000000 --json bench/results/reconcile_cost.json
@@ -51,12 +51,16 @@ def measure(chunk_count: int) -> dict[str, float]:
     node = MadeNode(chunk_count)
     started_s = time.perf_counter()
     directory = ChunkDirectory(node)
+    for _ in directory.load():
+        pass
     built_s = time.perf_counter() - started_s
     steps: list[float] = []
     used_s = time.process_time()
     for number in range(RANGE_COUNT):
         began_s = time.perf_counter()
-        directory.digest(number)
+        for _ in directory.refresh(number):
+            steps.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
         steps.append(time.perf_counter() - began_s)
     used_s = time.process_time() - used_s
     began_s = time.perf_counter()
@@ -67,9 +71,9 @@ def measure(chunk_count: int) -> dict[str, float]:
         "chunks": chunk_count,
         "directory_built_s": round(built_s, 3),
         "comparison_processor_s": round(used_s, 3),
-        "range_p50_ms": round(steps[len(steps) // 2] * 1e3, 3),
-        "range_p99_ms": round(steps[len(steps) * 99 // 100] * 1e3, 3),
-        "range_max_ms": round(steps[-1] * 1e3, 3),
+        "step_p50_ms": round(steps[len(steps) // 2] * 1e3, 3),
+        "step_p99_ms": round(steps[len(steps) * 99 // 100] * 1e3, 3),
+        "step_max_ms": round(steps[-1] * 1e3, 3),
         "answer_bytes": 8 * RANGE_COUNT,
         "directory_bytes": 16 * chunk_count,
         "telling_us_per_chunk": round(telling_s * 1e6, 2),

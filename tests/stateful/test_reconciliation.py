@@ -18,7 +18,7 @@ from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeKind, NodeLease, StaleLocation
 from kvpool.core.errors import LeaseLost
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
-from kvpool.core.location_digest import RANGE_COUNT, ChunkPlace, HeldChunk
+from kvpool.core.location_digest import RANGE_COUNT, ChunkPlace, HeldChunk, SplitGroup
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
@@ -60,7 +60,7 @@ class World:
         self.engine = self.make_engine(self.store)
         self.checkpoint: MemoryIndexStore | None = None
         directory = ChunkDirectory(self)
-        self.queue = AnnounceQueue(directory.changes, pending_max=3, batch_max=2, in_flight_max=2)
+        self.queue = AnnounceQueue(directory, pending_max=3, batch_max=2, in_flight_max=2)
         self.queue.limit_items(8)  # a bucket that does not fit is not replaced
         self.lease = NodeLease(incarnation=0, lease_ttl_ms=1, renew_interval_ms=1, announce_epoch=0)
         self.reconciler = Reconciler(
@@ -118,6 +118,10 @@ class World:
             await self.register()
             raise
         return digests
+
+    async def reconcile_split_groups(self, node_id: bytes, incarnation: int, *, range_number: int) -> list[SplitGroup]:
+        groups, _, _ = await self.engine.split_groups(node_id, incarnation, range_number, b"")
+        return groups
 
     async def register(self) -> None:
         known = NodeInfo(
@@ -186,7 +190,9 @@ class World:
     async def apply(self, batch: AnnounceBatch, *, reply: bool) -> None:
         if self.stream is None:
             raise LeaseLost("the store is another one")
-        if batch.buckets is not None:
+        if batch.part is not None:
+            await self.stream.replace_part(batch.sequence, batch.part, batch.changes)
+        elif batch.buckets is not None:
             await self.stream.replace(batch.sequence, BucketSpan(*batch.buckets), batch.changes)
         else:
             await self.stream.apply(batch.sequence, batch.changes)

@@ -11,6 +11,7 @@ import grpc
 from kvpool.core import cluster
 from kvpool.core.addresses import peer_host
 from kvpool.core.errors import InvalidRequest
+from kvpool.core.location_digest import PART_BATCHES
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc as pb_grpc
 from kvpool.wire import (
@@ -212,7 +213,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
                             request.replace_part.locations,
                             convert_cluster.location_change_from_proto,
                             "location",
-                            most=self._max_items,
+                            most=self._max_items * PART_BATCHES,
                         )
                         applied = await stream.replace_part(
                             request.replace_part.sequence,

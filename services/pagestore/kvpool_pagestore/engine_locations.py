@@ -104,11 +104,18 @@ class NodeTruth:
         self._keyspaces = keyspaces
 
     def chunks(self) -> Iterator[ChunkPlace]:
-        """Every chunk held. The node must not change while this is iterated."""
-        for at, staged in self._announcer.staged.items():
+        """Every chunk that is held all the time while this is iterated; some come twice."""
+        for at, staged in list(self._announcer.staged.items()):
             yield ChunkPlace(at[:16], at[16:], staged.group_head_hash)
-        if self._disk_map is not None:
-            yield from self._disk_map.places()
+        disk_map = self._disk_map
+        if disk_map is None:
+            return
+        try:
+            yield from disk_map.places()
+        except RuntimeError:  # it changed meanwhile, which is rare before the node serves
+            for at in disk_map.names():
+                if (stored := disk_map.location(at[:16], at[16:])) is not None:
+                    yield ChunkPlace(at[:16], at[16:], stored[1])
 
     def settle(self) -> None:
         self._announcer.flush()

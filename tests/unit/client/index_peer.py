@@ -109,6 +109,9 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         ranges = range(request.first_range, request.first_range + request.range_count)
         return index_pb2.ReconcileDigestsResponse(digests=[self.digests.get(number, 0) for number in ranges])
 
+    async def ReconcileSplitGroups(self, request: Any, context: Any) -> Any:
+        return index_pb2.ReconcileSplitGroupsResponse()
+
     async def DropKeyspaceLocations(self, request: Any, context: Any) -> Any:
         self.dropped.append(request.keyspace_id)
         return index_pb2.DropKeyspaceLocationsResponse()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue, RangeContent, merge_changes
+from kvpool.client.announce_queue import AnnounceBatch, AnnounceQueue, merge_changes
 from kvpool.core.cluster import LocationChange
+from kvpool.core.location_digest import PART_BATCHES, PartSpan, part_of, range_of
 from kvpool.core.outcome import Tier
 
 
@@ -24,10 +26,39 @@ def change(chunk: int, added: int = 0, removed: int = 0, bucket: int = 0) -> Loc
     )
 
 
+class Content:
+    """What a node holds: of ranges, and of the parts of those groups that are kept apart."""
+
+    def __init__(
+        self,
+        changes: Callable[[int], list[LocationChange]] = lambda number: [],
+        parts: dict[PartSpan, list[LocationChange]] | None = None,
+    ) -> None:
+        self._changes = changes
+        self._parts = parts or {}
+
+    def cell_of(self, change: LocationChange) -> int | PartSpan:
+        span = PartSpan(change.keyspace, change.group_head_hash, part_of(change.chunk_hash))
+        return span if span in self._parts else range_of(change.group_head_hash)
+
+    def changes(self, range_number: int) -> list[LocationChange]:
+        return self._changes(range_number)
+
+    def part_changes(self, span: PartSpan) -> list[LocationChange]:
+        return self._parts[span]
+
+
 def queue(
-    content: RangeContent = lambda number: [], *, pending_max: int = 100, batch_max: int = 3, in_flight_max: int = 2
+    content: Callable[[int], list[LocationChange]] = lambda number: [],
+    *,
+    parts: dict[PartSpan, list[LocationChange]] | None = None,
+    pending_max: int = 100,
+    batch_max: int = 3,
+    in_flight_max: int = 2,
 ) -> AnnounceQueue:
-    return AnnounceQueue(content, pending_max=pending_max, batch_max=batch_max, in_flight_max=in_flight_max)
+    return AnnounceQueue(
+        Content(content, parts), pending_max=pending_max, batch_max=batch_max, in_flight_max=in_flight_max
+    )
 
 
 def test_changes_of_one_chunk_are_merged_at_their_first_place() -> None:
@@ -92,7 +123,7 @@ def test_after_an_overflow_the_ranges_are_told_as_they_are_then() -> None:
     held = {0: [change(4, added=1)], 7: [change(9, added=3, bucket=7 * 16)]}
     changes = queue(lambda number: held.get(number, []), pending_max=2)
     changes.add([change(1, added=1, bucket=7 * 16), change(2, added=1), change(3, removed=1), change(4, added=1)])
-    assert changes.pending_count == 0 and changes.range_count == 2
+    assert changes.pending_count == 0 and changes.waiting_count == 2
     assert changes.busy_ranges() == {0, 7}
     first, second = changes.next_batch(), changes.next_batch()
     assert first is not None and second is not None
@@ -111,10 +142,10 @@ def test_after_an_overflow_the_ranges_are_told_as_they_are_then() -> None:
 def test_neighbouring_ranges_share_a_batch_until_it_is_full() -> None:
     changes = queue(lambda number: [change(number, added=1, bucket=number * 16)], batch_max=3, in_flight_max=9)
     changes.limit_items(3)
-    changes.tell_ranges([5, 1, 2, 3, 4])
+    changes.replace([5, 1, 2, 3, 4])
     batches = [changes.next_batch() for _ in range(3)]
     assert [batch and batch.buckets for batch in batches] == [(80, 95), (16, 63), (64, 79)]
-    assert changes.next_batch() is None and changes.range_count == 0
+    assert changes.next_batch() is None and changes.waiting_count == 0
 
 
 def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
@@ -122,7 +153,7 @@ def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
     items += [change(10 + number, added=1, bucket=11) for number in range(5)]
     items.append(change(30, added=1, bucket=12))
     changes = queue(lambda number: list(items) if number == 0 else [], batch_max=3, in_flight_max=2)
-    changes.tell_ranges([0])
+    changes.replace([0])
     batches: list[AnnounceBatch] = []
     while (batch := changes.next_batch()) is not None:
         batches.append(batch)
@@ -135,6 +166,50 @@ def test_a_range_that_is_too_large_is_told_bucket_by_bucket() -> None:
         ((12, 15), 1),
     ]
     assert [one for batch in batches for one in batch.changes] == items
+
+
+def span(chunk: int) -> PartSpan:
+    return PartSpan(bytes(16), bytes(16), chunk)
+
+
+def test_a_part_is_replaced_in_its_turn_and_its_lost_changes_come_with_it() -> None:
+    parts = {span(1): [change(1, added=1)], span(2): [change(2, added=3)]}
+    changes = queue(parts=parts, pending_max=2, in_flight_max=9)
+    changes.add([change(1, added=1), change(2, added=1), change(3, added=1), change(2, added=2)])
+    assert changes.pending_count == 0 and changes.waiting_count == 3
+    assert changes.busy_cells(0) == {0, span(1), span(2)} and changes.busy_ranges() == {0}
+    batches = [changes.next_batch() for _ in range(3)]
+    assert {(batch.part or batch.buckets): batch.changes for batch in batches if batch} == {
+        (0, 15): (),
+        span(1): tuple(parts[span(1)]),
+        span(2): tuple(parts[span(2)]),
+    }
+    assert changes.busy_cells(0) == {0, span(1), span(2)} and changes.busy_cells(1) == set()
+    changes.acknowledge(2)
+    assert changes.acknowledged == 0, "of what was lost, the third has not been acknowledged"
+    changes.acknowledge(3)
+    assert changes.next_batch() is None and changes.acknowledged == changes.offered == 4
+
+
+def test_a_part_that_is_too_large_for_a_batch_goes_out_in_plain_changes() -> None:
+    fitting, larger = 2 * PART_BATCHES, 2 * PART_BATCHES + 1
+    parts = {span(1): [change(1, added=1)] * fitting, span(2): [change(2, added=1)] * larger}
+    changes = queue(parts=parts, in_flight_max=99)
+    changes.limit_items(2)
+    changes.replace(parts)
+    sent = []
+    while (batch := changes.next_batch()) is not None:
+        sent.append((batch.part, len(batch.changes)))
+    assert sent == [(span(1), fitting), *[(None, 2)] * PART_BATCHES, (None, 1)]
+
+
+def test_a_refused_part_is_replaced_again() -> None:
+    changes = queue(parts={span(1): []})
+    changes.replace([span(1)])
+    assert changes.next_batch() is not None
+    changes.discard_in_flight()
+    again = changes.next_batch()
+    assert again is not None and again.part == span(1)
 
 
 def test_nothing_counts_as_told_while_the_index_may_have_lost_it() -> None:
@@ -157,7 +232,7 @@ class AnnounceMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = AnnounceQueue(self._content, pending_max=4, batch_max=2, in_flight_max=2)
+        self.queue = AnnounceQueue(Content(self._content), pending_max=4, batch_max=2, in_flight_max=2)
         self.truth: dict[int, int] = {}
         self.index: dict[int, int] = {}
         self.wire: deque[AnnounceBatch] = deque()
@@ -192,7 +267,7 @@ class AnnounceMachine(RuleBasedStateMachine):
     def lose(self, kept: set[int], stale: set[int]) -> None:
         """The index forgets chunks and remembers others that went long ago; its owner is told."""
         self.index = {chunk: shards for chunk, shards in self.index.items() if chunk in kept} | dict.fromkeys(stale, 7)
-        self.queue.tell_ranges(range(4))
+        self.queue.replace(range(4))
 
     @rule()
     def discard(self) -> None:

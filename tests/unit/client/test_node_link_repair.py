@@ -11,9 +11,11 @@ import pytest
 
 from kvpool.client import reconciler
 from kvpool.core.errors import InvalidRequest, StoreUnavailable
+from kvpool.core.location_digest import fingerprint, holding
 from kvpool.testing import eventually
 from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.index_peer import (
+    KEYSPACE,
     Node,
     acknowledge,
     change,
@@ -132,14 +134,16 @@ async def test_standing_still_is_no_reason_for_a_pause_of_the_comparison(
 
 
 async def test_differences_that_the_index_tells_are_repaired_within_the_interval() -> None:
-    async with node(reconcile_interval_s=0.05) as one:
+    right = fingerprint(KEYSPACE + bytes(16) + bytes([1]) * 8, holding((0, 1, 0), 0b11))
+    async with node(truth={1: 1}, reconcile_interval_s=0.05) as one:
+        one.index.digests[0] = right
         await one.link.start()
         stream = await opened(one)
         await eventually(lambda: one.link.reconciler.round_count >= 2)
         one.index.digests[0] = 12345  # it has something that the node does not hold
         request = await stream.next("replace_range")
-        assert chunks(request) == []
-        one.index.digests.clear()
+        assert chunks(request) == [1]
+        one.index.digests[0] = right
         acknowledge(stream, request)
         rounds, began_s = one.link.reconciler.round_count, asyncio.get_running_loop().time()
         await eventually(lambda: one.link.reconciler.round_count >= rounds + 2)
@@ -154,3 +158,30 @@ async def test_an_index_that_cannot_compare_now_is_asked_again() -> None:
         await one.link.start()
         stream = await opened(one)
         assert chunks(await stream.next("replace_range")) == [1]
+
+
+async def test_a_node_that_never_held_anything_compares_in_one_call_and_seldom() -> None:
+    async with node(reconcile_interval_s=0.002) as one:
+        await one.link.start()
+        await opened(one)
+        rounds = one.link.reconciler
+        await eventually(lambda: rounds.round_count == 2)
+        assert one.index.compared == 2, "thirty intervals, and 4,096 ranges each"
+        assert rounds.age_s <= asyncio.get_running_loop().time()
+        one.link.announce([change(1)])
+        await eventually(lambda: one.index.compared > 3)
+
+
+async def test_a_cleared_keyspace_is_looked_up_again_though_its_chunks_were_not_announced() -> None:
+    async with node(truth={1: 1}) as one:
+        one.index.digests[0] = fingerprint(KEYSPACE + bytes(16) + bytes([1]) * 8, holding((0, 1, 0), 0b11))
+        await one.link.start()
+        await opened(one)
+        rounds = one.link.reconciler
+        await eventually(lambda: rounds.round_count == 1)
+        one.truth.clear()
+        one.index.digests.clear()
+        await one.link.drop_keyspace(KEYSPACE)
+        rounds.start_round(unsure=False)
+        await eventually(lambda: rounds.round_count == 2)
+        assert rounds.replaced_count == 0

@@ -1,19 +1,41 @@
-"""What a node still has to tell the index: merged, in order, bounded. Pure bookkeeping; the announcer sends it."""
+"""What a node still has to announce: merged, in order, bounded. Pure bookkeeping; the announcer sends it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
+from typing import Protocol
 
+from kvpool.client.chunk_directory import Cell
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import BUCKETS_PER_RANGE, PartSpan, bucket_of, range_buckets, range_of
+from kvpool.core.location_digest import (
+    BUCKETS_PER_RANGE,
+    PART_BATCHES,
+    PartSpan,
+    bucket_of,
+    range_buckets,
+    range_of,
+)
 
 _Key = tuple[bytes, bytes, int]  # keyspace, chunk hash, tier
 
-RangeContent = Callable[[int], list[LocationChange]]
-"""All that the node holds in a digest range at this moment, ordered by bucket."""
+
+class HeldContent(Protocol):
+    """What the node holds now: a kvpool.client.chunk_directory.ChunkDirectory."""
+
+    def cell_of(self, change: LocationChange) -> Cell:
+        """The cell that a change falls into."""
+        ...
+
+    def changes(self, range_number: int) -> list[LocationChange]:
+        """All that is held in a range but for groups that are kept apart, ordered by bucket."""
+        ...
+
+    def part_changes(self, span: PartSpan) -> list[LocationChange]:
+        """All that is held in one part of a group."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +87,30 @@ def merge_changes(older: LocationChange, newer: LocationChange) -> LocationChang
 class AnnounceQueue:
     """Changes wait here, merged by chunk and tier, until they are batched; batches wait until they are acknowledged.
 
-    Ranges wait here too, to be told as a whole: what is held in one is asked for when its turn comes, so that what was
-    announced before is in it, and what is announced after comes after.
+    Cells wait here too, to be replaced as a whole: what is held in one is asked for when its turn comes, so that what
+    was announced before is in it, and what is announced after comes after.
 
-    More than `pending_max` chunks and tiers are not kept: then all of them are dropped, and their ranges are told as a
-    whole instead.
+    More than `pending_max` chunks and tiers are not kept: then all of them are dropped, and their cells are replaced
+    instead.
     """
 
-    def __init__(self, content: RangeContent, *, pending_max: int, batch_max: int, in_flight_max: int) -> None:
+    def __init__(self, content: HeldContent, *, pending_max: int, batch_max: int, in_flight_max: int) -> None:
         self._content = content
         self._pending_max = pending_max
         self._batch_max = batch_max
-        self._items_max = batch_max  # of a range that is told as a whole
+        self._items_max = batch_max  # of a cell that is replaced
         self._in_flight_max = in_flight_max
         self._pending: dict[_Key, _Pending] = {}
-        self._ranges: dict[int, None] = {}  # to be told as a whole, in the order of asking
-        self._dropped: set[int] = set()  # of them, those whose changes need not be kept until then
+        self._cells: dict[Cell, None] = {}  # to be replaced, in the order of asking
+        self._dropped: set[Cell] = set()  # of them, those whose changes need not be kept until then
         self._unacknowledged: deque[AnnounceBatch] = deque()
         self._ready: deque[AnnounceBatch] = deque()  # made, and to be sent before anything else
         self._sequence = 0
         self._covered = 0  # offers that batches so far cover
-        self._range_is_next = False
+        self._cell_is_next = False
         self.offered = 0  # changes handed to `add` so far
         self.acknowledged = 0  # of them, how many the index has for sure
-        self.unsure = False  # True: the index may have lost what it had acknowledged, so that nothing counts as told
+        self.unsure = False  # True: the index may have lost what it had acknowledged, so that nothing counts as known
 
     @property
     def pending_count(self) -> int:
@@ -96,9 +118,9 @@ class AnnounceQueue:
         return len(self._pending)
 
     @property
-    def range_count(self) -> int:
-        """Ranges that wait to be told as a whole."""
-        return len(self._ranges)
+    def waiting_count(self) -> int:
+        """Cells that wait to be replaced."""
+        return len(self._cells)
 
     @property
     def in_flight(self) -> int:
@@ -113,12 +135,33 @@ class AnnounceQueue:
     @property
     def has_full_batch(self) -> bool:
         """Whether waiting for more changes would not make the next batch larger."""
-        return len(self._pending) >= self._batch_max or bool(self._ranges or self._ready)
+        return len(self._pending) >= self._batch_max or bool(self._cells or self._ready)
 
     def busy_ranges(self) -> set[int]:
-        """Ranges of which the index may not have heard everything yet."""
+        """Ranges of which the index may not know everything yet."""
         busy = {range_of(entry.change.group_head_hash) for entry in self._pending.values()}
-        return busy.union(self._ranges, *(batch.ranges() for batch in self._unacknowledged))
+        busy.update(map(_range_of, self._cells))
+        return busy.union(*(batch.ranges() for batch in self._unacknowledged))
+
+    def busy_cells(self, range_number: int) -> set[Cell]:
+        """Cells of a range of which the index may not know everything yet."""
+        busy = {cell for cell in self._cells if _range_of(cell) == range_number}
+        changes = [entry.change for entry in self._pending.values()]
+        for batch in self._unacknowledged:
+            changes += batch.changes
+            if range_number in batch.ranges():
+                busy.update([batch.part] if batch.part is not None else [range_number] if batch.buckets else [])
+        here = (change for change in changes if range_of(change.group_head_hash) == range_number)
+        return busy.union(map(self._content.cell_of, here))
+
+    def is_waiting(self, cell: Cell) -> bool:
+        """Whether a cell waits to be replaced."""
+        return cell in self._cells
+
+    def is_batched(self, offered: int) -> bool:
+        """Whether the first so many changes handed to `add` wait no more."""
+        head = next(iter(self._pending.values()), None)
+        return head is None or head.first_offer > offered
 
     def is_acknowledged(self, sequence: int) -> bool:
         """Whether the index has every batch up to `sequence`."""
@@ -132,26 +175,30 @@ class AnnounceQueue:
             known = self._pending.get(key)
             if known is not None:
                 known.change = merge_changes(known.change, change)
-            elif self._dropped and range_of(change.group_head_hash) in self._dropped:
-                continue  # it is told with its range
+            elif self._dropped and self._content.cell_of(change) in self._dropped:
+                continue  # it comes with its cell
             elif len(self._pending) >= self._pending_max:
                 self._drop_pending(change)
             else:
                 self._pending[key] = _Pending(self.offered, change)
 
-    def tell_ranges(self, ranges: Iterable[int]) -> None:
-        """Have all that the node holds in these ranges replace what the index knows of them."""
-        self._ranges.update(dict.fromkeys(ranges))
+    def replace(self, cells: Iterable[Cell]) -> None:
+        """Have all that the node holds in these cells replace what the index knows of them."""
+        self._cells.update(dict.fromkeys(cells))
 
     def limit_items(self, items_max: int) -> None:
-        """Put at most so many changes into a batch, and into a range that is told as a whole, from now on."""
+        """Put at most so many changes into a batch, and into a span of buckets that is replaced, from now on."""
         self._batch_max = min(self._batch_max, items_max)
         self._items_max = items_max
 
     def discard_in_flight(self) -> None:
-        """The index refuses what was sent: forget it; its ranges are told as a whole."""
+        """The index refuses what was sent: forget it; its cells are replaced."""
         for batch in self._unacknowledged:
-            self.tell_ranges(batch.ranges())
+            self.replace(map(self._content.cell_of, batch.changes))
+            if batch.part is not None:
+                self.replace([batch.part])
+            elif batch.buckets is not None:
+                self.replace(batch.ranges())
         self._unacknowledged.clear()
         self._ready.clear()
 
@@ -165,11 +212,11 @@ class AnnounceQueue:
             return self._ready.popleft()
         if self._unacknowledged and (not self.has_full_batch or len(self._unacknowledged) >= self._in_flight_max):
             return None
-        if self._ranges and (self._range_is_next or not self._pending):
-            self._range_is_next = False
-            made = self._range_batches()
+        if self._cells and (self._cell_is_next or not self._pending):
+            self._cell_is_next = False
+            made = self._cell_batches()
         else:
-            self._range_is_next = True
+            self._cell_is_next = True
             changes = self._take_pending()
             made = [self._batch(changes)] if changes else []
             self._cover()
@@ -190,21 +237,26 @@ class AnnounceQueue:
         self._ready = deque(self._unacknowledged)
 
     def _drop_pending(self, change: LocationChange) -> None:
-        lost = {range_of(entry.change.group_head_hash) for entry in self._pending.values()}
-        lost.add(range_of(change.group_head_hash))
+        lost = {self._content.cell_of(entry.change) for entry in self._pending.values()}
+        lost.add(self._content.cell_of(change))
         self._pending.clear()
         self._dropped |= lost
-        self.tell_ranges(lost)
+        self.replace(lost)
 
     def _cover(self) -> None:
         if not self.unsure and not self._dropped:
             head = next(iter(self._pending.values()), None)
             self._covered = self.offered if head is None else head.first_offer - 1
 
-    def _batch(self, changes: Iterable[LocationChange], buckets: tuple[int, int] | None = None) -> AnnounceBatch:
+    def _batch(
+        self,
+        changes: Iterable[LocationChange],
+        buckets: tuple[int, int] | None = None,
+        part: PartSpan | None = None,
+    ) -> AnnounceBatch:
         self._cover()
         self._sequence += 1
-        batch = AnnounceBatch(self._sequence, tuple(changes), self._covered, buckets)
+        batch = AnnounceBatch(self._sequence, tuple(changes), self._covered, buckets, part)
         self._unacknowledged.append(batch)
         return batch
 
@@ -212,29 +264,40 @@ class AnnounceQueue:
         keys = list(islice(self._pending, self._batch_max))
         return [self._pending.pop(key).change for key in keys]
 
-    def _range_batches(self) -> list[AnnounceBatch]:
-        """The next range, with those after it as long as they make one batch of the usual size."""
-        first = last = next(iter(self._ranges))
-        changes = self._take_range(first)
+    def _cell_batches(self) -> list[AnnounceBatch]:
+        """The next cell; of ranges also those after it, as long as they make one batch of the usual size."""
+        first = next(iter(self._cells))
+        self._forget(first)
+        if isinstance(first, PartSpan):
+            return self._part_batches(first)
+        changes = self._content.changes(first)
         if len(changes) > self._items_max:
-            return [self._batch(part, buckets) for part, buckets in _split(changes, first, self._items_max)]
-        while last + 1 in self._ranges and len(changes) < self._batch_max:
-            more = self._content(last + 1)
+            return [self._batch(some, buckets) for some, buckets in _split(changes, first, self._items_max)]
+        last = first
+        while last + 1 in self._cells and len(changes) < self._batch_max:
+            more = self._content.changes(last + 1)
             if len(changes) + len(more) > self._items_max:
                 break
             last += 1
-            self._forget_range(last)
+            self._forget(last)
             changes += more
         return [self._batch(changes, range_buckets(first, last))]
 
-    def _take_range(self, range_number: int) -> list[LocationChange]:
-        changes = self._content(range_number)
-        self._forget_range(range_number)
-        return changes
+    def _part_batches(self, span: PartSpan) -> list[AnnounceBatch]:
+        """A part that is too large for one batch goes out in plain changes, as such a bucket does."""
+        changes = self._content.part_changes(span)
+        if len(changes) <= self._items_max * PART_BATCHES:
+            return [self._batch(changes, part=span)]
+        size = self._items_max
+        return [self._batch(changes[start : start + size]) for start in range(0, len(changes), size)]
 
-    def _forget_range(self, range_number: int) -> None:
-        del self._ranges[range_number]
-        self._dropped.discard(range_number)
+    def _forget(self, cell: Cell) -> None:
+        del self._cells[cell]
+        self._dropped.discard(cell)
+
+
+def _range_of(cell: Cell) -> int:
+    return cell if isinstance(cell, int) else range_of(cell.group_head)
 
 
 def _split(

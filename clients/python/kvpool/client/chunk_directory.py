@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import xor
 from typing import Protocol
 
+from kvpool.client.chunk_table import ChunkTable
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import FIELD_BYTES, ChunkPlace, HeldChunk, fingerprint, holding, range_of
+from kvpool.core.location_digest import (
+    FIELD_BYTES,
+    PART_COUNT,
+    ChunkPlace,
+    HeldChunk,
+    PartSpan,
+    fingerprint,
+    holding,
+    part_of,
+    range_of,
+)
 from kvpool.core.outcome import Tier
 
-_HASH_BYTES = 16
+_KEYSPACE_BYTES = 16
 _TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
+_STEP_CHUNKS = 128  # looked up between two pauses, give or take a bucket: half a millisecond
+_LOAD_CHUNKS = 256  # learnt between two pauses
+_RECHECK_ROUNDS = 64  # in which everything is looked up once, though no change of it was announced
+_COUNTED_CHUNKS = 4096  # of a keyspace in one range, from which on large groups are looked for
+_COUNTED_GROUPS = 64  # a group with more than this share of the chunks that come then is found
+_LARGE_GROUP_CHUNKS = 1024  # more than this are kept apart, as the index keeps them
+
+Cell = int | PartSpan
+"""What is compared and replaced at once: one part of a large group, or all else in the digest range of this number."""
 
 
 class LocationTruth(Protocol):
     """The owner of what is announced. Called on the event loop; each call tells what is true at that moment."""
 
     def chunks(self) -> Iterable[ChunkPlace]:
-        """Every chunk held. Asked once, when the link is made; later ones are learnt from what is announced."""
+        """Every chunk held. Iterated once, in steps, before the node registers; later ones are learnt as announced."""
         ...
 
     def settle(self) -> None:
@@ -75,96 +98,285 @@ class FixedLocations:
 
 
 class ChunkDirectory:
-    """Sixteen bytes for each chunk that was held or announced since its range was last looked through.
+    """Sixteen bytes for each chunk that was held or announced since it was last looked up, and digests of some 64 each.
 
-    A chunk that is gone, or named twice, is dropped when its range is looked through. Each look at a range is one step
-    without an await, so that what it says was true at one moment.
+    What is announced is to be noted first: then only the digests that it concerns are computed again. Groups with very
+    many chunks are kept apart, so that each of their parts has a digest of its own.
+
+    Work that grows with the number of chunks comes as iterators of short steps. Others may run between two of them, and
+    what they change is noted; a result holds if nothing was noted of its cell since the first step.
     """
 
     def __init__(self, truth: LocationTruth) -> None:
         self._truth = truth
-        self._hashes: dict[int, dict[bytes, bytearray]] = {}  # by range and keyspace
-        for place in truth.chunks():
-            self._note(place.keyspace, place.chunk_hash, place.group_head)
+        self._tables: dict[int, dict[bytes, ChunkTable]] = {}  # by range, then keyspace, or keyspace + head of a group
+        self._groups: dict[int, set[bytes]] = {}  # keyspace + head of those that are kept apart, by range
+        self._counts: dict[tuple[int, bytes], Counter[bytes]] = {}  # of chunks by group, where there are very many
+        self._is_loaded = False
+        self.was_used = False  # something was held or announced
 
-    def note(self, change: LocationChange) -> int:
-        """Remember the chunk of a change if something was added; the range that the change falls into."""
-        if change.added_shards:
-            return self._note(change.keyspace, change.chunk_hash, change.group_head_hash)
-        return range_of(change.group_head_hash)
+    def load(self) -> Iterator[None]:
+        """Learn what is held at the start, in short steps. Later calls do nothing."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        for count, place in enumerate(self._truth.chunks(), 1):
+            self._note(place.keyspace, place.chunk_hash, place.group_head, is_added=True)
+            if count % _LOAD_CHUNKS == 0:
+                self.keep_large_apart()
+                yield
 
-    def ranges(self) -> list[int]:
-        """Ranges with chunks."""
-        return list(self._hashes)
+    def note(self, change: LocationChange) -> Cell:
+        """Remember the chunk of a change; the cell that the change falls into."""
+        self._note(change.keyspace, change.chunk_hash, change.group_head_hash, is_added=bool(change.added_shards))
+        return self.cell_of(change)
+
+    def cell_of(self, change: LocationChange) -> Cell:
+        """The cell that a change falls into."""
+        head = change.group_head_hash
+        number = range_of(head)
+        groups = self._groups.get(number)
+        if groups is None or change.keyspace + head not in groups:
+            return number
+        return PartSpan(change.keyspace, head, part_of(change.chunk_hash))
+
+    def mark_changed(self, keyspace: bytes) -> None:
+        """What is held of a keyspace changed without being announced."""
+        for tables in self._tables.values():
+            for name, table in tables.items():
+                if name.startswith(keyspace):
+                    table.mark_every(0, 1)
+
+    def chunk_count(self, range_number: int) -> int:
+        """At least as many as are held in a range."""
+        return sum(table.chunk_count for table in self._tables.get(range_number, {}).values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held, as far as was looked."""
+        return not self._tables
+
+    # Digests
+
+    def refresh(self, range_number: int) -> Iterator[None]:
+        """Compute the digests of a range that are stale, in short steps."""
+        looked_up = 0
+        keyspaces = [name for name in self._tables.get(range_number, ()) if len(name) == _KEYSPACE_BYTES]
+        # Groups come last: chunks may be moved to them.
+        for name in (*keyspaces, *self._groups.get(range_number, ())):
+            table = self._table(range_number, name)
+            for _ in range(table.stale_count if table is not None else 0):  # once each, though they change all the time
+                self._truth.settle()
+                table = self._table(range_number, name)
+                if table is None or not table.stale_count:
+                    break
+                looked_up += self._refresh_bucket(range_number, name, table)
+                if looked_up >= _STEP_CHUNKS:
+                    looked_up = 0
+                    yield
+
+    def recheck(self, range_number: int, round_number: int) -> None:
+        """Have some of a range looked up again, others in each round, for the case that a change was not announced."""
+        for table in self._tables.get(range_number, {}).values():
+            table.mark_every(-(range_number + round_number) % _RECHECK_ROUNDS, _RECHECK_ROUNDS)
 
     def digest(self, range_number: int) -> int:
-        """The digest of what is held in a range now."""
-        found: dict[bytes, HeldChunk] = {}
-        for place, held in self._held(range_number):
-            # The index tells chunks of a group apart by their fields alone.
-            at = place.keyspace + held.group_head + place.chunk_hash[:FIELD_BYTES]
-            known = found.get(at)
-            found[at] = held if known is None else _union(known, held)
-        digest = 0
-        packed: dict[tuple[tuple[int, int, int], int], bytes] = {}  # few differ
-        for at, held in found.items():
-            kind = (held.shards, held.full_shards)
-            if kind not in packed:
-                packed[kind] = holding(*kind)
-            digest ^= fingerprint(at, packed[kind])
-        return digest
+        """The digest of what is held in a range now. One step, and a short one after `refresh`.
+
+        It holds unless the range changed meanwhile, which is noted.
+        """
+        for _ in self.refresh(range_number):
+            pass
+        return reduce(xor, (table.digest for table in self._tables.get(range_number, {}).values()), 0)
+
+    def rest_digest(self, range_number: int) -> int:
+        """The digest of a range but for groups that are kept apart, as of its last refresh."""
+        tables = self._tables.get(range_number, {}).items()
+        return reduce(xor, (table.digest for name, table in tables if len(name) == _KEYSPACE_BYTES), 0)
+
+    def part_digests(self, keyspace: bytes, group_head: bytes) -> list[int]:
+        """The digests of the parts of a group that is kept apart, as of its last refresh."""
+        table = self._table(range_of(group_head), keyspace + group_head)
+        return table.part_digests() if table is not None else [0] * PART_COUNT
+
+    # Groups
+
+    def groups(self, range_number: int) -> list[tuple[bytes, bytes]]:
+        """Keyspace and head of the groups of a range that are kept apart."""
+        return [_group(name) for name in self._groups.get(range_number, ())]
+
+    def cells(self, range_number: int) -> list[Cell]:
+        """All of a range in which something is held, the parts of groups last."""
+        tables = self._tables.get(range_number, {})
+        groups = [group for group in self.groups(range_number) if b"".join(group) in tables]
+        return [range_number, *(PartSpan(*group, part) for group in groups for part in range(PART_COUNT))]
+
+    def keep_apart(self, range_number: int, split: Iterable[tuple[bytes, bytes]]) -> list[PartSpan]:
+        """Keep those groups of a range apart that the index has split, and those that are large; the parts of new ones.
+
+        Their chunks are moved when they are looked up next.
+        """
+        wanted = {keyspace + head for keyspace, head in split}
+        tables, before = self._tables.get(range_number, {}), self._groups.get(range_number, set())
+        wanted |= {name for name in before if name in tables and tables[name].chunk_count > _LARGE_GROUP_CHUNKS}
+        wanted |= self._take_large(range_number)
+        if wanted:
+            self._groups[range_number] = wanted
+        else:
+            self._groups.pop(range_number, None)
+        for name in before - wanted:
+            table = tables.pop(name, None)
+            for chunk_hash in table.hashes() if table is not None else ():
+                self._note(name[:_KEYSPACE_BYTES], chunk_hash, name[_KEYSPACE_BYTES:], is_added=True)
+        added = wanted - before
+        for keyspace in {name[:_KEYSPACE_BYTES] for name in added} & tables.keys():
+            tables[keyspace].mark_every(0, 1)
+        return [PartSpan(*_group(name), part) for name in added for part in range(PART_COUNT)]
+
+    def keep_large_apart(self) -> list[PartSpan]:
+        """Keep all groups apart that have become large; the parts of new ones."""
+        numbers = {number for (number, _), counts in self._counts.items() if max(counts.values()) > _LARGE_GROUP_CHUNKS}
+        return [span for number in numbers for span in self.keep_apart(number, self.groups(number))]
+
+    # Contents: one step each, so that they are true at one moment
 
     def changes(self, range_number: int) -> list[LocationChange]:
-        """All that is held in a range now, one item for each chunk and tier, ordered by bucket."""
+        """What is held now in a range but for groups that are kept apart, ordered by bucket, an item for each tier."""
+        self._truth.settle()
+        groups = self._groups.get(range_number, ())
         items = [
-            LocationChange(
-                keyspace=place.keyspace,
-                chunk_hash=place.chunk_hash,
+            item
+            for name, table in self._tables.get(range_number, {}).items()
+            if len(name) == _KEYSPACE_BYTES
+            for chunk_hash in table.hashes()
+            for held in self._truth.locate(name, chunk_hash)
+            if range_of(held.group_head) == range_number and name + held.group_head not in groups
+            for item in _changes(name, chunk_hash, held)
+        ]
+        items.sort(key=lambda item: item.group_head_hash[-2:])
+        return items
+
+    def part_changes(self, span: PartSpan) -> list[LocationChange]:
+        """What is held now in one part of a group."""
+        self._truth.settle()
+        tables = self._tables.get(range_of(span.group_head), {})
+        own, others = tables.get(span.keyspace + span.group_head), tables.get(span.keyspace)
+        hashes = own.part_hashes(span.part) if own is not None else set()
+        if others is not None and (own is None or others.stale_count):  # some may not have been moved yet
+            hashes |= others.part_hashes(span.part)
+        return [
+            item
+            for chunk_hash in hashes
+            for held in self._truth.locate(span.keyspace, chunk_hash)
+            if held.group_head == span.group_head
+            for item in _changes(span.keyspace, chunk_hash, held)
+        ]
+
+    # Inside
+
+    def _table(self, range_number: int, name: bytes) -> ChunkTable | None:
+        return self._tables.get(range_number, {}).get(name)
+
+    def _note(self, keyspace: bytes, chunk_hash: bytes, head: bytes, *, is_added: bool) -> None:
+        self.was_used = True
+        number = range_of(head)
+        groups = self._groups.get(number)
+        name = keyspace + head if groups is not None and keyspace + head in groups else keyspace
+        tables = self._tables.get(number)
+        if tables is None:
+            tables = self._tables[number] = {}
+        table = tables.get(name)
+        if not is_added:
+            if table is not None:
+                table.mark_changed(chunk_hash)
+            if name is not keyspace and keyspace in tables:  # it may not have been moved yet
+                tables[keyspace].mark_changed(chunk_hash)
+            return
+        if table is None:
+            table = tables[name] = ChunkTable() if name is keyspace else ChunkTable(PART_COUNT)
+        if table.add(chunk_hash) and name is keyspace and table.chunk_count > _COUNTED_CHUNKS:
+            self._count(number, keyspace, head)
+
+    def _count(self, number: int, keyspace: bytes, head: bytes) -> None:
+        """Count the groups of chunks that come, in bounded memory (Misra and Gries): none is counted too high."""
+        counts = self._counts.setdefault((number, keyspace), Counter())
+        counts[head] += 1
+        if len(counts) > _COUNTED_GROUPS:
+            self._counts[number, keyspace] = Counter({group: count - 1 for group, count in counts.items() if count > 1})
+
+    def _take_large(self, number: int) -> set[bytes]:
+        """Groups of a range that were counted to be large, which starts afresh for them."""
+        found: set[bytes] = set()
+        for (counted, keyspace), counts in self._counts.items():
+            large = [head for head, count in counts.items() if counted == number and count > _LARGE_GROUP_CHUNKS]
+            for head in large:
+                counts[head] = 1
+                found.add(keyspace + head)
+        return found
+
+    def _refresh_bucket(self, number: int, name: bytes, table: ChunkTable) -> int:
+        """Look the chunks of a stale bucket up: forget those that are not held, move those of groups kept apart."""
+        keyspace, own_head = name[:_KEYSPACE_BYTES], name[_KEYSPACE_BYTES:]
+        groups = self._groups.get(number, ())
+        at, hashes = table.begin_refresh()
+        kept: set[bytes] = set()
+        held_at: dict[bytes, HeldChunk] = {}
+        try:
+            for chunk_hash in hashes:
+                for held in self._truth.locate(keyspace, chunk_hash):
+                    head = held.group_head
+                    if not any(held.shards) or (head != own_head if own_head else range_of(head) != number):
+                        continue
+                    if not own_head and groups and keyspace + head in groups:
+                        self._note(keyspace, chunk_hash, head, is_added=True)
+                        continue
+                    kept.add(chunk_hash)
+                    # The index tells chunks of a group apart by their fields alone.
+                    place = keyspace + head + chunk_hash[:FIELD_BYTES]
+                    known = held_at.get(place)
+                    held_at[place] = held if known is None else _union(known, held)
+        except BaseException:
+            table.mark(at)
+            raise
+        table.end_refresh(at, kept, _digest(held_at))
+        if not table.chunk_count and not table.stale_count:
+            self._drop_table(number, name)
+        return max(1, len(hashes))
+
+    def _drop_table(self, number: int, name: bytes) -> None:
+        tables = self._tables[number]
+        del tables[name]
+        self._counts.pop((number, name), None)
+        if not tables:
+            del self._tables[number]
+
+
+def _group(name: bytes) -> tuple[bytes, bytes]:
+    return name[:_KEYSPACE_BYTES], name[_KEYSPACE_BYTES:]
+
+
+def _digest(held_at: dict[bytes, HeldChunk]) -> int:
+    digest = 0
+    packed: dict[tuple[tuple[int, int, int], int], bytes] = {}  # few differ
+    for place, held in held_at.items():
+        kind = (held.shards, held.full_shards)
+        if kind not in packed:
+            packed[kind] = holding(*kind)
+        digest ^= fingerprint(place, packed[kind])
+    return digest
+
+
+def _changes(keyspace: bytes, chunk_hash: bytes, held: HeldChunk) -> Iterator[LocationChange]:
+    for tier, shards in zip(_TIERS, held.shards, strict=True):
+        if shards:
+            yield LocationChange(
+                keyspace=keyspace,
+                chunk_hash=chunk_hash,
                 group_head_hash=held.group_head,
                 tier=tier,
                 added_shards=shards,
                 removed_shards=0,
             )
-            for place, held in self._held(range_number)
-            for tier, shards in zip(_TIERS, held.shards, strict=True)
-            if shards
-        ]
-        items.sort(key=lambda item: item.group_head_hash[-2:])
-        return items
-
-    def _note(self, keyspace: bytes, chunk_hash: bytes, group_head: bytes) -> int:
-        at = range_of(group_head)
-        self._packed(at, keyspace).extend(chunk_hash)
-        return at
-
-    def _packed(self, range_number: int, keyspace: bytes) -> bytearray:
-        by_keyspace = self._hashes.get(range_number)
-        if by_keyspace is None:
-            by_keyspace = self._hashes[range_number] = {}
-        packed = by_keyspace.get(keyspace)
-        if packed is None:
-            packed = by_keyspace[keyspace] = bytearray()
-        return packed
-
-    def _held(self, range_number: int) -> list[tuple[ChunkPlace, HeldChunk]]:
-        """What is held in a range now; what is not held any more is forgotten."""
-        self._truth.settle()
-        noted = self._hashes.pop(range_number, {})
-        found: list[tuple[ChunkPlace, HeldChunk]] = []
-        try:
-            for keyspace, packed in noted.items():
-                raw = bytes(packed)
-                for chunk_hash in {raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES)}:
-                    for held in self._truth.locate(keyspace, chunk_hash):
-                        if range_of(held.group_head) == range_number and any(held.shards):
-                            found.append((ChunkPlace(keyspace, chunk_hash, held.group_head), held))
-        except BaseException:
-            for keyspace, packed in noted.items():
-                self._packed(range_number, keyspace).extend(packed)
-            raise
-        for place, _ in found:
-            self._packed(range_number, place.keyspace).extend(place.chunk_hash)
-        return found
 
 
 def _union(one: HeldChunk, other: HeldChunk) -> HeldChunk:

@@ -70,7 +70,7 @@ class NodeLink:
         bounds = self._config = config or NodeLinkConfig()
         directory = ChunkDirectory(truth)
         self._queue = AnnounceQueue(
-            directory.changes,
+            directory,
             pending_max=bounds.pending_max,
             batch_max=bounds.batch_max,
             in_flight_max=bounds.in_flight_max,
@@ -123,6 +123,7 @@ class NodeLink:
         announced under it before. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the like at once; what
         `adopt` raises, after which it may be called again.
         """
+        await self._reconciler.load()
         try:
             async with asyncio.timeout(timeout_s):
                 lease = await self._register()
@@ -155,6 +156,7 @@ class NodeLink:
 
     async def drop_keyspace(self, keyspace: bytes) -> None:
         """Remove this node's locations of a keyspace from the index. raises: StoreUnavailable, ServiceUnavailable."""
+        self._reconciler.drop_keyspace(keyspace)
         # An addition that is still on its way would come back after the drop, until the next reconciliation.
         with contextlib.suppress(StoreUnavailable):
             await self.wait_announced(self._index.endpoints.config.call_timeout_s)

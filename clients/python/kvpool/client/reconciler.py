@@ -1,14 +1,18 @@
-"""Finds out in rounds where the index differs from what a node holds, and has those ranges told as a whole."""
+"""Finds out in rounds where the index differs from what a node holds, and has just that replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from itertools import chain
+from operator import xor
+from typing import TypeVar
 
 from kvpool.client.announce_queue import AnnounceQueue
-from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth
+from kvpool.client.chunk_directory import Cell, ChunkDirectory, LocationTruth
 from kvpool.client.index import IndexClient
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.core.cluster import LocationChange, NodeLease
@@ -21,16 +25,18 @@ from kvpool.core.errors import (
     StaleIncarnation,
     StoreUnavailable,
 )
-from kvpool.core.location_digest import RANGE_COUNT
+from kvpool.core.location_digest import RANGE_COUNT, PartSpan, range_of
 
 _log = logging.getLogger(__name__)
 
 _SLICE_RANGES = 256  # compared by one call
-_TRIES = 4  # of comparing a range that changes all the time; then it is told as a whole
-_RANGES_WAITING_MAX = 64  # that wait to be told as a whole, before the round goes on
+_TRIES = 4  # of comparing what changes all the time; then it is replaced
+_SMALL_CHUNKS = 512  # a range of so many is replaced as a whole, if need be
+_CELLS_WAITING_MAX = 64  # to be replaced, before the round goes on
+_IDLE_INTERVALS = 30  # between two rounds of a node that never held anything
 _ENCODINGS_MAX = 4096
 _PAUSE_S = 1.0  # after a failure that nobody expected
-_STEP_S = 0.0005  # of computing digests between two pauses; one range may take longer
+_STEP_S = 0.0005  # of computing digests between two pauses
 _LATER: tuple[type[KvPoolError], ...] = (
     *TRANSIENT,
     StoreUnavailable,
@@ -41,11 +47,21 @@ _LATER: tuple[type[KvPoolError], ...] = (
 )
 
 
+_Answer = TypeVar("_Answer")
+
+
 class Reconciler:
     """Compares all ranges every `interval_s`, and at once when asked to.
 
     What the index lost, or kept although it is gone, before a round began is as it should be when the round is
-    complete: every range was then seen to be equal, or was told as a whole and acknowledged.
+    complete: everything was then seen to be equal, or was replaced and acknowledged. One case takes two rounds: entries
+    of a group that the index has split, in a small range.
+
+    A large range that differs, or changes all the time, is compared part by part in the groups that the index has
+    split, so that what is announced does not grow with the number of chunks.
+
+    A node that never held anything compares in one call, and seldom: the index can only have what an earlier process
+    left, and drops that when this one registers.
     """
 
     def __init__(
@@ -72,12 +88,16 @@ class Reconciler:
         self._interval_s = interval_s
         self._share = share
         self._touched: set[int] = set()  # ranges of changes since a slice was begun
+        self._touched_cells: set[Cell] = set()  # the same
+        self._differed: set[int] = set()  # ranges, in the last complete round
+        self._round_number = 0
+        self._idle_intervals = 0  # since the last complete round
         self._asked = asyncio.Event()
         self._progress = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._covered_s = self._loop.time()  # start of the last complete round
         self.round_count = 0  # complete ones
-        self.replaced_count = 0  # ranges told as a whole because they differed
+        self.replaced_count = 0  # ranges, and parts of groups, that were replaced because they differed
         self.last_round_s = 0.0  # how long the last complete round took
 
     @property
@@ -85,13 +105,23 @@ class Reconciler:
         """What the index lost longer ago than this has been restored. May be asked from any thread."""
         return self._loop.time() - self._covered_s
 
+    async def load(self) -> None:
+        """Learn what is held at the start: before the first announcement."""
+        for _ in self._directory.load():
+            await asyncio.sleep(0)
+
     def note(self, changes: Iterable[LocationChange]) -> None:
         """Learn what is announced; to be called before it is queued."""
         for change in changes:
-            self._touched.add(self._directory.note(change))
+            self._touched_cells.add(self._directory.note(change))
+            self._touched.add(range_of(change.group_head_hash))
+
+    def drop_keyspace(self, keyspace: bytes) -> None:
+        """A keyspace was cleared, without announcing each of its chunks."""
+        self._directory.mark_changed(keyspace)
 
     def start_round(self, *, unsure: bool) -> None:
-        """Begin a round now. unsure: until it has told all ranges that differ, nothing counts as acknowledged."""
+        """Begin a round now. unsure: until it has replaced all that differs, nothing counts as acknowledged."""
         self._queue.unsure = self._queue.unsure or unsure
         self._asked.set()
 
@@ -106,7 +136,8 @@ class Reconciler:
                 async with asyncio.timeout(self._interval_s):
                     await self._asked.wait()
             except TimeoutError:
-                pass
+                if self._stay_idle():
+                    continue
             self._asked.clear()
             try:
                 await self._round()
@@ -117,20 +148,43 @@ class Reconciler:
                 await asyncio.sleep(min(_PAUSE_S, self._interval_s))
                 self._asked.set()
 
+    def _stay_idle(self) -> bool:
+        """Whether there is nothing to compare in this interval."""
+        is_idle = not self._directory.was_used and bool(self.round_count) and not self._differed
+        if not is_idle or self._idle_intervals >= _IDLE_INTERVALS:
+            return False
+        self._idle_intervals += 1
+        self._covered_s = self._loop.time()
+        return True
+
     async def _round(self) -> None:
         began_s = self._loop.time()
         unsure = self._queue.unsure
+        self._replace_if_waiting(self._directory.keep_large_apart())
+        slice_ranges = RANGE_COUNT if self._directory.is_empty else _SLICE_RANGES
+        differed: set[int] = set()
         undecided: list[int] = []
-        for first in range(0, RANGE_COUNT, _SLICE_RANGES):
-            undecided += await self._compare(range(first, first + _SLICE_RANGES))
+        for first in range(0, RANGE_COUNT, slice_ranges):
+            ranges = range(first, first + slice_ranges)
+            for number in ranges:
+                self._directory.recheck(number, self._round_number)
+            differing, left = await self._compare(ranges)
+            differed.update(differing)
+            undecided += left
+            await self._repair(differing)
             if self._asked.is_set():
                 return  # the node registered again: what was compared may be lost
             await self._wait_for_room()
         for _ in range(_TRIES - 1):
             if undecided:
-                undecided = await self._compare(undecided)
-        self._tell(undecided)
-        await self._until(lambda: not self._queue.range_count)
+                await self._wait_sent()
+                differing, undecided = await self._compare(undecided)
+                differed.update(differing)
+                await self._repair(differing)
+        for number in undecided:
+            await self._repair_range(number)
+            await self._wait_for_room()
+        await self._until(lambda: not self._queue.waiting_count)
         last = self._queue.last_sequence
         await self._until(lambda: self._queue.is_acknowledged(last))
         if self._asked.is_set():
@@ -138,55 +192,137 @@ class Reconciler:
         if unsure:
             self._queue.unsure = False
             self._wake()
+        self._differed, self._idle_intervals = differed, 0
+        self._round_number += 1
         self._covered_s, self.last_round_s = began_s, self._loop.time() - began_s
         self.round_count += 1
 
-    async def _compare(self, ranges: Sequence[int]) -> list[int]:
-        """Compare ranges (ascending) and have told as a whole what differs; those that changed meanwhile."""
+    async def _compare(self, ranges: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+        """Compare ranges (ascending): the index's digests of those that differ, and ranges that changed meanwhile."""
+        await self._refresh(ranges)
         self._touched.clear()
+        self._touched_cells.clear()
         busy = self._queue.busy_ranges()
-        own = await self._own_digests(number for number in ranges if number not in busy)
+        await self._refresh(ranges)  # what changed since: that takes no time in which much changes
+        still = [number for number in ranges if number not in busy and number not in self._touched]
+        own = {number: self._directory.digest(number) for number in still}
         if not own:
-            return [number for number in ranges if number not in own]
+            return {}, list(ranges)
         theirs = await self._ask(ranges[0], ranges[-1] - ranges[0] + 1)
-        settled = own.keys() - self._touched
-        self._tell(number for number in own if number in settled and theirs[number - ranges[0]] != own[number])
-        return [number for number in ranges if number not in settled]
+        settled = {number: theirs[number - ranges[0]] for number in still if number not in self._touched}
+        differing = {number: digest for number, digest in settled.items() if digest != own[number]}
+        return differing, [number for number in ranges if number not in settled]
 
-    async def _own_digests(self, ranges: Iterable[int]) -> dict[int, int]:
-        """Each as it is at one moment; others have their turn in between."""
-        own: dict[int, int] = {}
+    async def _repair(self, differing: Mapping[int, int]) -> None:
+        """Repair ranges, by the digests that the index has of them."""
+        for number, digest in differing.items():
+            if not digest:  # it has nothing, and so nothing that is stale
+                self._replace(self._directory.cells(number))
+            elif number in self._differed:
+                await self._repair_by_cells(number)
+            else:
+                await self._repair_range(number)
+
+    async def _repair_range(self, number: int) -> None:
+        """Have a range replaced that differs or changes all the time: all of it if it is small, else what differs."""
+        is_small = self._directory.chunk_count(number) <= _SMALL_CHUNKS and not self._directory.groups(number)
+        if is_small:
+            self._replace([number])
+        else:
+            await self._repair_by_cells(number)
+
+    async def _repair_by_cells(self, number: int) -> None:
+        """Have those parts of split groups replaced that differ, and all else in the range if that differs."""
+        undecided: set[Cell] | None = None  # all
+        for attempt in range(_TRIES):
+            if attempt:
+                await self._wait_sent()
+            split = await self._ask_split(number)
+            self._replace_if_waiting(self._directory.keep_apart(number, split))
+            if not self._directory.groups(number):
+                self._replace([number])
+                return
+            undecided = await self._compare_cells(number, undecided)
+            if undecided == set() or self._asked.is_set():
+                return
+        self._replace(sorted(undecided or self._directory.cells(number), key=_order))
+
+    async def _compare_cells(self, number: int, chosen: set[Cell] | None) -> set[Cell] | None:
+        """Compare cells of a range (None: all) and have replaced what differs; those that changed meanwhile."""
+        await self._refresh([number])
+        self._touched_cells.clear()
+        busy = self._queue.busy_cells(number)
+        await self._refresh([number])
+        self._directory.digest(number)
+        own_rest = self._directory.rest_digest(number)
+        own: dict[tuple[bytes, bytes], list[int]] = {}
+        for group in self._directory.groups(number):
+            self._directory.digest(number)
+            own[group] = self._directory.part_digests(*group)
+            await asyncio.sleep(0)
+        (digest,) = await self._ask(number, 1)
+        theirs = await self._ask_split(number)
+        if not theirs.keys() <= own.keys():
+            return chosen  # another one was split
+        changed = busy.union(cell for cell in self._touched_cells if _range_of(cell) == number)
+        differing = [number] if own_rest != reduce(xor, map(_total, theirs.values()), digest) else []
+        cells: list[Cell] = [*differing, *_differing_parts(own, theirs)]
+        self._replace(cell for cell in cells if cell not in changed and (chosen is None or cell in chosen))
+        return changed if chosen is None else changed & chosen
+
+    async def _refresh(self, ranges: Iterable[int]) -> None:
+        """Bring own digests up to date; others have their turn in between."""
         began_s = time.thread_time()  # what it takes of the loop: a process that stood still took nothing of it
         for number in ranges:
-            own[number] = self._directory.digest(number)
-            taken_s = time.thread_time() - began_s
-            if taken_s > _STEP_S:
-                await asyncio.sleep(taken_s / self._share - taken_s)
-                began_s = time.thread_time()
-        return own
+            for _ in chain(self._directory.refresh(number), (None,)):
+                taken_s = time.thread_time() - began_s
+                if taken_s > _STEP_S:
+                    await asyncio.sleep(taken_s / self._share - taken_s)
+                    began_s = time.thread_time()
 
     async def _ask(self, first: int, count: int) -> list[int]:
+        """The index's digests of consecutive ranges."""
+        encodings = list(self._truth.keyspace_encodings())[:_ENCODINGS_MAX] if first == 0 else []
+        return await self._call(
+            partial(self._index.reconcile_digests, first_range=first, range_count=count, encodings=encodings)
+        )
+
+    async def _ask_split(self, number: int) -> dict[tuple[bytes, bytes], list[int]]:
+        """Groups of a range that the index has split, by keyspace and head: its digests of their parts."""
+        groups = await self._call(partial(self._index.reconcile_split_groups, range_number=number))
+        return {(group.keyspace, group.group_head): group.digests for group in groups}
+
+    async def _call(self, method: Callable[[bytes, int], Awaitable[_Answer]]) -> _Answer:
+        """Ask the index until it answers."""
         config = self._index.endpoints.config
         backoff = Backoff(config.backoff_initial_s, config.backoff_max_s)
-        encodings = list(self._truth.keyspace_encodings())[:_ENCODINGS_MAX] if first == 0 else []
         while True:
             try:
-                return await self._index.reconcile_digests(
-                    self._node_id, self._lease().incarnation, first_range=first, range_count=count, encodings=encodings
-                )
+                return await method(self._node_id, self._lease().incarnation)
             except _LATER as error:
-                _log.info("the index does not tell its digests, next try soon: %s", error)
+                _log.info("the index does not answer with its digests, next try soon: %s", error)
                 await asyncio.sleep(backoff.next_s())
 
-    def _tell(self, ranges: Iterable[int]) -> None:
-        differing = list(ranges)
+    def _replace(self, cells: Iterable[Cell]) -> None:
+        differing = list(cells)
         if differing:
             self.replaced_count += len(differing)
-            self._queue.tell_ranges(differing)
+            self._queue.replace(differing)
             self._wake()
 
+    def _replace_if_waiting(self, parts: Iterable[PartSpan]) -> None:
+        """Groups are kept apart from now on: if their range was to be replaced, they are still to be."""
+        self._replace(part for part in parts if self._queue.is_waiting(range_of(part.group_head)))
+
     async def _wait_for_room(self) -> None:
-        await self._until(lambda: self._queue.range_count < _RANGES_WAITING_MAX)
+        await self._until(lambda: self._queue.waiting_count < _CELLS_WAITING_MAX)
+
+    async def _wait_sent(self) -> None:
+        """Wait until the index has what was announced so far: until then, that cannot be compared."""
+        offered = self._queue.offered
+        await self._until(lambda: self._queue.is_batched(offered))
+        last = self._queue.last_sequence
+        await self._until(lambda: self._queue.is_acknowledged(last))
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something is so, or another round was asked for."""
@@ -198,3 +334,29 @@ class Reconciler:
             finally:
                 for wait in waits:
                     wait.cancel()
+
+
+def _differing_parts(
+    own: Mapping[tuple[bytes, bytes], list[int]], theirs: Mapping[tuple[bytes, bytes], list[int]]
+) -> Iterator[PartSpan]:
+    """Parts that differ; of a group that the index has not split, all in which something is held."""
+    for group, digests in own.items():
+        known = theirs.get(group)
+        if known == digests:
+            continue
+        for part, digest in enumerate(digests):
+            if digest != known[part] if known is not None else digest:
+                yield PartSpan(*group, part)
+
+
+def _total(digests: Sequence[int]) -> int:
+    return reduce(xor, digests, 0)
+
+
+def _range_of(cell: Cell) -> int:
+    return cell if isinstance(cell, int) else range_of(cell.group_head)
+
+
+def _order(cell: Cell) -> int:
+    """What is not kept apart comes first, for the index may not know yet that groups are."""
+    return 0 if isinstance(cell, int) else 1

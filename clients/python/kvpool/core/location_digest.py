@@ -20,6 +20,7 @@ BUCKET_COUNT = 1 << 16
 BUCKETS_PER_RANGE = 16
 RANGE_COUNT = BUCKET_COUNT // BUCKETS_PER_RANGE
 PART_COUNT = 256  # of a split group
+PART_BATCHES = 4  # a part may be replaced by so many times the items of a batch
 
 _BITMAP = struct.Struct("<Q")
 

@@ -1062,7 +1062,7 @@ class ReplacePart(_message.Message):
     """Which chunks: those whose hash begins with this byte, 0 to 255."""
     @_builtins.property
     def locations(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocationChange]:
-        """The node's whole truth for the part, one item for each chunk and tier that it holds (removed_shards is not read). At most the limit of GetIndexInfo."""
+        """The node's whole truth for the part, one item for each chunk and tier that it holds (removed_shards is not read). At most four times the limit of GetIndexInfo."""
 
     def __init__(
         self,
