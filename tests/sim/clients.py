@@ -128,6 +128,8 @@ class ClientNode:
             if expected not in (0, self._session.incarnation):
                 raise self._violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
         elif session.broken.is_set():
+            if self.world.only_slow:
+                raise self._violation("its session ended, and nothing was wrong but that disks were slow")
             # All copies of earlier operations have ended: the holds of this client are gone.
             drained = self.world.rng.random() < 0.8
             self._session = None  # after a failure: a new one, and the kernel tells of the old one when we leave
@@ -160,7 +162,9 @@ class ClientNode:
         session, rng = self._session, self.world.rng
         assert session is not None
         keys = [key_of(chain, position, shard) for position in range(count) for shard in range(2)]
-        items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2)) for at, key in enumerate(keys)]
+        # A longer prompt than that of its first store changes what is kept beside a page.
+        tokens = rng.choice((0, 16 * count))
+        items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2, tokens)) for at, key in enumerate(keys)]
         results = await session.reserve(items)
         granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
         holds = [self._hold(slot, writes=True) for _, slot in granted]

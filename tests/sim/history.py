@@ -63,8 +63,11 @@ def run_history(seed: int, trace: Callable[[str], None] | None = None) -> Report
     report = Report(seed)
     loop = SimLoop(rng)
     network = Network(loop, rng, _faults(rng))
+    slow = rng.random() < 0.1
+    if slow:
+        network.faults.none()
     chains = _CHAINS_OF_ONE_HEAD if rng.random() < 0.4 else _SEPARATE_CHAINS
-    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network), chains=chains)
+    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network), chains=chains, only_slow=slow)
     if trace is not None:
         loop.trace = lambda what: trace(f"{loop.time():9.4f} {what}")
     history = _History(world, report)
@@ -109,7 +112,7 @@ class _History:
     async def run(self) -> None:
         world, rng = self._world, self._rng
         self._make_cluster()
-        operations = 2 + int(rng.random() * 6)
+        operations = (8 if world.only_slow else 2) + int(rng.random() * 6)
         nemesis = Nemesis(world, self._clients, operations=operations)
         for index in world.indexes:
             index.start()
@@ -118,7 +121,7 @@ class _History:
         await asyncio.sleep(0.2)
         for client in self._clients:
             client.start(operations)
-        nemesis_task = asyncio.create_task(nemesis.run(int(rng.random() * 5), 2.0))
+        nemesis_task = asyncio.create_task(nemesis.run(3 if world.only_slow else int(rng.random() * 5), 2.0))
         while not (nemesis_task.done() and self._clients_done()):
             await asyncio.sleep(0.5)
             check_always(world, self._clients)
@@ -253,9 +256,10 @@ def _small_index(*, splits: bool) -> Iterator[None]:
     def range_of(group_head: bytes) -> int:
         return location_digest.bucket_of(group_head) // per_range
 
-    names = {"RANGE_COUNT": 64, "BUCKETS_PER_RANGE": per_range, "_SLICE_RANGES": 64, "range_of": range_of}
+    names: dict[str, Any] = {"RANGE_COUNT": 64, "BUCKETS_PER_RANGE": per_range, "_SLICE_RANGES": 64}
+    names["range_of"] = range_of
     if splits:
-        names["SPLIT_CHUNKS"] = _SPLIT_CHUNKS
+        names |= {"SPLIT_CHUNKS": _SPLIT_CHUNKS, "_SMALL_CHUNKS": _SPLIT_CHUNKS}
     with ExitStack() as stack:
         for module, name in _having(tuple(names)):
             stack.enter_context(mock.patch.object(module, name, names[name]))

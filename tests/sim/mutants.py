@@ -6,7 +6,7 @@ They are tests of the tests. Each is a context manager that breaks one promise o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from unittest import mock
 import kvpool_pagestore.engine_disk_reads
 import kvpool_pagestore.engine_pulls
 from kvpool.core.errors import KvPoolError
+from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
@@ -24,6 +25,7 @@ from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_server.session_stream import SessionStream
 
 Mutant = Callable[[], AbstractContextManager[object]]
 
@@ -165,6 +167,31 @@ def _forget_attempts() -> AbstractContextManager[object]:
     return mock.patch.object(MemoryNodeDirectory, "register", register)
 
 
+def _overlook_parts() -> AbstractContextManager[object]:
+    """The index does not say which groups are split, so that what is wrong in their parts is never corrected."""
+
+    async def split_groups(self: MemoryLocationStore, ordinal: int, number: int, after: bytes) -> Any:
+        return [], b""
+
+    return mock.patch.object(MemoryLocationStore, "split_groups", split_groups)
+
+
+def _one_request_at_a_time() -> AbstractContextManager[object]:
+    """The reader of a session waits for each request, and so for the disk, before it hears the next heartbeat."""
+    true_read = SessionStream._read
+
+    async def read(self: Any, messages: AsyncIterator[Any]) -> None:
+        async def one_at_a_time() -> AsyncIterator[Any]:
+            async for message in messages:
+                yield message
+                if self._requests:
+                    await asyncio.wait(set(self._requests))
+
+        await true_read(self, one_at_a_time())
+
+    return mock.patch.object(SessionStream, "_read", read)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -181,5 +208,7 @@ MUTANTS: dict[str, Mutant] = {
     "leak-flights": _leak_flights,
     "leak-late-words": _leak_late_words,
     "two-writers": _two_writers,
+    "overlook-parts": _overlook_parts,
+    "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

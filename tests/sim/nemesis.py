@@ -45,7 +45,7 @@ class Nemesis:
         world.network.partitions.clear()
         world.redis.down_until_s = world.redis.loss = 0.0
         for store in world.pagestores:
-            store.disk.fault_share = 0.0
+            store.disk.fault_share = store.disk.sync_s = 0.0
             store.process.kill_at = 0
             world.loop.resume(store.process)
         for client in self._clients:
@@ -68,6 +68,8 @@ class Nemesis:
 
     def _choose(self) -> Callable[[], Coroutine[Any, Any, None]]:
         rng = self._world.rng
+        if self._world.only_slow:
+            return self._disk_is_slow
         faults: list[tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = [
             (8, self._crash_store),
             (2, self._lose_power),
@@ -81,6 +83,7 @@ class Nemesis:
             (2, self._wipe_redis),
             (3, self._roll_redis_back),
             (2, self._disk_fails),
+            (2, self._disk_is_slow),
             (4, self._damage_disk),
             (3, self._kill_at_point),
         ]
@@ -185,6 +188,16 @@ class Nemesis:
         disk.fault_share = 0.3 + self._world.some_s(0.7)
         await asyncio.sleep(self._world.some_s(1.0))
         disk.fault_share = 0.0
+
+    async def _disk_is_slow(self) -> None:
+        """Each sync takes longer than a session's peer may be silent."""
+        world = self._world
+        disks = [store.disk for store in (world.pagestores if world.only_slow else [self._a_store()])]
+        for disk in disks:
+            disk.sync_s = 1.0 + world.some_s(3.0)
+        await asyncio.sleep(1.0 + world.some_s(3.0))
+        for disk in disks:
+            disk.sync_s = 0.0
 
     async def _damage_disk(self) -> None:
         disk, rng = self._a_store().disk, self._world.rng

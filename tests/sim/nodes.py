@@ -56,6 +56,7 @@ class World:
     pagestores: list[PageStoreNode] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     chains: Sequence[int] = (0, 1, 2)  # that clients store and load
+    only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
 

@@ -37,11 +37,11 @@ def chunk_hash(chain: int, position: int) -> bytes:
     return bytes([chain + 1, position + 1]) * 8
 
 
-def metadata(chain: int, position: int) -> PageMetadata:
-    """The chunk's place in its chain."""
+def metadata(chain: int, position: int, prompt_tokens: int = 0) -> PageMetadata:
+    """The chunk's place in its chain, and the prompt that it was stored for."""
     parent = chunk_hash(chain, position - 1) if position else bytes(16)
     head = chunk_hash(chain, position - position % CHAIN_GROUP_CHUNKS)
-    return PageMetadata(parent_hash=parent, chunk_index=position, group_head_hash=head)
+    return PageMetadata(parent_hash=parent, chunk_index=position, group_head_hash=head, prompt_tokens=prompt_tokens)
 
 
 def key_of(chain: int, position: int, shard: int) -> PageKey:

@@ -32,7 +32,7 @@ from tests.sim.loop import Process, SimKilled
 from tests.sim.nodes import SimClock, World
 from tests.sim.pages import PAGE_BYTES, SLOT_BYTES, TENANT, true_page
 from tests.sim.peers import SimPeers
-from tests.sim.threads import SimWorkers, pause_s
+from tests.sim.threads import SimWorkers, is_on_thread, pause_s
 
 SESSION_FDS: dict[Process, Callable[[int], None]] = {}
 """Closes a session file's descriptor for the process that owns it."""
@@ -223,12 +223,20 @@ class PageStoreNode:
             if page != true_page(key):
                 world.violations.append(f"{self.name}: page {key} became durable with wrong bytes")
 
-        return SimPageStore(self.disk, rng=world.rng, pause=pause, alive=lambda: process.alive, check=check)
+        def sync(duration_s: float) -> None:
+            if not is_on_thread():
+                world.violations.append(f"{self.name}: its loop waits for the disk")
+            pause_s(world.loop, duration_s)
+
+        return SimPageStore(self.disk, rng=world.rng, pause=pause, sync=sync, alive=lambda: process.alive, check=check)
 
     def _make_workers(self) -> EngineWorkers:
         def workers(threads: int, most_s: float, blocking: float) -> SimWorkers:
+            def share() -> float:
+                return 1.0 if blocking and self.disk.sync_s else blocking
+
             made = SimWorkers(
-                self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=blocking
+                self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=share
             )
             self._workers.append(made)
             return made
