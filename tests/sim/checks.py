@@ -15,6 +15,9 @@ from tests.sim.nodes import World
 from tests.sim.pages import GRID, PAGE_BYTES, true_page
 from tests.sim.pagestore_node import PageStoreNode
 
+_Place = tuple[bytes, bytes, Tier]
+"""Keyspace, the beginning of a chunk's hash, tier."""
+
 
 def check_always(world: World, clients: list[ClientNode]) -> None:
     """Budgets, and calls that hang."""
@@ -116,12 +119,12 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     """What the store of the index has wrong of a node, without any replica's cache in between; empty if nothing."""
     if not store.serving or store.engine is None:
         return f"{store.name} does not serve"
-    truth: Counter[tuple[bytes, Tier]] = Counter()
+    truth: Counter[_Place] = Counter()
     for key in (page.key for page in store.engine._ledger.ready_pages()):
-        truth[key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
+        truth[key.keyspace, key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
     if store.engine._disk is not None:
         for chunk in store.engine._disk.map.chunks():
-            truth[chunk.chunk_hash[:8], Tier.DISK] |= chunk.shards
+            truth[chunk.keyspace, chunk.chunk_hash[:8], Tier.DISK] |= chunk.shards
     found = _known(world, store)
     missing = {at: shards for at, shards in truth.items() if shards & ~found.get(at, 0)}
     surplus = {at: shards for at, shards in found.items() if shards & ~truth.get(at, 0)}
@@ -130,19 +133,19 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     return f"{store.name}: the index lacks {missing} and has {surplus} instead"
 
 
-def _known(world: World, store: PageStoreNode) -> dict[tuple[bytes, Tier], int]:
+def _known(world: World, store: PageStoreNode) -> dict[_Place, int]:
     """Locations of a node as the store of the index has them."""
     memory = world.redis.store
     node = memory.nodes._nodes.get(store.node_id)
     if node is None:
         return {}
-    found: dict[tuple[bytes, Tier], int] = {}
-    for groups in memory.locations._groups.values():
+    found: dict[_Place, int] = {}
+    for keyspace, groups in memory.locations._groups.items():
         for group in groups.values():
             for chunk, value in (item for part in group.parts for item in part.values.items()):
                 for entry in decode_value(value, GRID.all_shards):
                     if entry.ordinal == node.ordinal:
                         for tier, shards in zip(TIERS, entry.shards, strict=True):
                             if shards:
-                                found[chunk, tier] = shards & GRID.valid_shards
+                                found[keyspace, chunk, tier] = shards & GRID.valid_shards
     return found

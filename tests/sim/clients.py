@@ -12,13 +12,13 @@ from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
-from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
 from kvpool.core.page import PageKey
 from tests.sim.client_parts import ClientCounts, Operation, check_bound, sources_of
 from tests.sim.host import Hold
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash, key_of, metadata, true_page
+from tests.sim.pages import KEYSPACES, OTHER_TENANT, PAGE_BYTES, SPEC, TENANT, chunk_hash, key_of, metadata, true_page
 from tests.sim.pagestore_node import PageStoreNode
 
 POSITIONS = 4  # chunks of a chain
@@ -31,6 +31,8 @@ class ClientNode:
         self.world = world
         self.name = name
         self.store = store
+        self.tenant = world.tenants.get(name, TENANT)
+        self.keyspace = KEYSPACES[self.tenant]
         self.process = world.loop.process(name)
         self.process.alive = False
         self.starts = 0
@@ -116,7 +118,7 @@ class ClientNode:
             plan = SessionPlan(
                 endpoint=self.store.endpoint,
                 peer_name=self.name,
-                keyspaces=((KEYSPACE, SPEC),),
+                keyspaces=((self.keyspace, SPEC),),
                 expected_incarnation=expected,
             )
             try:
@@ -142,6 +144,9 @@ class ClientNode:
         rng = self.world.rng
         chain = rng.choice(self.world.chains)
         count = 1 + int(rng.random() * POSITIONS)
+        if self.world.tenants and rng.random() < 0.1:
+            await self._timed("trespass", self._trespass(chain, count))
+            return
         choice = rng.random()
         if choice < 0.45:
             await self._timed("store", self._store(chain, count))
@@ -151,7 +156,7 @@ class ClientNode:
             await self._timed("flush", self._flush())
         elif choice < 0.985:
             hashes = [key_of(chain, position, 0).chunk_hash for position in range(count)]
-            evict = self._control.evict(KEYSPACE, hashes, staging_only=choice < 0.975, timeout_s=5.0)
+            evict = self._control.evict(self.keyspace, hashes, staging_only=choice < 0.975, timeout_s=5.0)
             await self._timed("evict", evict)
         else:
             await self._timed("clear", self._control.clear(timeout_s=5.0))
@@ -161,7 +166,7 @@ class ClientNode:
     async def _store(self, chain: int, count: int) -> None:
         session, rng = self._session, self.world.rng
         assert session is not None
-        keys = [key_of(chain, position, shard) for position in range(count) for shard in range(2)]
+        keys = [key_of(chain, position, shard, self.keyspace) for position in range(count) for shard in range(2)]
         # A longer prompt than that of its first store changes what is kept beside a page.
         tokens = rng.choice((0, 16 * count))
         items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2, tokens)) for at, key in enumerate(keys)]
@@ -214,7 +219,9 @@ class ClientNode:
         assert session is not None
         sources = await self._sources(chain, count)
         items = [
-            AcquireItem(key_of(chain, position, shard), sources.get(position, ()), metadata(chain, position))
+            AcquireItem(
+                key_of(chain, position, shard, self.keyspace), sources.get(position, ()), metadata(chain, position)
+            )
             for position in range(count)
             for shard in range(2)
         ]
@@ -256,12 +263,36 @@ class ClientNode:
         if old is None or rng.random() < 0.85:
             hashes = b"".join(chunk_hash(chain, position) for position in range(count))
             try:
-                old = await self._index.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes))
+                old = await self._index.match(ChainQuery(keyspace=self.keyspace, chunk_hashes=hashes))
             except KvPoolError:
                 self.counts.errors += 1
                 return {}
         self._old_matches[chain] = old
         return sources_of(old, self.store.node_id)
+
+    async def _trespass(self, chain: int, count: int) -> None:
+        """Whatever is asked of another tenant's keyspace, the answer is as if there were none."""
+        theirs = KEYSPACES[OTHER_TENANT if self.tenant == TENANT else TENANT]
+        hashes = [chunk_hash(chain, position) for position in range(count)]
+        choice = self.world.rng.random()
+        if choice < 0.4:
+            try:
+                found = await self._index.match(ChainQuery(keyspace=theirs, chunk_hashes=b"".join(hashes)))
+            except KeyspaceUnknown:
+                return
+            raise self._violation(f"a match found {found.matched_chunks} chunks of another tenant")
+        if choice < 0.6:
+            evicted = await self._control.evict(theirs, hashes, timeout_s=5.0)
+            if evicted.page_count or evicted.pinned_count or evicted.undurable_count:
+                raise self._violation("pages of another tenant were evicted")
+            return
+        assert self._session is not None
+        keys = [key_of(chain, position, 0, theirs) for position in range(count)]
+        items = [AcquireItem(key, (), metadata(chain, position)) for position, key in enumerate(keys)]
+        async with self._session.acquire(items, wait_s=1.0) as results:
+            async for result in results:
+                if result.slot is not None:
+                    raise self._violation(f"page {items[result.item_index].key} of another tenant was leased")
 
     async def _flush(self) -> None:
         """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""

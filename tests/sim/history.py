@@ -34,7 +34,7 @@ from tests.sim.loop import SimKilled, SimLoop, Violation, current_process
 from tests.sim.nemesis import Nemesis
 from tests.sim.network import Faults, Network
 from tests.sim.nodes import IndexNode, SimClock, World
-from tests.sim.pages import SHARED_HEAD, small_shards
+from tests.sim.pages import OTHER_TENANT, SHARED_HEAD, small_shards
 from tests.sim.pagestore_node import SESSION_FDS, PageStoreNode, PageStoreShape
 from tests.sim.redis import SimRedis
 
@@ -143,6 +143,8 @@ class _History:
                 linger_ms=rng.choice((5, 5, 200)),
             )
             world.pagestores.append(PageStoreNode(world, number, shape))
+        if rng.random() < 0.25:
+            world.tenants["client1"] = OTHER_TENANT
         self._clients += [
             ClientNode(world, f"client{number}", world.pagestores[number % len(world.pagestores)])
             for number in range(2 + int(rng.random() * 2.3))
@@ -182,6 +184,8 @@ class _History:
         check_pages(world)
         chains = self._rng.sample(world.chains, len(world.pagestores))
         for number, store in enumerate(world.pagestores):
+            if world.tenants and number == 0:
+                world.tenants[f"last{number}"] = OTHER_TENANT
             client = ClientNode(world, f"last{number}", store)
             self._clients.append(client)
             client.start(0)
@@ -280,7 +284,7 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
     level = root.level
     root.addHandler(watcher)
     root.setLevel(watcher.level)
-    SimSegmentMap.network, SimSegmentMap.servers = world.network, {}
+    SimSegmentMap.network, SimSegmentMap.servers, SimSegmentMap.tenants = world.network, {}, world.tenants
     SESSION_FDS.clear()
     state = random.getstate()
     random.seed(rng.random())

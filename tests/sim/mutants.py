@@ -13,9 +13,10 @@ from unittest import mock
 
 import kvpool_pagestore.engine_disk_reads
 import kvpool_pagestore.engine_pulls
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
+from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
@@ -192,6 +193,18 @@ def _one_request_at_a_time() -> AbstractContextManager[object]:
     return mock.patch.object(SessionStream, "_read", read)
 
 
+def _any_tenants_keyspace() -> AbstractContextManager[object]:
+    """The index answers about a keyspace whoever asks."""
+
+    async def get(self: KeyspaceService, tenant: str, keyspace: bytes) -> Any:
+        known = await self.find(keyspace)
+        if known is None:
+            raise KeyspaceUnknown("not known")
+        return known
+
+    return mock.patch.object(KeyspaceService, "get", get)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -209,6 +222,7 @@ MUTANTS: dict[str, Mutant] = {
     "leak-late-words": _leak_late_words,
     "two-writers": _two_writers,
     "overlook-parts": _overlook_parts,
+    "any-tenants-keyspace": _any_tenants_keyspace,
     "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

@@ -13,7 +13,7 @@ from kvpool.core.fault_points import POINTS, arm, disarm_all
 from tests.sim.clients import POSITIONS, ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
 from tests.sim.nodes import IndexNode, World
-from tests.sim.pages import KEYSPACE, chunk_hash
+from tests.sim.pages import KEYSPACES, TENANT, chunk_hash
 from tests.sim.pagestore_node import PageStoreNode
 
 _KILL_WITHIN_CALLBACKS = 400
@@ -233,7 +233,7 @@ class Nemesis:
         first = int(world.rng.random() * 2)
         hashes = [chunk_hash(chain, position) for position in range(first, POSITIONS)]
         try:
-            await control.evict(KEYSPACE, hashes, timeout_s=1.0)
+            await control.evict(KEYSPACES[TENANT], hashes, timeout_s=1.0)
         except KvPoolError as error:
             self._say(f"nothing evicted: {error}")
         finally:

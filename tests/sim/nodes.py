@@ -16,6 +16,7 @@ from kvpool_index.config import IndexConfig
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.servicer import IndexServicer
+from tests.sim.calls import CALLER
 from tests.sim.loop import SimLoop
 from tests.sim.network import Network
 from tests.sim.pages import TENANT
@@ -57,8 +58,13 @@ class World:
     violations: list[str] = field(default_factory=list)
     chains: Sequence[int] = (0, 1, 2)  # that clients store and load
     only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
+    tenants: dict[str, str] = field(default_factory=dict)  # of clients, by name, that are of another one
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
+
+    def tenant_of_call(self) -> str:
+        """Whose call is being served."""
+        return self.tenants.get(CALLER.get(), TENANT)
 
     def some_s(self, most_s: float) -> float:
         return self.rng.random() * most_s
@@ -94,7 +100,7 @@ class IndexNode:
             secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
             version="sim",
         )
-        servicer = IndexServicer(engine, lambda: TENANT)
+        servicer = IndexServicer(engine, world.tenant_of_call)
         world.network.listen(
             self.endpoint,
             self.process,

@@ -22,6 +22,10 @@ def small_shards() -> AbstractContextManager[object]:
 TENANT = "tenant"
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(1, 2, 8),), dtype=Dtype.FP32, chunk_tokens=16)
 KEYSPACE = keyspace_id(encode_keyspace(TENANT, SPEC))
+OTHER_TENANT = "other"
+KEYSPACES = {TENANT: KEYSPACE, OTHER_TENANT: keyspace_id(encode_keyspace(OTHER_TENANT, SPEC))}
+"""By tenant. The tenants' chunks have the same hashes, and pages of other bytes."""
+TENANT_OF = {keyspace: tenant for tenant, keyspace in KEYSPACES.items()}
 with small_shards():
     GRID = ShardGrid.of(SPEC)
     PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
@@ -44,15 +48,15 @@ def metadata(chain: int, position: int, prompt_tokens: int = 0) -> PageMetadata:
     return PageMetadata(parent_hash=parent, chunk_index=position, group_head_hash=head, prompt_tokens=prompt_tokens)
 
 
-def key_of(chain: int, position: int, shard: int) -> PageKey:
-    return PageKey(KEYSPACE, chunk_hash(chain, position), shard)
+def key_of(chain: int, position: int, shard: int, keyspace: bytes = KEYSPACE) -> PageKey:
+    return PageKey(keyspace, chunk_hash(chain, position), shard)
 
 
 @lru_cache(maxsize=4096)
 def true_page(key: PageKey) -> bytes:
     """The sealed page of a key."""
     page = bytearray(PAGE_BYTES)
-    word = key.chunk_hash[:6] + key.shard.to_bytes(2, "little")
+    word = key.chunk_hash[:4] + key.keyspace[:2] + key.shard.to_bytes(2, "little")
     page[64 : 64 + PAYLOAD_BYTES] = word * (PAYLOAD_BYTES // 8)
     seal(page, key, SPEC.codec, PAYLOAD_BYTES)
     return bytes(page)

@@ -203,7 +203,7 @@ class PageStoreNode:
             max_requests_in_flight=config.max_requests_in_flight,
             arena_bytes=config.arena_bytes,
         )
-        servicer = PageStoreServicer(engine, lambda: TENANT, limits)
+        servicer = PageStoreServicer(engine, self.world.tenant_of_call, limits)
         self.world.network.listen(
             self.endpoint,
             self.process,

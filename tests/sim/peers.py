@@ -14,7 +14,7 @@ from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_pages import WantedPage
 from tests.sim.loop import Process, current_process
 from tests.sim.nodes import World
-from tests.sim.pages import KEYSPACE, SPEC, TENANT, true_page
+from tests.sim.pages import SPEC, TENANT_OF, true_page
 from tests.sim.threads import wait_for
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ async def _serve_pull(
         engine.check_incarnation(source.incarnation)
         if source.incarnation != engine.incarnation:
             world.violations.append(f"incarnation {engine.incarnation} served what {source.incarnation} was asked for")
-        peer = engine.sessions.open_internal(TENANT, [(KEYSPACE, SPEC)])
+        peer = engine.sessions.open_internal(TENANT_OF[keys[0].keyspace], [(keys[0].keyspace, SPEC)])
     except KvPoolError as error:
         send(-1, error, None, False)
         return
