@@ -15,6 +15,8 @@ from tests.sim.nodes import World
 from tests.sim.pages import GRID, PAGE_BYTES, true_page
 from tests.sim.pagestore_node import PageStoreNode
 
+_ROOMY_PAGES = 64  # a disk on which all pages of a history have room
+
 _Place = tuple[bytes, bytes, Tier]
 """Keyspace, the beginning of a chunk's hash, tier."""
 
@@ -54,9 +56,14 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
 
 
 async def check_calm(world: World) -> None:
-    """The index knows exactly what the nodes hold, within the bound that reconciliation promises."""
+    """The index knows exactly what the nodes hold, within the bound that reconciliation promises.
+
+    So long it may take, too, until there are as many copies as are wanted.
+    """
     until_s = world.loop.time() + world.heal_s
-    while wrong := [what for store in world.pagestores if (what := _wrong_in_index(world, store))]:
+    while wrong := [
+        what for store in world.pagestores if (what := _wrong_in_index(world, store) or _alone(world, store))
+    ]:
         if world.loop.time() > until_s:
             raise Violation("; ".join(wrong))
         await asyncio.sleep(1.0)
@@ -131,6 +138,17 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     if not missing and not surplus:
         return ""
     return f"{store.name}: the index lacks {missing} and has {surplus} instead"
+
+
+def _alone(world: World, store: PageStoreNode) -> str:
+    """Pages on a node's disk that are on no other's though there should be two copies, and there is room for them."""
+    tiers = [one.engine._disk for one in world.pagestores if one.engine is not None]
+    if world.copies < 2 or store.engine is None or any(one.shape.disk_pages < _ROOMY_PAGES for one in world.pagestores):
+        return ""
+    own = store.engine._disk
+    keys = [key for chunk in own.map.chunks() for key in chunk.keys] if own is not None else []
+    alone = [key for key in keys if sum(tier is not None and key in tier.map for tier in tiers) < world.copies]
+    return f"{store.name}: there is only one copy of {alone}" if alone else ""
 
 
 def _known(world: World, store: PageStoreNode) -> dict[_Place, int]:

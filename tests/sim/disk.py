@@ -32,6 +32,13 @@ class SimDisk:
         """Deletions that were not synced are undone."""
         self.written = dict(self.synced)
 
+    def lose_everything(self) -> None:
+        """It breaks, and an empty one takes its place."""
+        self.deleted.update(self.written)
+        self.written, self.synced = {}, {}
+        self.keyspaces, self.values = [], {}
+        self.damaged.clear()
+
     def damage(self, key: PageKey, rng: Random) -> None:
         """Flip one bit of a page for good."""
         page, metadata = self.written[key]

@@ -68,6 +68,7 @@ def run_history(seed: int, trace: Callable[[str], None] | None = None) -> Report
         network.faults.none()
     chains = _CHAINS_OF_ONE_HEAD if rng.random() < 0.4 else _SEPARATE_CHAINS
     world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network), chains=chains, only_slow=slow)
+    world.copies = 2 if rng.random() < 0.2 else 1
     if trace is not None:
         loop.trace = lambda what: trace(f"{loop.time():9.4f} {what}")
     history = _History(world, report)
@@ -134,11 +135,12 @@ class _History:
     def _make_cluster(self) -> None:
         world, rng = self._world, self._rng
         world.indexes = [IndexNode(world, number) for number in range(1 + int(rng.random() * 2))]
+        roomy = world.copies > 1 and rng.random() < 0.8
         for number in range(2 + int(rng.random() * 2)):
             shape = PageStoreShape(
                 arena_slots=rng.choice((6, 6, 8, 12)),
                 segment_slots=rng.choice((2, 4)),
-                disk_pages=rng.choice((0, 8, 12, 64)),
+                disk_pages=64 if roomy else rng.choice((0, 8, 12, 64)),
                 wall_offset_s=rng.choice((0.0, 0.0, -30.0, 30.0)),
                 linger_ms=rng.choice((5, 5, 200)),
             )

@@ -24,8 +24,10 @@ from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Flights
 from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine_sweep import Sweep
 from kvpool_server.session_stream import SessionStream
 
 Mutant = Callable[[], AbstractContextManager[object]]
@@ -205,6 +207,24 @@ def _any_tenants_keyspace() -> AbstractContextManager[object]:
     return mock.patch.object(KeyspaceService, "get", get)
 
 
+def _leave_what_is_alone() -> AbstractContextManager[object]:
+    """A drain believes that all its pages are elsewhere."""
+
+    async def look(self: Drain) -> int:
+        return 0
+
+    return mock.patch.object(Drain, "_pass", look)
+
+
+def _forget_lost_copies() -> AbstractContextManager[object]:
+    """Copies that were lost are not made again."""
+
+    async def heal(self: Sweep, *_: Any) -> None:
+        return None
+
+    return mock.patch.object(Sweep, "_heal", heal)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -223,6 +243,8 @@ MUTANTS: dict[str, Mutant] = {
     "two-writers": _two_writers,
     "overlook-parts": _overlook_parts,
     "any-tenants-keyspace": _any_tenants_keyspace,
+    "leave-what-is-alone": _leave_what_is_alone,
+    "forget-lost-copies": _forget_lost_copies,
     "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

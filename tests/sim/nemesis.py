@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import POINTS, arm, disarm_all
+from kvpool_pagestore.engine_drain import Drain, DrainState
 from tests.sim.clients import POSITIONS, ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
 from tests.sim.nodes import IndexNode, World
@@ -60,9 +63,14 @@ class Nemesis:
             if not index.process.alive:
                 index.start()
         for store in self._world.pagestores:
+            drain = store.engine.movement.drain if store.engine is not None and store.serving else None
+            if drain is not None and drain.state is DrainState.DRAINED:
+                store.crash()
             if not store.alive:
                 store.crash()  # also one that a planned kill ended: the rest of the world is told
                 store.start()
+            elif drain is not None and drain.state is DrainState.DRAINING:
+                self._world.loop.spawn(store.process, _cancelled(drain), "cancel drain")
 
     # Faults
 
@@ -86,6 +94,8 @@ class Nemesis:
             (2, self._disk_is_slow),
             (4, self._damage_disk),
             (3, self._kill_at_point),
+            (5, self._drain),
+            (4 if self._world.copies > 1 else 0, self._lose_machine),
         ]
         return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]
 
@@ -105,8 +115,16 @@ class Nemesis:
         for client in sleepers:
             self._woken(client, client.process, began_s)
 
-    async def _lose_power(self) -> None:
+    async def _lose_machine(self) -> None:
+        """Its disk with it: a new machine takes its place, of the same name."""
         store = self._a_store()
+        store.disk.lose_everything()
+        await self._power_lost(store)
+
+    async def _lose_power(self) -> None:
+        await self._power_lost(self._a_store())
+
+    async def _power_lost(self, store: PageStoreNode) -> None:
         for client in self._clients:
             if client.store is store and client.alive:
                 client.crash()
@@ -204,6 +222,30 @@ class Nemesis:
         for key in rng.sample(sorted(disk.written), min(4, len(disk.written))):
             disk.damage(key, rng)
 
+    async def _drain(self) -> None:
+        """An operator drains a node while clients go on; a drained one is started again, sometimes with a new disk."""
+        store = self._a_store()
+        self._world.loop.spawn(self._world.loop.world, self._drain_one(store), "operator")
+        await asyncio.sleep(self._world.some_s(2.0))
+
+    async def _drain_one(self, store: PageStoreNode) -> None:
+        world = self._world
+        control = PageStoreControl(store.endpoint, ClientConfig(call_timeout_s=5.0, connect_timeout_s=1.0))
+        try:
+            async with aclosing(control.drain(timeout_s=5.0)) as progresses:
+                async for progress in progresses:
+                    if not progress.done:
+                        continue
+                    self._say(f"{store.name} is drained")
+                    await asyncio.sleep(world.some_s(1.0))
+                    if store.alive and not store.process.paused:
+                        store.crash()
+                    await self._restart(store)
+        except KvPoolError as error:
+            self._say(f"{store.name} is not drained: {error}")
+        finally:
+            await control.close()
+
     async def _kill_at_point(self) -> None:
         """The next process that takes a named step dies there."""
         world = self._world
@@ -278,3 +320,8 @@ class Nemesis:
         self.done.append(f"{self._world.loop.time():8.3f} {what}")
         if self._world.loop.trace is not None:
             self._world.loop.trace(f"NEMESIS {what}")
+
+
+async def _cancelled(drain: Drain) -> None:
+    with contextlib.suppress(KvPoolError):  # it is done, or cannot be said now: it is looked at again
+        await drain.cancel()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
-from kvpool.v1 import index_pb2_grpc
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.servicer import IndexServicer
+from kvpool_index.servicer_hot import add_index_servicer
 from tests.sim.calls import CALLER
 from tests.sim.loop import SimLoop
 from tests.sim.network import Network
@@ -59,6 +59,8 @@ class World:
     chains: Sequence[int] = (0, 1, 2)  # that clients store and load
     only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
     tenants: dict[str, str] = field(default_factory=dict)  # of clients, by name, that are of another one
+    copies: int = 1  # of each page that nodes keep
+    drains_done: int = 0
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
 
@@ -104,7 +106,7 @@ class IndexNode:
         world.network.listen(
             self.endpoint,
             self.process,
-            lambda server: index_pb2_grpc.add_IndexServiceServicer_to_server(servicer, server),
+            lambda server: add_index_servicer(servicer, server),
         )
         for name, work in engine.background_work():
             world.loop.spawn(self.process, work, name)

@@ -17,6 +17,7 @@ from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2_grpc
 from kvpool_pagestore import main as pagestore_main
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
+from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine import PageStoreEngine
@@ -102,6 +103,16 @@ class PageStoreNode:
             workers.abandon()
         self._workers.clear()
 
+    def check_drained(self) -> None:
+        """Durable pages are on another node's disk too; or they were, and that node has given them up since."""
+        disk = self.engine._disk if self.engine is not None else None
+        names = disk.map.names() if disk is not None and disk.is_readable else ()
+        others = [one.disk for one in self.world.pagestores if one is not self]
+        for key in [key for key in self.disk.written if key.keyspace + key.chunk_hash in names]:
+            if not any(key in one.written or key in one.deleted for one in others) and key not in self.disk.damaged:
+                self.world.violations.append(f"{self.name} is drained, and nobody else has page {key}")
+        self.world.drains_done += 1
+
     # Inside
 
     def _ended(self, main: asyncio.Task[None]) -> None:
@@ -132,6 +143,10 @@ class PageStoreNode:
             index_timeout_ms=500,
             index_start_wait_ms=500,
             reconcile_interval_ms=8000,
+            push_timeout_ms=3000,
+            replication_factor=self.world.copies,
+            sweep_interval_ms=4000,
+            hot_uses_per_minute=0,
             max_leases=8,
             tenant=TENANT,
         )
@@ -149,6 +164,7 @@ class PageStoreNode:
             disk_live_bytes=self.disk.budget_bytes,
             peers=SimPeers(world, self),
             index=link,
+            placement=_Placement(self, link),
             workers=self._make_workers(),
             clock=SimClock(loop, self.shape.wall_offset_s),
             first_segment_id=((self.number + 1) << 40) + (self.starts << 16) + 1,
@@ -173,6 +189,7 @@ class PageStoreNode:
         self.index = link
         self._listen(config, engine, arena)
         self.serving = True
+        engine.movement.start()
         await stop.wait()
         if stop.failure is not None:  # superseded: the process ends
             self._check_successor(link)
@@ -246,6 +263,7 @@ class PageStoreNode:
             read=workers(2, 0.004, 0.4),
             write=workers(2, 0.004, 0.4),
             pull=workers(2, 0.002, 1.0),
+            push=workers(2, 0.002, 1.0),
         )
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
@@ -302,3 +320,15 @@ class PageStoreNode:
         announcer.disk = announced  # type: ignore[method-assign]
         ledger.finish_commit = finished  # type: ignore[method-assign]
         space._on_evict = evicted
+
+
+class _Placement(IndexPlacement):
+    """Sees that a drain that is done has left no page behind."""
+
+    def __init__(self, node: PageStoreNode, link: NodeIndexLink) -> None:
+        super().__init__(link)
+        self._node = node
+
+    async def leave(self) -> None:
+        self._node.check_drained()
+        await super().leave()
