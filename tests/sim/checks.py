@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
@@ -12,8 +14,9 @@ from tests.sim.client_parts import check_bound
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import GRID, PAGE_BYTES, true_page
+from tests.sim.pages import GRID, KEYSPACE, PAGE_BYTES, true_page
 from tests.sim.pagestore_node import PageStoreNode
+from tests.sim.watchers import Holding, Watcher
 
 _ROOMY_PAGES = 64  # a disk on which all pages of a history have room
 
@@ -55,14 +58,15 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
     return left
 
 
-async def check_calm(world: World) -> None:
+async def check_calm(world: World, watchers: Sequence[Watcher] = ()) -> None:
     """The index knows exactly what the nodes hold, within the bound that reconciliation promises.
 
-    So long it may take, too, until there are as many copies as are wanted.
+    So long it may take, too, until there are as many copies as are wanted, and until watchers know what has changed.
     """
     until_s = world.loop.time() + world.heal_s
     while wrong := [
-        what for store in world.pagestores if (what := _wrong_in_index(world, store) or _alone(world, store))
+        *(what for one in world.pagestores if (what := _wrong_in_index(world, one) or _alone(world, one))),
+        *(what for one in watchers if (what := one.stale(partial(_holders, world)))),
     ]:
         if world.loop.time() > until_s:
             raise Violation("; ".join(wrong))
@@ -138,6 +142,16 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     if not missing and not surplus:
         return ""
     return f"{store.name}: the index lacks {missing} and has {surplus} instead"
+
+
+def _holders(world: World, chunk: bytes) -> set[Holding]:
+    """Where a chunk of the first tenant is, by the beginning of its hash."""
+    return {
+        (store.node_id, tier, shards)
+        for store in world.pagestores
+        for (keyspace, known, tier), shards in _known(world, store).items()
+        if keyspace == KEYSPACE and known == chunk
+    }
 
 
 def _alone(world: World, store: PageStoreNode) -> str:

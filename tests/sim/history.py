@@ -37,6 +37,7 @@ from tests.sim.nodes import IndexNode, SimClock, World
 from tests.sim.pages import OTHER_TENANT, SHARED_HEAD, small_shards
 from tests.sim.pagestore_node import SESSION_FDS, PageStoreNode, PageStoreShape
 from tests.sim.redis import SimRedis
+from tests.sim.watchers import Watcher
 
 _LIMIT_S = 400.0  # virtual, of one history
 _SETTLE_S = 60.0  # virtual: within it everything must have come to rest
@@ -109,6 +110,7 @@ class _History:
         self._report = report
         self._rng = world.rng
         self._clients: list[ClientNode] = []
+        self._watchers: list[Watcher] = []
 
     async def run(self) -> None:
         world, rng = self._world, self._rng
@@ -119,6 +121,8 @@ class _History:
             index.start()
         for store in world.pagestores:
             store.start()
+        for watcher in self._watchers:
+            watcher.start()
         await asyncio.sleep(0.2)
         for client in self._clients:
             client.start(operations)
@@ -145,6 +149,9 @@ class _History:
                 linger_ms=rng.choice((5, 5, 200)),
             )
             world.pagestores.append(PageStoreNode(world, number, shape))
+        if rng.random() < 0.25:
+            world.watch_buffer_events = rng.choice((2, 16, 1024))
+            self._watchers = [Watcher(world, f"watcher{int(one)}", is_replica=one) for one in (False, True)]
         if rng.random() < 0.25:
             world.tenants["client1"] = OTHER_TENANT
         self._clients += [
@@ -182,7 +189,9 @@ class _History:
     async def _load_everything(self) -> None:
         """Whatever is still there is right, and the index tells where it is."""
         world = self._world
-        await check_calm(world)
+        for watcher in self._watchers:
+            watcher.end_pauses()
+        await check_calm(world, self._watchers)
         check_pages(world)
         chains = self._rng.sample(world.chains, len(world.pagestores))
         for number, store in enumerate(world.pagestores):

@@ -16,6 +16,7 @@ import kvpool_pagestore.engine_pulls
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError
 from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
+from kvpool_index.engine_announce import AnnounceService
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
@@ -225,6 +226,16 @@ def _forget_lost_copies() -> AbstractContextManager[object]:
     return mock.patch.object(Sweep, "_heal", heal)
 
 
+def _forget_events() -> AbstractContextManager[object]:
+    """Of the chunks of a batch only the first is told to watchers."""
+    true_log = AnnounceService._log
+
+    async def log(self: AnnounceService, states: Sequence[Any]) -> None:
+        await true_log(self, states[:1])
+
+    return mock.patch.object(AnnounceService, "_log", log)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -245,6 +256,7 @@ MUTANTS: dict[str, Mutant] = {
     "any-tenants-keyspace": _any_tenants_keyspace,
     "leave-what-is-alone": _leave_what_is_alone,
     "forget-lost-copies": _forget_lost_copies,
+    "forget-events": _forget_events,
     "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

@@ -59,6 +59,7 @@ class World:
     chains: Sequence[int] = (0, 1, 2)  # that clients store and load
     only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
     tenants: dict[str, str] = field(default_factory=dict)  # of clients, by name, that are of another one
+    watch_buffer_events: int = 1024
     copies: int = 1  # of each page that nodes keep
     drains_done: int = 0
     lease_ttl_ms: int = 3000
@@ -96,7 +97,7 @@ class IndexNode:
         world = self.world
         engine = IndexEngine(
             store=SimIndexStore(world.redis),
-            config=IndexConfig(lease_ttl_ms=world.lease_ttl_ms),
+            config=IndexConfig(lease_ttl_ms=world.lease_ttl_ms, watch_buffer_events=world.watch_buffer_events),
             clock=SimClock(world.loop),
             metrics=_index_metrics(),
             secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
