@@ -14,7 +14,7 @@ from tests.sim.client_parts import check_bound
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import GRID, KEYSPACE, PAGE_BYTES, true_page
+from tests.sim.pages import GRID, KEYSPACE, payload, true_page
 from tests.sim.pagestore_node import PageStoreNode
 from tests.sim.watchers import Holding, Watcher
 
@@ -82,7 +82,9 @@ def check_pages(world: World) -> None:
         visible = [slot for keyspace in ledger.ready_keyspaces() for slot in ledger.ready_slots(keyspace)]
         for key, slot in ((slot.page.key, slot) for slot in visible):
             memory = store.host.segments[slot.segment.segment_id].memory
-            if memory[slot.offset : slot.offset + PAGE_BYTES] != true_page(key):
+            wanted = true_page(key)
+            page = memory[slot.offset : slot.offset + len(wanted)]
+            if (page != wanted) if slot.sealed else (payload(page) != payload(wanted)):
                 raise Violation(f"{store.name}: page {key} is staged with wrong bytes")
         for key, (page, _) in store.disk.written.items():
             if page != true_page(key) and key not in store.disk.damaged:
@@ -156,12 +158,19 @@ def _holders(world: World, chunk: bytes) -> set[Holding]:
 
 def _alone(world: World, store: PageStoreNode) -> str:
     """Pages on a node's disk that are on no other's though there should be two copies, and there is room for them."""
-    tiers = [one.engine._disk for one in world.pagestores if one.engine is not None]
+    tiers = [one.engine._disk for one in world.pagestores if one.engine is not None and one is not store]
     if world.copies < 2 or store.engine is None or any(one.shape.disk_pages < _ROOMY_PAGES for one in world.pagestores):
         return ""
     own = store.engine._disk
-    keys = [key for chunk in own.map.chunks() for key in chunk.keys] if own is not None else []
-    alone = [key for key in keys if sum(tier is not None and key in tier.map for tier in tiers) < world.copies]
+    alone = [
+        chunk
+        for chunk in (own.map.chunks() if own is not None else ())
+        if not any(
+            GRID.covers(there.shards, chunk.shards)
+            for tier in tiers
+            if tier is not None and (there := tier.map.chunk(chunk.keyspace, chunk.chunk_hash)) is not None
+        )
+    ]
     return f"{store.name}: there is only one copy of {alone}" if alone else ""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
@@ -14,11 +16,24 @@ from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
 from kvpool.core.errors import KeyspaceUnknown, KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
 from kvpool.core.page import PageKey
+from kvpool.core.spans import PageGrants, PageSpan
 from tests.sim.client_parts import ClientCounts, Operation, check_bound, sources_of
 from tests.sim.host import Hold
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import KEYSPACES, OTHER_TENANT, PAGE_BYTES, SPEC, TENANT, chunk_hash, key_of, metadata, true_page
+from tests.sim.pages import (
+    KEYSPACES,
+    OTHER_TENANT,
+    PAGE_BYTES,
+    SHARDS,
+    SPEC,
+    TENANT,
+    chunk_hash,
+    key_of,
+    metadata,
+    payload,
+    true_page,
+)
 from tests.sim.pagestore_node import PageStoreNode
 
 POSITIONS = 4  # chunks of a chain
@@ -119,6 +134,7 @@ class ClientNode:
                 endpoint=self.store.endpoint,
                 peer_name=self.name,
                 keyspaces=((self.keyspace, SPEC),),
+                trusts_arena=self.name in self.world.agents,
                 expected_incarnation=expected,
             )
             try:
@@ -166,17 +182,28 @@ class ClientNode:
     async def _store(self, chain: int, count: int) -> None:
         session, rng = self._session, self.world.rng
         assert session is not None
-        keys = [key_of(chain, position, shard, self.keyspace) for position in range(count) for shard in range(2)]
+        keys = [key_of(chain, position, shard, self.keyspace) for position in range(count) for shard in range(SHARDS)]
         # A longer prompt than that of its first store changes what is kept beside a page.
         tokens = rng.choice((0, 16 * count))
-        items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2, tokens)) for at, key in enumerate(keys)]
-        results = await session.reserve(items)
-        granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
+        items = [
+            ReserveItem(key, PAGE_BYTES[key.shard], metadata(chain, at // SHARDS, tokens))
+            for at, key in enumerate(keys)
+        ]
+        is_agent = self.name in self.world.agents
+        if is_agent and rng.random() < 0.3:
+            await session.prepare(0)
+        if is_agent and rng.random() < 0.5:
+            answer = await session.reserve_span(self._span(chain, count, tokens))
+            granted = [(keys[page], slot) for page, slot in _slots(answer.granted)]
+        else:
+            results = await session.reserve(items)
+            granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
+        sealed = not is_agent or rng.random() < 0.3
         holds = [self._hold(slot, writes=True) for _, slot in granted]
         torn: set[int] = set()
         try:
             for key, slot in granted:
-                if await self._write(session, key, slot, whole=rng.random() < 0.95):
+                if await self._write(session, key, slot, sealed=sealed, whole=not sealed or rng.random() < 0.95):
                     torn.add(slot.lease_id)
         finally:
             for hold in holds:
@@ -187,7 +214,7 @@ class ClientNode:
         if rng.random() < 0.1:
             await session.abort(leases)
             return
-        errors = dict(await session.commit(leases))
+        errors = dict(await session.commit(leases, sealed=sealed))
         for index, (key, slot) in enumerate(granted):
             error = errors.get(index)
             if error is None:
@@ -199,15 +226,18 @@ class ClientNode:
             elif isinstance(error, LeaseLost):
                 raise self._violation(f"the lease of page {key} was lost on a live session")
 
-    async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, whole: bool) -> bool:
-        """Write a page in two halves; True if the second one is left out."""
-        page, half = true_page(key), PAGE_BYTES // 2
+    async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, sealed: bool, whole: bool) -> bool:
+        """Write a page in two halves; True if the second one is left out. Not sealed: its payload alone."""
+        page = true_page(key)
+        half = len(page) // 2
+        if not sealed:
+            page = (b"\xbb" * 64 + payload(page)).ljust(len(page), b"\xbb")
         view = session.slot_view(*slot.place)
         view[:half] = b"\xaa" * half
         await asyncio.sleep(self._copy_s())
         view[:half] = page[:half]
         if not whole:
-            view[half:] = b"\xaa" * (PAGE_BYTES - half)
+            view[half:] = b"\xaa" * (len(page) - half)
             return True
         view[half:] = page[half:]
         return False
@@ -223,8 +253,11 @@ class ClientNode:
                 key_of(chain, position, shard, self.keyspace), sources.get(position, ()), metadata(chain, position)
             )
             for position in range(count)
-            for shard in range(2)
+            for shard in range(SHARDS)
         ]
+        if self.name in self.world.agents and self.world.rng.random() < 0.5:
+            await self._load_span(session, chain, count, [item.key for item in items], sources)
+            return
         async with session.acquire(items, wait_s=2.0) as results:
             async for result in results:
                 if result.slot is None:
@@ -233,16 +266,49 @@ class ClientNode:
                 self.counts.hits += 1
                 await self._read(session, items[result.item_index].key, result.slot)
 
+    async def _load_span(
+        self,
+        session: PageStoreSession,
+        chain: int,
+        count: int,
+        keys: Sequence[PageKey],
+        sources: dict[int, tuple[RemoteSource, ...]],
+    ) -> None:
+        span = replace(
+            self._span(chain, count, 0), sources=tuple((1, sources.get(position, ())) for position in range(count))
+        )
+        async with session.acquire_span(span, wait_s=2.0) as answers:
+            async for answer in answers:
+                self.counts.misses += len(answer.failed)
+                self.counts.hits += answer.granted.count
+                for page, slot in _slots(answer.granted):
+                    await self._read(session, keys[page], slot)
+
+    def _span(self, chain: int, count: int, tokens: int) -> PageSpan:
+        """Both shards of the first chunks of a chain."""
+        return PageSpan(
+            keyspace=self.keyspace,
+            chunk_hashes=b"".join(chunk_hash(chain, position) for position in range(count)),
+            first_chunk_index=0,
+            parent_hash=bytes(16),
+            group_heads=chunk_hash(chain, 0),
+            positions=np.repeat(np.arange(count, dtype=np.int32), SHARDS),
+            shards=np.tile(np.arange(SHARDS, dtype=np.uint8), count),
+            prompt_tokens=tokens,
+        )
+
     async def _read(self, session: PageStoreSession, key: PageKey, slot: Slot) -> None:
         """Read a page in two halves and compare every byte; then give it back."""
-        page, half = true_page(key), PAGE_BYTES // 2
+        page = true_page(key)
+        half = len(page) // 2
         hold = self._hold(slot, writes=False)
         try:
             view = session.slot_view(*slot.place)
             first = bytes(view[:half])
             if not self.leaving:
                 await asyncio.sleep(self._copy_s())
-            if first + bytes(view[half:]) != page:
+            read = first + bytes(view[half:])
+            if (payload(read) != payload(page)) if self.name in self.world.agents else (read != page):
                 raise self._violation(f"page {key} was read with wrong bytes")
         finally:
             self.store.host.let_go(hold)
@@ -309,6 +375,15 @@ class ClientNode:
     def _violation(self, what: str) -> Violation:
         self.world.violations.append(f"{self.name}: {what}")
         return Violation(self.world.violations[-1])
+
+
+def _slots(grants: PageGrants) -> list[tuple[int, Slot]]:
+    """The pages of a span that were granted, by their numbers."""
+    columns = (grants.pages, grants.lease_ids, grants.segment_ids, grants.offsets)
+    return [
+        (page, Slot(lease_id=lease_id, segment_id=segment_id, offset=offset, page_bytes=PAGE_BYTES[page % SHARDS]))
+        for page, lease_id, segment_id, offset in zip(*(column.tolist() for column in columns), strict=True)
+    ]
 
 
 @dataclass(slots=True)

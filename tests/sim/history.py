@@ -152,6 +152,9 @@ class _History:
         if rng.random() < 0.25:
             world.watch_buffer_events = rng.choice((2, 16, 1024))
             self._watchers = [Watcher(world, f"watcher{int(one)}", is_replica=one) for one in (False, True)]
+        if rng.random() < 0.3:
+            world.agents = {"client0", "client1"} if rng.random() < 0.5 else {"client0"}
+        world.prepares = rng.random() < 0.2
         if rng.random() < 0.25:
             world.tenants["client1"] = OTHER_TENANT
         self._clients += [

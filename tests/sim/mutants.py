@@ -27,6 +27,7 @@ from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.engine_sweep import Sweep
 from kvpool_server.session_stream import SessionStream
@@ -236,6 +237,15 @@ def _forget_events() -> AbstractContextManager[object]:
     return mock.patch.object(AnnounceService, "_log", log)
 
 
+def _pages_leave_unsealed() -> AbstractContextManager[object]:
+    """What an agent committed leaves the host's memory without header and sums."""
+
+    async def seal(self: Sealing, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+        return [None] * len(slots)
+
+    return mock.patch.object(Sealing, "seal", seal)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -257,6 +267,7 @@ MUTANTS: dict[str, Mutant] = {
     "leave-what-is-alone": _leave_what_is_alone,
     "forget-lost-copies": _forget_lost_copies,
     "forget-events": _forget_events,
+    "pages-leave-unsealed": _pages_leave_unsealed,
     "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

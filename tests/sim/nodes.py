@@ -60,6 +60,8 @@ class World:
     only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
     tenants: dict[str, str] = field(default_factory=dict)  # of clients, by name, that are of another one
     watch_buffer_events: int = 1024
+    agents: set[str] = field(default_factory=set)  # clients, by name, that trust the arena as agents do
+    prepares: bool = False  # nodes make their segments before they are needed
     copies: int = 1  # of each page that nodes keep
     drains_done: int = 0
     lease_ttl_ms: int = 3000

@@ -26,11 +26,14 @@ OTHER_TENANT = "other"
 KEYSPACES = {TENANT: KEYSPACE, OTHER_TENANT: keyspace_id(encode_keyspace(OTHER_TENANT, SPEC))}
 """By tenant. The tenants' chunks have the same hashes, and pages of other bytes."""
 TENANT_OF = {keyspace: tenant for tenant, keyspace in KEYSPACES.items()}
+SHARDS = 2  # of a chunk that are stored
 with small_shards():
     GRID = ShardGrid.of(SPEC)
-    PAYLOAD_BYTES = payload_bytes(SPEC, GRID, 0)
-PAGE_BYTES = page_bytes(PAYLOAD_BYTES)
-SLOT_BYTES = -(-PAGE_BYTES // 4096) * 4096
+    _PAYLOAD_BYTES = [payload_bytes(SPEC, GRID, shard) for shard in range(SHARDS)]
+PAGE_BYTES = [page_bytes(size) for size in _PAYLOAD_BYTES]
+"""By shard: the whole chunk, and the first of its heads."""
+LARGEST_BYTES = max(PAGE_BYTES)
+SLOT_BYTES = -(-LARGEST_BYTES // 4096) * 4096
 SHARED_HEAD = 8
 """Chains of this number and higher begin with the same chunk, as conversations over one system prompt do."""
 
@@ -52,11 +55,17 @@ def key_of(chain: int, position: int, shard: int, keyspace: bytes = KEYSPACE) ->
     return PageKey(keyspace, chunk_hash(chain, position), shard)
 
 
+def payload(page: bytes | memoryview) -> bytes:
+    """What of a page its writer's engine has computed: all that is there before it is sealed."""
+    return bytes(page[64 : 64 + _PAYLOAD_BYTES[PAGE_BYTES.index(len(page))]])
+
+
 @lru_cache(maxsize=4096)
 def true_page(key: PageKey) -> bytes:
     """The sealed page of a key."""
-    page = bytearray(PAGE_BYTES)
+    size = _PAYLOAD_BYTES[key.shard]
+    page = bytearray(PAGE_BYTES[key.shard])
     word = key.chunk_hash[:4] + key.keyspace[:2] + key.shard.to_bytes(2, "little")
-    page[64 : 64 + PAYLOAD_BYTES] = word * (PAYLOAD_BYTES // 8)
-    seal(page, key, SPEC.codec, PAYLOAD_BYTES)
+    page[64 : 64 + size] = word * (size // 8)
+    seal(page, key, SPEC.codec, size)
     return bytes(page)

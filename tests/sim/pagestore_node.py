@@ -31,7 +31,7 @@ from tests.sim.disk import SimDisk, SimPageStore
 from tests.sim.host import SimArena, SimHost, SimSegmentMap
 from tests.sim.loop import Process, SimKilled
 from tests.sim.nodes import SimClock, World
-from tests.sim.pages import PAGE_BYTES, SLOT_BYTES, TENANT, true_page
+from tests.sim.pages import GRID, LARGEST_BYTES, SLOT_BYTES, TENANT, true_page
 from tests.sim.peers import SimPeers
 from tests.sim.threads import SimWorkers, is_on_thread, pause_s
 
@@ -67,7 +67,7 @@ class PageStoreNode:
         self.endpoint = f"{self.name}:1"
         self.bulk_endpoint = f"{self.name}:2"
         self.host = SimHost(self.name, shape.arena_slots * SLOT_BYTES)
-        self.disk = SimDisk(max(1, shape.disk_pages) * PAGE_BYTES)
+        self.disk = SimDisk(max(1, shape.disk_pages) * LARGEST_BYTES)
         self.process = world.loop.process(self.name)
         self.process.alive = False
         self.starts = 0
@@ -109,7 +109,7 @@ class PageStoreNode:
         names = disk.map.names() if disk is not None and disk.is_readable else ()
         others = [one.disk for one in self.world.pagestores if one is not self]
         for key in [key for key in self.disk.written if key.keyspace + key.chunk_hash in names]:
-            if not any(key in one.written or key in one.deleted for one in others) and key not in self.disk.damaged:
+            if not any(_has_had(one, key) for one in others) and key not in self.disk.damaged:
                 self.world.violations.append(f"{self.name} is drained, and nobody else has page {key}")
         self.world.drains_done += 1
 
@@ -148,6 +148,7 @@ class PageStoreNode:
             sweep_interval_ms=4000,
             hot_uses_per_minute=0,
             max_leases=8,
+            prepared_segment_bytes=self.shape.segment_slots * SLOT_BYTES,
             tenant=TENANT,
         )
 
@@ -190,6 +191,8 @@ class PageStoreNode:
         self._listen(config, engine, arena)
         self.serving = True
         engine.movement.start()
+        if self.world.prepares:
+            engine.preparation.start()
         await stop.wait()
         if stop.failure is not None:  # superseded: the process ends
             self._check_successor(link)
@@ -264,6 +267,8 @@ class PageStoreNode:
             write=workers(2, 0.004, 0.4),
             pull=workers(2, 0.002, 1.0),
             push=workers(2, 0.002, 1.0),
+            seal=workers(2, 0.004, 0.0),
+            prepare=workers(2, 0.02, 0.0),
         )
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
@@ -320,6 +325,13 @@ class PageStoreNode:
         announcer.disk = announced  # type: ignore[method-assign]
         ledger.finish_commit = finished  # type: ignore[method-assign]
         space._on_evict = evicted
+
+
+def _has_had(disk: SimDisk, key: PageKey) -> bool:
+    """Whether a disk has what a page has, or had it until its owner gave it up."""
+    known = {*disk.written, *disk.deleted}
+    present = sum(1 << shard for shard in range(GRID.shard_count) if key._replace(shard=shard) in known)
+    return GRID.covers(present, 1 << key.shard)
 
 
 class _Placement(IndexPlacement):
