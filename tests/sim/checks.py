@@ -83,7 +83,7 @@ def check_pages(world: World) -> None:
         for key, slot in ((slot.page.key, slot) for slot in visible):
             memory = store.host.segments[slot.segment.segment_id].memory
             wanted = true_page(key)
-            page = memory[slot.offset : slot.offset + len(wanted)]
+            page = bytes(memory[slot.offset : slot.offset + len(wanted)])
             if (page != wanted) if slot.sealed else (payload(page) != payload(wanted)):
                 raise Violation(f"{store.name}: page {key} is staged with wrong bytes")
         for key, (page, _) in store.disk.written.items():

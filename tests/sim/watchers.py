@@ -52,13 +52,15 @@ class Watcher:
         self._world.loop.resume(self._process)
 
     def stale(self, truth: Callable[[bytes], set[Holding]]) -> str:
-        """What it takes for true though it is not; empty if nothing. truth: where a chunk is, by a part of its hash."""
+        """What it has wrong; empty if nothing. truth: where a chunk is, by the beginning of its hash."""
         if self._is_replica:
             return self._stale_in_replica(truth)
         for chunk, seen in self._seen.items():
-            wrong = {_holding(one) for one in seen.locations if self._counts(one)} - truth(chunk)
-            if wrong:
-                return f"{self.name}: the last event of {chunk.hex()} (version {seen.version}) names {wrong}"
+            named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
+            if named != there:
+                return (
+                    f"{self.name}: the last event of {chunk.hex()} (version {seen.version}) names {named}, not {there}"
+                )
         return ""
 
     # Inside
