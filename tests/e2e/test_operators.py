@@ -208,7 +208,7 @@ def test_the_doctor_and_the_check_are_content_until_something_is_wrong(old: Clus
     assert old.run("status", "--check").startswith("ok: 2 pagestores, 2 agents")
     well = {finding["subject"]: finding["level"] for finding in old.json("doctor")["findings"]}
     assert "bad" not in well.values(), well
-    assert {well[subject] for subject in ("shm", "cluster", "reachable", "redis_policy", "pid_namespace")} == {"ok"}
+    assert {well[subject] for subject in ("memory", "cluster", "reachable", "redis_policy", "pid_namespace")} == {"ok"}
 
     server = redis.Redis(unix_socket_path=str(socket_dir(old.state_dir) / "redis.sock"))
     server.config_set("maxmemory", 100 << 20)
@@ -220,8 +220,8 @@ def test_the_doctor_and_the_check_are_content_until_something_is_wrong(old: Clus
         server.config_set("maxmemory-policy", "noeviction")
         server.close()
     wrong = {finding["subject"]: finding["cure"] for finding in document["findings"] if finding["level"] == "bad"}
-    assert {"shm", "redis_policy"} <= set(wrong)
-    assert "noeviction" in wrong["redis_policy"] and "remount" in wrong["shm"]
+    assert {"memory", "redis_policy"} <= set(wrong)
+    assert "noeviction" in wrong["redis_policy"] and "smaller --arena-bytes" in wrong["memory"]
 
 
 def fail_json(cluster: Cluster, *arguments: str) -> str:

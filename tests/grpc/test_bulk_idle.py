@@ -16,6 +16,7 @@ from kvpool.v1 import pagestore_pb2_grpc as pb_grpc
 from kvpool_pagestore import bulk_watch
 from kvpool_pagestore.bulk_servicer import BulkLimits
 from kvpool_pagestore.bulk_watch import StreamWatch
+from tests.fixtures.patience import PATIENCE_S
 from tests.grpc.bulk_gateway import MemoryGateway, bulk_server, sealed_page
 from tests.grpc.test_bulk_reads import begun, drained, fill, read, read_request
 from tests.grpc.test_bulk_writes import frames_of, requests
@@ -64,6 +65,29 @@ def test_a_reader_that_takes_nothing_more_is_let_go(deadline_s: float | None) ->
         with pytest.raises(grpc.RpcError):
             list(call)
         eventually_sync(lambda: drained(gateway))
+
+
+def test_slow_readers_do_not_keep_the_threads_of_others() -> None:
+    """They take something now and then, so that none of them is ever idle for long."""
+    gateway = MemoryGateway()
+    fill(gateway)
+    patient = BulkLimits(idle_timeout_s=60, stream_cap_s=60, reader_grace_s=0.2, reader_bytes_per_s=1 << 40)
+    with one_thread(gateway, patient) as (endpoint, stub):
+        call = stub.ReadPages(read_request(40), timeout=FAR_S)
+        begun(gateway, call)
+        serves_others(gateway, endpoint)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        eventually_sync(lambda: drained(gateway))
+
+
+def test_a_reader_that_keeps_its_pace_is_not_let_go() -> None:
+    """However slow the pagestore itself is: only the reader's time counts."""
+    gateway = MemoryGateway()
+    fill(gateway)
+    strict = BulkLimits(reader_grace_s=PATIENCE_S, reader_bytes_per_s=1)
+    with one_thread(gateway, strict) as (_, stub):
+        assert len({frame.item_index for frame in stub.ReadPages(read_request(40), timeout=PATIENCE_S)}) == 40
 
 
 def test_a_deadline_beyond_the_cap_does_not_lift_it() -> None:

@@ -111,8 +111,12 @@ async def test_an_index_serves_them(release: str, change: Change) -> None:
             await channel.unary_unary(f"{service}/RegisterNode")(messages["register_node"])
         )
         announce = RawStream(channel, f"{service}/Announce", index_pb2.AnnounceResponse, messages)
+        registered = index_pb2.RegisterNodeRequest.FromString(messages["register_node"])
         opening = index_pb2.AnnounceOpen(
-            node_id=recorder().NODE, incarnation=granted.incarnation, announce_epoch=granted.announce_epoch
+            node_id=recorder().NODE,
+            incarnation=granted.incarnation,
+            announce_epoch=granted.announce_epoch,
+            process_id=registered.process_id,
         )
         await announce.send_message(index_pb2.AnnounceRequest(open=opening))
         assert (await announce.ask("announce_batch")).acknowledged_sequence == 1

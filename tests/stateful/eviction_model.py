@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.core.eviction import EvictionPolicy, Retention
+from kvpool_pagestore.core.eviction import EvictionPolicy
+from kvpool_pagestore.core.retained import Retention
 
 # A forest: 0 and 1 are heads, and the parent of any other is its number halved.
 KEYS = st.integers(0, 11)

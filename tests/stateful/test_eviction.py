@@ -1,37 +1,38 @@
-"""Every eviction policy against the naive model, and planted faults that the model must find."""
+"""The eviction policy against the naive model, and planted faults that the model must find."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvpool.core.eviction import ChainPolicy, LruPolicy, Retention, S3FifoPolicy
-from kvpool.core.eviction.chain_nodes import NONE, ChainNodes
-from kvpool.core.eviction.retention import RetentionBook
+from kvpool_pagestore.core.eviction import EvictionPolicy
+from kvpool_pagestore.core.retained import PLAIN, Retention
 from tests.stateful.eviction_model import EvictionMachine
 
 
-class ChainMachine(EvictionMachine):
-    make = ChainPolicy
+class PolicyMachine(EvictionMachine):
+    make = EvictionPolicy
     keeps_chains = True
 
 
-class LruMachine(EvictionMachine):
-    make = LruPolicy
+TestPolicy = PolicyMachine.TestCase
 
 
-class S3FifoMachine(EvictionMachine):
-    make = S3FifoPolicy
+class WithoutChains(EvictionPolicy[int]):
+    """Knows no parents."""
+
+    def insert(
+        self, key: int, parent: int | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+    ) -> None:
+        super().insert(key, domain=domain, retention=retention)
 
 
-TestChain = ChainMachine.TestCase
-TestLru = LruMachine.TestCase
-TestS3Fifo = S3FifoMachine.TestCase
-
-
-class LruAsChain(EvictionMachine):
-    make = LruPolicy
+class WithoutChainsMachine(EvictionMachine):
+    make = WithoutChains
     keeps_chains = True
 
 
@@ -49,27 +50,27 @@ def must_fail(machine: type[EvictionMachine]) -> None:
 
 
 def test_a_policy_that_gives_up_a_head_before_its_tail_is_caught() -> None:
-    must_fail(LruAsChain)
+    must_fail(WithoutChainsMachine)
 
 
-def test_a_chain_policy_that_forgets_a_child_when_a_sibling_goes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop = ChainNodes.drop
+def test_a_policy_that_forgets_a_child_when_a_sibling_goes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = EvictionPolicy._leave
 
-    def forgetful(self: ChainNodes[int], node: int) -> int:
-        above = self.parent[node]
-        if above != NONE and self.children[above] > 1:
-            self.children[above] -= 1
-        return drop(self, node)
+    def forgetful(self: EvictionPolicy[int], row: int) -> None:
+        above = self._parent[row]
+        if above >= 0 and self._children[above] > 1:
+            self._children[above] -= 1
+        leave(self, row)
 
-    monkeypatch.setattr(ChainNodes, "drop", forgetful)
-    must_fail(ChainMachine)
+    monkeypatch.setattr(EvictionPolicy, "_leave", forgetful)
+    must_fail(PolicyMachine)
 
 
-def test_a_book_that_ends_pins_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = RetentionBook.note
+def test_a_policy_that_ends_pins_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = EvictionPolicy._note
 
-    def hasty(self: RetentionBook[int], key: int, retention: Retention) -> None:
-        note(self, key, Retention(retention.priority, retention.pinned_until_us // 2, retention.expires_us))
+    def hasty(self: EvictionPolicy[int], row: int, retention: Retention) -> None:
+        note(self, row, replace(retention, pinned_until_us=retention.pinned_until_us // 2))
 
-    monkeypatch.setattr(RetentionBook, "note", hasty)
-    must_fail(ChainMachine)
+    monkeypatch.setattr(EvictionPolicy, "_note", hasty)
+    must_fail(PolicyMachine)

@@ -31,7 +31,8 @@ from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 1, 64),), dtype=Dtype.FP32, chunk_tokens=32)
-ENCODING = encode_keyspace("default", SPEC)
+TENANT = "default"
+ENCODING = encode_keyspace(TENANT, SPEC)
 KEYSPACE = keyspace_id(ENCODING)
 HEAD = bytes(14) + b"\x01\x23"
 RANGE = range_of(HEAD)
@@ -102,7 +103,9 @@ class Node:
     ) -> list[int]:
         if first_range <= RANGE < first_range + range_count:
             self.put(self.changes_while_asked)
-        digests, _ = await self.engine.reconcile_digests(node_id, incarnation, first_range, range_count, encodings)
+        digests, _ = await self.engine.reconcile_digests(
+            TENANT, node_id, incarnation, first_range, range_count, encodings
+        )
         return digests
 
     async def reconcile_split_groups(self, node_id: bytes, incarnation: int, *, range_number: int) -> list[SplitGroup]:
@@ -173,7 +176,7 @@ class Node:
 
     async def is_right(self) -> bool:
         """Whether the index knows just what is held."""
-        digests, _ = await self.engine.reconcile_digests(b"n" * 16, self.lease.incarnation, 0, 0, ())
+        digests, _ = await self.engine.reconcile_digests(TENANT, b"n" * 16, self.lease.incarnation, 0, 0, ())
         held = [fingerprint(KEYSPACE + HEAD + chunk_hash[:8], holding((0, 0, 1), 1)) for chunk_hash in self.held]
         return digests[RANGE] == reduce(xor, held) == self.directory.digest(RANGE)
 

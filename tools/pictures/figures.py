@@ -194,12 +194,11 @@ def index() -> Figure:
 
 
 def eviction() -> Figure:
-    document = result("eviction")
+    document = result("eviction", "2026-11-22")
     curve = document["curves"]["recorded"]["hit_rates"]
-    names = (("chain", "chain (default)"), ("s3-fifo", "S3-FIFO"), ("lru", "LRU"), ("belady", "Belady's optimum"))
+    names = (("gdsf", "pagestore"), ("lru", "LRU"), ("belady", "Belady's optimum"))
     colors: tuple[Callable[[Theme], str], ...] = (
         lambda theme: theme.strong,
-        lambda theme: theme.fourth,
         lambda theme: theme.third,
         lambda theme: theme.other,
     )

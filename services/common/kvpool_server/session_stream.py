@@ -328,7 +328,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
                     span.fail(internal)
                     response = self._refusal(internal)
                 except asyncio.CancelledError:  # by `_finish`, at the session's end
-                    stopped = Stopped("the session ended first")
+                    stopped = self._over.result().error or Stopped("the session ended first")
                     span.fail(stopped)
                     response = self._refusal(stopped)
         finally:

@@ -26,7 +26,7 @@ from kvpool.wire.frames import (
     encode_page_frame,
 )
 from kvpool.wire.versions import check_peer_version
-from kvpool_pagestore.bulk_watch import StreamWatch, watched
+from kvpool_pagestore.bulk_watch import Pace, StreamWatch, watched
 from kvpool_pagestore.bulk_writes import UNANSWERED_DURABLE_MAX, UNANSWERED_PAGES_MAX, write_pages
 from kvpool_pagestore.ports_bulk import BulkGateway, BulkSession, ReadGrant
 
@@ -45,6 +45,8 @@ class BulkLimits:
     acquire_timeout_s: float = 30.0  # of one window, when pages have to come from disk
     stream_cap_s: float = 600.0  # of a whole stream, whatever deadline its client has set
     idle_timeout_s: float = 60.0  # between two pages read or two pieces written; longer than acquire_timeout_s
+    reader_grace_s: float = 15.0  # a reader may take so long in all, and 1 s for each reader_bytes_per_s
+    reader_bytes_per_s: float = 1 << 20  # slower ones would hold the few threads that serve all
 
 
 class PageTransferServicer:
@@ -99,7 +101,14 @@ class PageTransferServicer:
                 yield from write_pages(session, _frames(received), unanswered)
 
     def _watched(self, context: grpc.ServicerContext) -> AbstractContextManager[StreamWatch]:
-        return watched(context, idle_timeout_s=self._limits.idle_timeout_s, cap_s=self._limits.stream_cap_s)
+        limits = self._limits
+        pace = Pace(
+            idle_timeout_s=limits.idle_timeout_s,
+            cap_s=limits.stream_cap_s,
+            reader_grace_s=limits.reader_grace_s,
+            reader_bytes_per_s=limits.reader_bytes_per_s,
+        )
+        return watched(context, pace)
 
     @contextmanager
     def _session(
@@ -162,7 +171,7 @@ def _window_frames(
         for index, answer in enumerate(granted, start):
             watch.moved()
             if isinstance(answer, ReadGrant):
-                yield from _page_frames(index, answer, frame_bytes)
+                yield from _page_frames(index, answer, frame_bytes, watch)
             else:
                 error = item_error_to_proto(answer) if answer is not None else None
                 yield BulkFrame(pb.PageFrame(item_index=index, outcome=pb.OUTCOME_MISS, error=error))
@@ -172,7 +181,7 @@ def _window_frames(
         session.release(grants)
 
 
-def _page_frames(index: int, grant: ReadGrant, frame_bytes: int) -> Iterator[BulkFrame]:
+def _page_frames(index: int, grant: ReadGrant, frame_bytes: int, watch: StreamWatch) -> Iterator[BulkFrame]:
     page_bytes = len(grant.page)
     head = pb.PageFrame(
         item_index=index,
@@ -183,6 +192,6 @@ def _page_frames(index: int, grant: ReadGrant, frame_bytes: int) -> Iterator[Bul
     for offset in range(0, page_bytes, frame_bytes):
         # gRPC asks for the next frame when it has serialized this one, that is, copied it. It still refers to the
         # frame then, so the view is released here: no view may outlive the lease.
-        with grant.page[offset : offset + frame_bytes] as piece:
+        with grant.page[offset : offset + frame_bytes] as piece, watch.reading(len(piece)):
             yield BulkFrame(head, piece)
         head = pb.PageFrame(item_index=index, offset=offset + frame_bytes)

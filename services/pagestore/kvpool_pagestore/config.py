@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from kvpool.core.errors import InvalidRequest
-from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, check_combination, option_of
 from kvpool.core.sizing import DEFAULT_SEGMENT_BYTES, prepared_segment_bytes
 from kvpool_pagestore.core.quota import TenantQuotas
@@ -53,9 +52,6 @@ class PageStoreConfig(TlsSettings):
     batch_bytes: Annotated[int, "bytes written to disk together, about; a small disk tier takes less"] = 64 << 20
     write_policy: Annotated[str, "write-back, write-through, selective or staging-only; a keyspace's own counts"] = (
         "write-back"
-    )
-    eviction_policy: Annotated[str, "which pages go when staging or the disk tier is full: chain, s3-fifo or lru"] = (
-        DEFAULT_POLICY.value
     )
     staging: Annotated[str, "cache, or transit: memory only passes bytes through; a keyspace's own counts"] = "cache"
     selective_min_uses: Annotated[int, "write policy selective: a page goes to disk at this use"] = 2
@@ -133,8 +129,6 @@ class PageStoreConfig(TlsSettings):
             )
         if self.dirty_bytes > self.arena_bytes - self.arena_bytes // PROMOTION_SHARE:
             raise ValueError(f"dirty_bytes ({self.dirty_bytes}) must leave 1/{PROMOTION_SHARE} of the arena to readers")
-        if self.eviction_policy not in {policy.value for policy in PolicyName}:
-            raise ValueError(f"eviction_policy must be one of {', '.join(PolicyName)}, got {self.eviction_policy!r}")
         self._check_policy()
         try:
             TenantQuotas.parse(self.tenant_quotas)

@@ -89,7 +89,6 @@ class DiskTier:
             await self._writers.run(self._store.delete_batch, useless)
         await self._shrink()
         await self._measure()
-        self._found.rank()
 
     async def read(self, key: PageKey, keyspace: Keyspace, destination: memoryview) -> KvPoolError | None:
         """Fill a slot with a page that the map names and verify it. None, or why it cannot be used.
@@ -150,9 +149,8 @@ class DiskTier:
         """
         await self._writers.run(self._store.delete_keyspace, keyspace)
         await self._measure()
-        names = self.map.names()
-        for start in range(0, len(names), _CLEARED_CHUNKS):
-            for name in names[start : start + _CLEARED_CHUNKS]:
+        for names in self.map.name_parts(_CLEARED_CHUNKS):
+            for name in names:
                 for key in self.map.remove_chunk(name) if name.startswith(keyspace) else ():
                     on_gone(key)
             await asyncio.sleep(0)
@@ -200,7 +198,6 @@ class DiskTier:
     async def close(self) -> None:
         """Stop probing and close the store. Call when nothing reads or writes any more."""
         self._deletions.close()
-        await self._found.close()
         await self.health.close()
         await self._writers.run(self._store.close)
 
@@ -257,9 +254,11 @@ class DiskTier:
 
     async def _shrink(self) -> None:
         """The budget may be smaller than it was, and is hard: pinned pages go as well, after all others."""
-        excess_bytes = self.map.size_bytes - self._live_limit_bytes
-        if excess_bytes > 0:
-            await self._evict([key for chunk in self.map.oldest_of_all(excess_bytes) for key in chunk.keys])
+        while (excess_bytes := self.map.size_bytes - self._live_limit_bytes) > 0:
+            chunks = self.map.oldest_of_all(excess_bytes, _CLEARED_CHUNKS)
+            if not chunks:
+                return
+            await self._evict([key for chunk in chunks for key in chunk.keys])
 
     def _suspect(self, key: PageKey) -> None:
         """The disk failed at this page. If it did so before, the page is given up, or each reader would end service."""

@@ -1,9 +1,9 @@
-"""What the disk tier does with the pages that an earlier process left: find them at once, rank them by and by."""
+"""Taking the pages that an earlier process left into the map of the disk tier, a part of them in each turn of the loop.
+
+The eviction policy learns of them at once, so that the first victim costs no more than any other."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -13,14 +13,11 @@ from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.kept_metadata import StoredPage, has_an_end
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
-from kvpool_pagestore.engine_tasks import background, cancelled
 from kvpool_pagestore.ports import PageMetadata, PageStore, Workers
 
 _log = logging.getLogger(__name__)
 
-_SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop
-_RANKED_CHUNKS = 64  # about 1 ms
-_RANKING_PAUSE_S = 0.005  # so that ranking takes no more than a sixth of the loop
+_SCAN_PAGES = 2048  # entries taken into the map between two turns of the loop: 2 to 12 ms
 
 
 class FoundPages:
@@ -32,32 +29,12 @@ class FoundPages:
         self._keyspaces = keyspaces
         self._readers = readers
         self._right_sizes: set[tuple[bytes, bytes, int]] = set()  # keyspace, packed shard, page bytes
-        self._ranking: asyncio.Task[None] | None = None
 
     async def take(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
         """Bring all into the map; those that nobody could ever ask for are answered. Raises StoreFault.
 
         on_stored: told of pages whose pin or life ends some time.
         """
-        # Nothing of the map is garbage: the collector need not look at it again and again while it grows, nor hold up
-        # the loop ever after for as long as it takes to look at a million chunks.
-        gc.disable()
-        try:
-            useless = await self._take_all(on_stored)
-        finally:
-            gc.enable()
-        gc.freeze()
-        return useless
-
-    def rank(self) -> None:
-        """Show what was found to the eviction policy, in the background; who needs victims before does it at once."""
-        self._ranking = background(self._rank(), "rank-found-pages")
-
-    async def close(self) -> None:
-        """Rank no more."""
-        await cancelled(self._ranking)
-
-    async def _take_all(self, on_stored: Callable[[PageKey, PageMetadata], None]) -> list[PageKey]:
         pages, useless = self._store.scan(), list[PageKey]()
         while found := await self._readers.run(_take, pages, _SCAN_PAGES):
             if not {(key[:16], key[32:], page_bytes) for key, page_bytes, _ in found} <= self._right_sizes:
@@ -68,12 +45,6 @@ class FoundPages:
                     on_stored(page.key, page.metadata)
             self._map.add_found(found)
         return useless
-
-    async def _rank(self) -> None:
-        more = True
-        while more:
-            more = self._map.enter_found(_RANKED_CHUNKS)
-            await asyncio.sleep(_RANKING_PAUSE_S)
 
     def _sorted_out(self, found: Sequence[StoredPage]) -> tuple[list[StoredPage], list[PageKey]]:
         """Those of a size that pages of their keyspace and shard have, and the keys of all others."""

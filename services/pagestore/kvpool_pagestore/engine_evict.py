@@ -172,16 +172,14 @@ class Evicting:
         A part is what one turn of the event loop can take: a disk may have a million chunks.
         """
         chunks_a_turn = max(1, _PAGES_A_TURN // keyspace.grid.shard_count)
-        on_disk: Sequence[bytes] = ()
         named = dict.fromkeys(wanted.chunk_hashes)
         if wanted.whole_keyspace:
             named = dict.fromkeys(key.chunk_hash for key in self._ledger.keys_of(wanted.keyspace))
-            on_disk = self._disk.map.names() if self._disk is not None else ()
         chosen = list(named)
         for start in range(0, len(chosen), chunks_a_turn):
             yield chosen[start : start + chunks_a_turn]
-        for start in range(0, len(on_disk), chunks_a_turn):
-            names = on_disk[start : start + chunks_a_turn]
+        on_disk = self._disk.map.name_parts(chunks_a_turn) if wanted.whole_keyspace and self._disk is not None else ()
+        for names in on_disk:
             yield [name[16:] for name in names if name.startswith(wanted.keyspace) and name[16:] not in named]
 
     def _pages(self, keyspace: Keyspace, chunk_hash: bytes) -> Iterator[PageKey]:

@@ -31,11 +31,11 @@ class HeldPages:
         bounded steps, however many chunks there are.
         """
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
-        stored = disk.map.names() if disk is not None else []
-        count = 1 + (len(stored) + self._ledger.ready_count) // _BUCKET_CHUNKS
+        stored_count = disk.map.row_count if disk is not None else 0
+        count = 1 + (stored_count + self._ledger.ready_count) // _BUCKET_CHUNKS
         buckets: list[list[bytes]] = [[] for _ in range(count)]
-        for start in range(0, len(stored), _CHUNKS_A_TURN):
-            for name in stored[start : start + _CHUNKS_A_TURN]:
+        for names in disk.map.name_parts(_CHUNKS_A_TURN) if disk is not None else ():
+            for name in names:
                 if disk is not None and (keyspaces is None or name[:16] in keyspaces):
                     location = disk.map.location(name[:16], name[16:])
                     if location is not None:

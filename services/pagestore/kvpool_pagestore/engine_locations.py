@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import ChunkPlace, HeldChunk
@@ -107,15 +108,8 @@ class NodeTruth:
         """Every chunk that is held all the time while this is iterated; some come twice."""
         for at, staged in list(self._announcer.staged.items()):
             yield ChunkPlace(at[:16], at[16:], staged.group_head_hash)
-        disk_map = self._disk_map
-        if disk_map is None:
-            return
-        try:
-            yield from disk_map.places()
-        except RuntimeError:  # it changed meanwhile, which is rare before the node serves
-            for at in disk_map.names():
-                if (stored := disk_map.location(at[:16], at[16:])) is not None:
-                    yield ChunkPlace(at[:16], at[16:], stored[1])
+        if self._disk_map is not None:
+            yield from self._disk_map.places()
 
     def settle(self) -> None:
         self._announcer.flush()
@@ -148,11 +142,10 @@ class NodeTruth:
         """
         known = self._keyspaces.find(keyspace)
         valid_shards = known.grid.valid_shards if known is not None else 0
-        names = list(self._announcer.staged)
-        if self._disk_map is not None:  # a million at times: no value is made for each
-            names += self._disk_map.names()
-        for start in range(0, len(names), _NAMES_A_PART):
-            part = names[start : start + _NAMES_A_PART]
+        staged = list(self._announcer.staged)
+        staged_parts = (staged[start : start + _NAMES_A_PART] for start in range(0, len(staged), _NAMES_A_PART))
+        stored_parts = self._disk_map.name_parts(_NAMES_A_PART) if self._disk_map is not None else ()
+        for part in chain(staged_parts, stored_parts):
             places = dict.fromkeys(at[16:] for at in part if at.startswith(keyspace))
             yield [
                 LocationChange(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
-from kvpool.core.eviction import PolicyName
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
@@ -67,7 +66,6 @@ def ledger_limits(config: PageStoreConfig, first_segment_id: int) -> LedgerLimit
         first_segment_id=first_segment_id,
         writer_bytes=config.writer_bytes,
         grace_s=config.quarantine_grace_ms / 1e3,
-        eviction_policy=PolicyName(config.eviction_policy),
     )
 
 
@@ -136,7 +134,7 @@ def disk_tier(
 ) -> DiskTier:
     workers = parts.workers
     tier = DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
-    tier.map.decide_by(PolicyName(config.eviction_policy), parts.clock.wall_us)
+    tier.map.now_us = parts.clock.wall_us
     return tier
 
 

@@ -1,29 +1,14 @@
-"""What every eviction policy promises, whichever it is."""
-
-from collections.abc import Callable
+"""What the eviction policy promises."""
 
 import pytest
 
-from kvpool.core.eviction import (
-    ChainPolicy,
-    EvictionPolicy,
-    LruPolicy,
-    PolicyName,
-    Retention,
-    S3FifoPolicy,
-    make_policy,
-)
-
-POLICIES: dict[str, Callable[[], EvictionPolicy[int]]] = {
-    "chain": ChainPolicy,
-    "s3-fifo": S3FifoPolicy,
-    "lru": LruPolicy,
-}
+from kvpool_pagestore.core.eviction import EvictionPolicy
+from kvpool_pagestore.core.retained import Retention
 
 
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> EvictionPolicy[int]:
-    return POLICIES[request.param]()
+@pytest.fixture
+def policy() -> EvictionPolicy[int]:
+    return EvictionPolicy()
 
 
 def all_victims(policy: EvictionPolicy[int], now_us: int = 0, domain: str | None = None) -> list[int]:
@@ -31,10 +16,6 @@ def all_victims(policy: EvictionPolicy[int], now_us: int = 0, domain: str | None
     while (victim := policy.evict(now_us, domains=None if domain is None else (domain,))) is not None:
         victims.append(victim)
     return victims
-
-
-def test_every_name_makes_its_policy() -> None:
-    assert {name.value: type(make_policy(name)) for name in PolicyName} == POLICIES
 
 
 def test_all_keys_come_out_once(policy: EvictionPolicy[int]) -> None:

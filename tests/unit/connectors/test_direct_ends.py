@@ -173,7 +173,7 @@ def test_a_forked_process_misses_and_harms_nothing_of_its_parent() -> None:
 async def test_a_slot_of_another_size_is_not_written() -> None:
     with new_world() as world:
         async with served(world) as store, pool_of(store) as pool:
-            session = await pool._session._live(KEYSPACE, SPEC)
+            session = await pool._session.live(KEYSPACE, SPEC)
             reserve = session.reserve
 
             async def smaller(*arguments: Any, **named: Any) -> Any:

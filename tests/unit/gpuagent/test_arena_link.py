@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool.client import pagestore_link
 from kvpool.client.config import ClientConfig
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, Overloaded, ServiceUnavailable
@@ -104,7 +105,7 @@ async def pagestore(monkeypatch: pytest.MonkeyPatch) -> Pagestore:
 
     monkeypatch.setattr(PageStoreSession, "open", open_session)
     monkeypatch.setattr(arena_pool, "RETRY_INTERVAL_S", 0.0)
-    monkeypatch.setattr(arena_pool, "PREPARE_RETRY_MAX_S", 0.0)
+    monkeypatch.setattr(pagestore_link, "PREPARE_RETRY_MAX_S", 0.0)
     return made
 
 

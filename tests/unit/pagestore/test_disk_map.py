@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.kept_metadata import StoredPage
@@ -17,8 +16,8 @@ from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 SIZES = {0: 100, 1: 250}
 
 
-def new_map(policy: PolicyName = DEFAULT_POLICY) -> DiskMap:
-    return DiskMap(lambda key: SIZES[key.shard], policy)
+def new_map() -> DiskMap:
+    return DiskMap(lambda key: SIZES[key.shard])
 
 
 def test_metadata_comes_back_as_it_was_given() -> None:
@@ -37,14 +36,14 @@ def test_metadata_comes_back_as_it_was_given() -> None:
 
 
 def test_chunks_go_by_their_last_use_and_those_in_use_are_passed_over() -> None:
-    disk = new_map(PolicyName.LRU)
-    for number in range(4):
+    disk = new_map()
+    for number in (0, 16, 32, 48):  # chains of one chunk each
         disk.add(page_key(number), metadata(number))
         disk.add(page_key(number, shard=1), metadata(number))
     disk.touch(page_key(0))
-    oldest = disk.oldest(400, lambda key: key == page_key(2, shard=1))
-    assert [chunk.chunk_hash for chunk in oldest] == [page_key(1).chunk_hash, page_key(3).chunk_hash]
-    assert oldest[0].keys == [page_key(1), page_key(1, shard=1)]
+    oldest = disk.oldest(400, lambda key: key == page_key(32, shard=1))
+    assert [chunk.chunk_hash for chunk in oldest] == [page_key(16).chunk_hash, page_key(48).chunk_hash]
+    assert oldest[0].keys == [page_key(16), page_key(16, shard=1)]
 
 
 def chosen(disk: DiskMap, free_bytes: int = 1, keyspaces: tuple[bytes, ...] | None = None) -> list[int]:
@@ -138,18 +137,16 @@ def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> 
     assert disk.metadata(PageKey(b"k" * 16, b"c" * 16, 2)) == replace(plain, pinned_until_us=200)
 
 
-def test_found_chunks_are_ranked_by_and_by_and_at_once_when_victims_are_needed() -> None:
+def test_what_a_scan_has_found_is_ranked_when_the_first_victim_is_needed() -> None:
     disk = DiskMap(lambda key: 1)
     keys = [PageKey(bytes(16), bytes([number]) * 16, 0) for number in range(1, 6)]
     for number, key in enumerate(keys):
         parent = keys[number - 1].chunk_hash if number else bytes(16)
         disk.add_found([found(key, PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16)))])
-    assert disk.remove(keys[4])  # before it was ranked
-    assert disk.enter_found(2)
-    disk.touch(keys[0])  # may be one that is not ranked yet
+    assert disk.remove(keys[4])
+    disk.touch(keys[0])
     (victim,) = disk.oldest(1, lambda key: False)
-    assert victim.chunk_hash == keys[3].chunk_hash, "the end of the chain, though nobody ranked it before"
-    assert not disk.enter_found(100)
+    assert victim.chunk_hash == keys[3].chunk_hash, "the end of the chain"
     assert [chunk.chunk_hash for chunk in disk.oldest(4, lambda key: False)] == [
         key.chunk_hash for key in reversed(keys[:4])
     ]

@@ -205,14 +205,16 @@ async def test_another_tenant_clears_and_flushes_nothing_of_ours() -> None:
 
 async def test_the_disk_budget_is_kept_by_giving_up_what_was_unused_longest() -> None:
     with new_world() as world:
-        async with running_engine(world, disk_bytes=10 * PAGE_BYTES, eviction_policy="lru") as running:
+        async with running_engine(world, disk_bytes=10 * PAGE_BYTES) as running:
             peer = await open_session(running)
-            for number in range(25):
+            for number in range(0, 25 * 16, 16):  # chains of one page each
                 await store(running, peer, [number])
                 await running.engine.flush(TENANT, b"")
                 assert sum(page.page_bytes for page in world.memory.scan()) <= 10 * PAGE_BYTES
-            assert {page.key for page in world.memory.scan()} == {page_key(number) for number in range(15, 25)}
-            await eventually(lambda: not world.index.shards(3, Tier.DISK) and world.index.shards(24, Tier.DISK))
+            assert {page.key for page in world.memory.scan()} == {page_key(16 * number) for number in range(15, 25)}
+            await eventually(
+                lambda: not world.index.shards(3 * 16, Tier.DISK) and world.index.shards(24 * 16, Tier.DISK)
+            )
 
 
 async def test_a_commit_goes_on_when_its_caller_leaves() -> None:

@@ -48,9 +48,9 @@ async def test_pages_whose_deletion_failed_are_deleted_when_the_disk_is_well_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with new_world() as world:
-        async with running_engine(world, disk_bytes=2 * PAGE_BYTES, eviction_policy="lru") as running:
+        async with running_engine(world, disk_bytes=2 * PAGE_BYTES) as running:
             engine, peer = running.engine, await open_session(running)
-            for number in range(2):
+            for number in (0, 16):  # chains of one page each
                 await store(running, peer, [number])
                 await engine.flush(TENANT, b"")
             with monkeypatch.context() as patch:
@@ -59,11 +59,11 @@ async def test_pages_whose_deletion_failed_are_deleted_when_the_disk_is_well_aga
                     raise StoreFault("the disk fails")
 
                 patch.setattr(world.memory, "delete_batch", failing)
-                await store(running, peer, [2])  # needs the room of page 0
+                await store(running, peer, [32])  # needs the room of page 0
                 await eventually(lambda: engine.disk_fault)
             await eventually(lambda: not engine.disk_fault)
             await engine.flush(TENANT, b"")
-            await eventually(lambda: {found.key for found in world.memory.scan()} == {page_key(1), page_key(2)})
+            await eventually(lambda: {found.key for found in world.memory.scan()} == {page_key(16), page_key(32)})
             assert engine.gauges().disk_pages == 2
 
 

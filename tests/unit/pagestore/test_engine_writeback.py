@@ -14,7 +14,6 @@ import pytest
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import ArenaFull, Draining, StoreFault
-from kvpool.core.eviction import PolicyName
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
 from kvpool.testing import eventually
@@ -306,11 +305,10 @@ async def drain(engine: PageStoreEngine) -> None:
 
 
 @pytest.mark.parametrize("wait_for_all", [flush_all, drain])
-@pytest.mark.parametrize("policy", [PolicyName.CHAIN, PolicyName.LRU])
 async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
-    policy: PolicyName, wait_for_all: Callable[[PageStoreEngine], Awaitable[None]]
+    wait_for_all: Callable[[PageStoreEngine], Awaitable[None]],
 ) -> None:
-    changes: dict[str, Any] = {"batch_pages": 4, "write_threads": 1, "eviction_policy": policy, **ONE_PAGE_AND_NO_MORE}
+    changes: dict[str, Any] = {"batch_pages": 4, "write_threads": 1, **ONE_PAGE_AND_NO_MORE}
     async with cluster_of(2, linger_ms=PATIENT_MS, **changes) as cluster:
         world, running = cluster.members[0].world, cluster.members[0].run
         engine, peer = running.engine, await open_session(running)

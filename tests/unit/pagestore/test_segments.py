@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.eviction import PolicyName
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Segment, Slot, SlotState, SpaceNeed, slot_bytes_for
 from tests.fixtures.pagestore import metadata, page_key
@@ -17,16 +16,13 @@ KIB = 1024
 class Table:
     """A segment table whose segments are made as soon as they are wanted."""
 
-    def __init__(
-        self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB, policy: PolicyName = PolicyName.LRU
-    ) -> None:
+    def __init__(self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB) -> None:
         self.evicted: list[int] = []
         self.space = SegmentTable(
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
             first_segment_id=10,
             on_evict=lambda slot: self.evicted.append(slot.page.metadata.chunk_index),
-            policy=policy,
         )
 
     def allocate(self, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot | SpaceNeed:
@@ -55,18 +51,18 @@ def test_a_slot_is_whole_memory_pages() -> None:
 
 def test_the_budget_is_filled_before_anything_is_evicted_then_the_oldest_goes() -> None:
     table = Table()
-    slots = [table.page(number) for number in range(16)]
+    slots = [table.page(16 * number) for number in range(16)]  # chains of one page each
     assert table.space.segment_total_bytes == 64 * KIB and not table.evicted
     table.space.touch(slots[0])
     slots[1].readers = 1
     table.space.settle(slots[1])
-    table.page(100)
-    table.page(101)
-    assert table.evicted == [2, 3]
+    table.page(1000)
+    table.page(2000)
+    assert table.evicted == [2 * 16, 3 * 16]
 
 
 def test_the_end_of_a_chain_goes_and_a_page_in_use_keeps_those_before_it() -> None:
-    table = Table(policy=PolicyName.CHAIN)
+    table = Table()
     slots = [table.page(number) for number in range(16)]
     slots[14].readers = 1
     table.space.settle(slots[14])
@@ -81,7 +77,7 @@ def test_the_end_of_a_chain_goes_and_a_page_in_use_keeps_those_before_it() -> No
 
 
 def test_a_chain_that_fills_the_arena_gives_up_its_head_while_its_end_is_in_use() -> None:
-    table = Table(capacity_bytes=16 * KIB, policy=PolicyName.CHAIN)
+    table = Table(capacity_bytes=16 * KIB)
     slots = [table.page(number) for number in range(4)]
     slots[3].readers = 1
     table.space.settle(slots[3])
@@ -106,14 +102,14 @@ def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
 
 def test_a_page_that_was_dropped_while_in_use_is_no_victim() -> None:
     table = Table(capacity_bytes=16 * KIB)
-    slots = [table.page(number) for number in range(4)]
+    slots = [table.page(16 * number) for number in range(4)]
     slots[0].readers, slots[0].doomed = 1, True
     table.space.settle(slots[0])
     table.page(100)
     slots[0].readers = 0
     table.space.free(slots[0])
-    table.page(101)
-    assert table.evicted == [1]
+    table.page(200)
+    assert table.evicted == [16]
 
 
 def test_the_last_segment_takes_what_is_left_of_the_budget() -> None:
@@ -183,7 +179,7 @@ def test_old_segments_count_against_the_budget() -> None:
 def test_a_segment_that_could_not_be_made_gives_its_bytes_back_and_pages_are_evicted_instead() -> None:
     table = Table()
     for number in range(4):
-        table.page(number)
+        table.page(16 * number)
     planned = table.space.plan_segment("a", 4 * KIB)
     assert planned is not None
     table.space.segment_gone(planned)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvpool.core.eviction import PolicyName
 from kvpool_pagestore.core.slots import Slot
 from tests.fixtures.pagestore import KEYSPACE
 from tests.unit.pagestore.test_segments import KIB, Table
@@ -12,9 +9,8 @@ from tests.unit.pagestore.test_segments import KIB, Table
 COUNT = 64
 
 
-@pytest.mark.parametrize("policy", list(PolicyName))
-def test_what_is_spared_is_asked_about_once_a_walk(policy: PolicyName) -> None:
-    table = Table(capacity_bytes=COUNT * 4 * KIB, policy=policy)
+def test_what_is_spared_is_asked_about_once_a_walk() -> None:
+    table = Table(capacity_bytes=COUNT * 4 * KIB)
     pages = [table.page(number * 16) for number in range(COUNT)]  # chains of one page each
     asked: list[Slot] = []
 

@@ -44,7 +44,7 @@ def other_value(field: Field[Any], config: Any) -> str:
         "write_policy": "selective",
         "tls_client_auth": "none",
     }
-    known |= {"staging": "transit", "eviction_policy": "lru", "tenant_quotas": "one=5,*=7"}
+    known |= {"staging": "transit", "tenant_quotas": "one=5,*=7"}
     return known.get(field.name, "/other/value:1")
 
 

@@ -120,7 +120,7 @@ COMMANDS = {
     "replay": Command(
         "replay",
         "hit rate of a trace of requests, by eviction policy and capacity",
-        ("kvpool replay trace.jsonl --policy chain --capacity 10%",),
+        ("kvpool replay trace.jsonl --capacity 10%",),
     ),
     "bench": Command(
         "bench",

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import time
-from dataclasses import dataclass
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from kvpool.cli.output import EXIT_OK, CommandFailed, print_json, size_from_text
 from kvpool.cli.replay_live import replay_live
-from kvpool.cli.replay_trace import Trace, blocks_from_text, read_trace
+from kvpool.cli.replay_trace import read_trace
 from kvpool.cli.targets import add_target, find_target
-from kvpool.core.eviction import DEFAULT_POLICY, PolicyName, make_policy
-from kvpool.core.eviction.replay import ReplayResult, belady, replay
 
-BELADY = "belady"
 _LIVE_REQUESTS = 500  # unless --limit says otherwise: each one moves real bytes
 _LIVE_BLOCK_BYTES = 64 << 10
 DEFAULT = "default"
@@ -29,9 +27,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        choices=[DEFAULT, *PolicyName, BELADY],
+        choices=[DEFAULT, "lru", "belady"],
         default=DEFAULT,
-        help=f"which blocks go when the cache is full; default is {DEFAULT_POLICY}, belady knows the future",
+        help="which blocks go when the cache is full; default is the pagestore's policy, belady knows the future",
     )
     parser.add_argument(
         "--capacity", default="", metavar="N", help="blocks (5000), a share of the different blocks (5%%) or 64GiB"
@@ -48,31 +46,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_replay)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """A result with what it was made of."""
-
-    policy: str
-    capacity_blocks: int
-    unique_blocks: int
-    result: ReplayResult
-    elapsed_s: float
-
-    def to_document(self) -> dict[str, Any]:
-        """The document of `--json`."""
-        return {
-            "hit_rate": self.result.hit_rate,
-            "hits": self.result.hits,
-            "requests": self.result.requests,
-            "block_references": self.result.block_references,
-            "unique_blocks": self.unique_blocks,
-            "capacity_blocks": self.capacity_blocks,
-            "policy": self.policy,
-            "elapsed_s": self.elapsed_s,
-            "references_per_s": self.result.block_references / max(self.elapsed_s, 1e-9),
-        }
-
-
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay and print."""
     if arguments.block_bytes < 0 or arguments.limit < 0:
@@ -81,13 +54,14 @@ def run_replay(arguments: argparse.Namespace) -> int:
         return _run_live(arguments)
     if not arguments.capacity:
         raise CommandFailed("say --capacity: blocks (5000), a share of the different blocks (5%) or bytes (64GiB)")
-    trace = read_trace(arguments.trace, arguments.limit)
-    unique_blocks = trace.unique_blocks
-    capacity = blocks_from_text(arguments.capacity, unique_blocks, arguments.block_bytes)
-    policy = str(DEFAULT_POLICY) if arguments.policy == DEFAULT else str(arguments.policy)
-    replayed = replay_trace(trace, policy, capacity, unique_blocks)
-    write_result(replayed.to_document(), arguments.json, render(replayed))
-    return EXIT_OK
+    if importlib.util.find_spec("bench") is None:
+        raise CommandFailed("a replay without a cluster is part of the source checkout: run this in it")
+    command = [sys.executable, "-m", "bench.eviction_replay", arguments.trace, "--capacity", arguments.capacity]
+    command += ["--limit", str(arguments.limit)]
+    command += ["--block-bytes", str(arguments.block_bytes)] if arguments.block_bytes else []
+    command += [] if arguments.policy == DEFAULT else ["--policy", arguments.policy]
+    command += ["--json", arguments.json] if arguments.json else []
+    return subprocess.run(command, check=False).returncode
 
 
 def _run_live(arguments: argparse.Namespace) -> int:
@@ -109,23 +83,6 @@ def _run_live(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def replay_trace(trace: Trace, policy: str, capacity: int, unique_blocks: int) -> Replayed:
-    """The policy alone, timed."""
-    begin_s = time.perf_counter()
-    if policy == BELADY:
-        result = belady(trace.requests, capacity)
-    else:
-        name = PolicyName(policy)
-        result = replay(trace.requests, make_policy(name), capacity, tail_first=name is not PolicyName.CHAIN)
-    return Replayed(
-        policy=policy,
-        capacity_blocks=capacity,
-        unique_blocks=unique_blocks,
-        result=result,
-        elapsed_s=time.perf_counter() - begin_s,
-    )
-
-
 def write_result(document: dict[str, Any], json_name: str | None, text: str) -> None:
     """For people on stdout, unless the JSON goes there. Raises CommandFailed."""
     if json_name == "-":
@@ -137,15 +94,3 @@ def write_result(document: dict[str, Any], json_name: str | None, text: str) -> 
             Path(json_name).write_text(json.dumps(document, indent=2) + "\n")
         except OSError as error:
             raise CommandFailed(f"{json_name} cannot be written: {error.strerror or error}") from error
-
-
-def render(replayed: Replayed) -> str:
-    """A few lines for people."""
-    result = replayed.result
-    return "\n".join(
-        [
-            f"{replayed.policy} with {replayed.capacity_blocks} of {replayed.unique_blocks} different blocks",
-            f"prefix hit rate {result.hit_rate:.4f} ({result.hits} of {result.block_references} blocks)",
-            f"{result.block_references / max(replayed.elapsed_s, 1e-9):,.0f} block references a second",
-        ]
-    )

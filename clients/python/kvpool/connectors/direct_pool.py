@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvpool.client.index import IndexClient
+from kvpool.client.pagestore import SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.client.pagestore_link import PagestoreLink
 from kvpool.connectors.direct_config import DirectPoolConfig
 from kvpool.connectors.direct_reading import read_window
-from kvpool.connectors.direct_session import DirectSession
 from kvpool.connectors.direct_turns import Turns
 from kvpool.connectors.direct_values import (
     ChunkPlace,
@@ -46,7 +47,8 @@ class DirectPool:
     def __init__(self, config: DirectPoolConfig, peer_name: str) -> None:
         self._config = config
         self._index = IndexClient(config.client)
-        self._session = DirectSession(config, peer_name)
+        plan = SessionPlan(endpoint=config.pagestore, peer_name=peer_name)
+        self._session = PagestoreLink(plan, config.client, retry_interval_s=config.retry_interval_s)
         self._threads = ThreadPoolExecutor(config.copy_threads, thread_name_prefix="kvpool-copy")
         self._reads, self._writes = (Turns(config.calls_in_flight) for _ in range(2))
         self._spaces: dict[SharedSpace, OpenSpace] = {}

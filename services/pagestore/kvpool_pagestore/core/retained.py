@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.eviction import PLAIN, Retention
+
+EXPIRED_PRIORITY = -128
+"""Below every priority that may be asked for (-100 to 100): what has expired goes before anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What was asked for a key beside its use. Times are wall time in microseconds since the epoch."""
+
+    priority: int = 0  # -100 (first to go) to 100 (last to go)
+    pinned_until_us: int = 0  # never a victim before; 0: not pinned
+    expires_us: int = 0  # worthless from then on; 0: never
+
+
+PLAIN = Retention()
 
 
 def retention_of(metadata: PageMetadata) -> Retention:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-from kvpool.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from kvpool.core.page import SLOT_ALIGNMENT_BYTES
+from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.slots import Segment, SegmentState, Slot, SlotState, SpaceNeed
 from kvpool_pagestore.core.victims import walk
@@ -79,7 +79,6 @@ class SegmentTable:
         segment_bytes: int,
         first_segment_id: int,
         on_evict: Callable[[Slot], None],
-        policy: PolicyName = DEFAULT_POLICY,
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -91,7 +90,6 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
-        self._policy = policy
         self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
@@ -319,7 +317,7 @@ class SegmentTable:
     def _class(self, tenant: str, slot_bytes: int) -> _SizeClass:
         found = self._classes.get((tenant, slot_bytes))
         if found is None:
-            found = self._classes[tenant, slot_bytes] = _SizeClass(make_policy(self._policy))
+            found = self._classes[tenant, slot_bytes] = _SizeClass(EvictionPolicy())
         return found
 
     def _planned(self, tenant: str, size_bytes: int, slot_bytes: int) -> Segment:

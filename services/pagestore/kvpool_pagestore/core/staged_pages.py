@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
-from kvpool.core.eviction import DEFAULT_POLICY, PolicyName
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
@@ -32,7 +31,6 @@ class LedgerLimits:
     # Slots being written, dirty, or left in quarantine by a writer. What is beyond it is for promotion and reading.
     writer_bytes: int
     grace_s: float
-    eviction_policy: PolicyName = DEFAULT_POLICY
 
 
 class StagedPages:
@@ -62,7 +60,6 @@ class StagedPages:
             segment_bytes=limits.segment_bytes,
             first_segment_id=limits.first_segment_id,
             on_evict=self._evicted,
-            policy=limits.eviction_policy,
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots

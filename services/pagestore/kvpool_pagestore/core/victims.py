@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
 
-from kvpool.core.eviction import EvictionPolicy
+from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.slots import Slot
 
 
@@ -18,7 +18,7 @@ def walk(
     """Pages of these keyspaces in the order of the policy, none that is spared. Free each, then ask for the next.
 
     A page that is spared is asked about once: it is held until the walk ends, so that the policy does not come by it
-    again for each victim; to LRU and S3-FIFO that is a use. Close the walk when it has brought enough.
+    again for each victim. Close the walk when it has brought enough.
     """
     passed: list[Slot] = []
     new: list[Slot] = []

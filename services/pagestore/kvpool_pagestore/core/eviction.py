@@ -1,0 +1,403 @@
+"""Which page goes when a tier is full: leaf-first GDSF on log frequency, held against LRU. Pure; time is passed in.
+
+Each use gives a key a score: the tick of the use plus `weight * window * log2(uses)`. The lowest score goes, but only
+ends of chains can go. That is GreedyDual-Size-Frequency (Cherkasova 1998) for equal sizes, with the logarithm of LFU
+with aging, and with the uses of evicted keys remembered. `window` is what LRU would remember, in ticks, known by
+simulating LRU with a byte a tick. A hit that LRU would have missed raises the weight, the opposite lowers it (as LeCaR
+does, Vietri and others 2018): traffic in which frequency misleads gets LRU.
+
+Every step takes a bounded time: queues are doubly linked lists in columns, one for each domain and range of scores.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from math import log2
+from typing import Generic
+
+import numpy as np
+
+from kvpool_pagestore.core.key_rows import NO_ROW, DictRows, K, KeyRows
+from kvpool_pagestore.core.retained import EXPIRED_PRIORITY, PLAIN, Retention
+
+_PRESENT, _HELD = 1, 2  # flags of a row; without _PRESENT it only stands for a parent of keys that are inside
+_MAX_USES = 255
+_LOG_USES = [0.0, *(log2(uses) for uses in range(1, _MAX_USES + 1))]
+_FIRST_WEIGHT, _LEAST_WEIGHT, _MOST_WEIGHT, _WEIGHT_STEP = 1 / 23, 1 / 64, 1.0, 1 + 1 / 60
+_SAME_USE_SHARE = 128  # uses within this part of the keys inside are one: shards of a chunk, a look-up and its load
+_WINDOW_SHARE = 8  # ticks of the LRU window for each key, at most
+_EXACT_KEYS = 4096  # with fewer keys inside, each score has a queue of its own
+_NEVER, _SCORE_BITS = 1 << 62, 48
+_TURN = 256  # entries of a backlog that one call works off
+_MASK, _MULTIPLIER = (1 << 64) - 1, 0x9E3779B97F4A7C15  # 2**64 / golden ratio
+
+
+class _Ghosts:
+    """Uses and last tick of keys that left: a cell of 8 bytes for each, two cells for a key inside, the newer wins."""
+
+    def __init__(self) -> None:
+        self._cells = np.zeros(1, np.uint64).data
+
+    def put(self, number: int, uses: int, tick: int, key_count: int) -> None:
+        if 2 * len(self._cells) < 3 * key_count:
+            self._cells = np.zeros(2 * key_count, np.uint64).data  # its memory comes as it is used
+        mixed = number * _MULTIPLIER & _MASK
+        self._cells[(mixed >> 24) % len(self._cells)] = (mixed & 0xFFFFFF) << 40 | uses << 32 | tick & 0xFFFFFFFF
+
+    def take(self, number: int, now: int) -> tuple[int, int]:
+        """Uses and last tick, once; zeros if they are not known."""
+        mixed = number * _MULTIPLIER & _MASK
+        at = (mixed >> 24) % len(self._cells)
+        cell = self._cells[at]
+        if cell >> 40 != mixed & 0xFFFFFF or not cell & 0xFF00000000:
+            return 0, 0
+        self._cells[at] = 0
+        return cell >> 32 & 0xFF, now - (now - cell & 0xFFFFFFFF)
+
+
+class _LruWindow:
+    """What LRU would hold, exactly: ticks after `start` of which so many are the last use of their key."""
+
+    def __init__(self) -> None:
+        self.start = self.now = self._count = 0
+        self._is_last = bytearray()  # of the ticks from start + 1 on
+
+    def use(self, last: int, key_count: int) -> None:
+        """The next tick, of a key whose last use was that one."""
+        self.forget(last)
+        self.now += 1
+        self._is_last.append(1)
+        self._count += 1
+        if len(self._is_last) > _WINDOW_SHARE * (key_count + _TURN):
+            self._drop()
+
+    def forget(self, last: int) -> None:
+        if last > self.start and self._is_last[last - self.start - 1]:
+            self._is_last[last - self.start - 1] = 0
+            self._count -= 1
+
+    def shrink(self, key_count: int) -> None:
+        for _ in range(_TURN):
+            if self._count <= key_count:
+                break
+            self._drop()
+
+    def _drop(self) -> None:
+        self._count -= self._is_last[0]
+        del self._is_last[0]  # moves nothing
+        self.start += 1
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The queues of a domain, by rank: priority and score in one number. The lowest rank goes first."""
+
+    domain: Hashable
+    key_count: int = 0
+    ranks: list[int] = field(default_factory=list)  # of queues that are not empty, ascending
+    first: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    offered: int = _NEVER  # the rank with which it is in the heap of all shelves
+
+
+class EvictionPolicy(Generic[K]):
+    """Which key a full tier gives up next. It holds keys only; bytes and budgets are its user's.
+
+    - Never gives up a key while one of its descendants is inside, whatever the order in which they came.
+    - A key that is held (being read or written) or pinned is never a victim; if nothing else is left there is none.
+    - What has expired goes first, then lower priorities before higher ones, then lower scores.
+    - Memory is bounded by the keys inside, what is remembered of others included.
+
+    Methods that name a key are ignored if it is not inside, except `insert` and `restore`.
+    """
+
+    def __init__(self, rows: KeyRows[K] | None = None) -> None:
+        self._rows: KeyRows[K] = rows if rows is not None else DictRows()
+        self._ghosts, self._window = _Ghosts(), _LruWindow()
+        self._weight, self._was_full, self._count, self._now_us = _FIRST_WEIGHT, False, 0, 0
+        self._parent, self._children, self._before, self._after, self._shelf = (array("i") for _ in range(5))
+        self._last_use, self._score, self._rank = (array("q") for _ in range(3))  # rank: -1 while it cannot go
+        self._uses, self._flags = bytearray(), bytearray()
+        self._retained: dict[int, Retention] = {}  # rows whose retention is not plain
+        self._due: list[tuple[int, int]] = []  # when to place a row again, and the row
+        self._due_of: dict[int, int] = {}  # the entry of `_due` that counts, by row
+        self._shelves: dict[int, _Shelf] = {}
+        self._shelf_of: dict[Hashable, int] = {}
+        self._shelf_count = 0
+        self._heap: list[tuple[int, int]] = []  # lowest rank and number of shelves; older ranks may be lower
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: K) -> bool:
+        return self._find(key) >= 0
+
+    def insert(self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN) -> None:
+        """A key came in; it counts as used now. Again for a key that is inside: touched and retained as said here.
+
+        parent: the key before it in its chain, inside or not; None for the first of a chain. It never changes.
+        domain: a label by which `evict` can be held to a part of the keys, such as the keyspace.
+        """
+        row = self._find(key)
+        if row >= 0:
+            self.touch(key)
+            self.retain(key, retention)
+            return
+        row = self._enter(key, parent, domain, retention)
+        self._uses[row], last = self._ghosts.take(_number(key), self._window.now)
+        self._use(row, last, is_hit=False)
+
+    def restore(
+        self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+    ) -> None:
+        """`insert` of a key that was inside before a restart, in any order: not a use."""
+        if self._find(key) >= 0:
+            self.insert(key, parent, domain=domain, retention=retention)
+            return
+        row = self._enter(key, parent, domain, retention)
+        self._uses[row], self._last_use[row], self._score[row] = 1, 0, self._window.now
+        self._place(row)
+
+    def touch(self, key: K) -> None:
+        """It was used. Touch the keys of a chain from its head on."""
+        row = self._find(key)
+        if row >= 0 and self._window.now - self._last_use[row] >= self._count // _SAME_USE_SHARE:
+            self._use(row, self._last_use[row], is_hit=True)
+
+    def hold(self, key: K) -> None:
+        """No victim until `release`. Not counted: one release ends any number of holds."""
+        row = self._find(key)
+        if row >= 0:
+            self._flags[row] |= _HELD
+            self._place(row)
+
+    def release(self, key: K) -> None:
+        """It may be a victim again."""
+        row = self._find(key)
+        if row >= 0:
+            self._flags[row] &= ~_HELD
+            self._place(row)
+
+    def retain(self, key: K, retention: Retention) -> None:
+        """Another retention from now on."""
+        row = self._find(key)
+        if row >= 0 and (retention != PLAIN or self._retained.pop(row, None) is not None):
+            self._note(row, retention)
+            self._place(row)
+
+    def remove(self, key: K) -> None:
+        """It is gone for a reason of the user's own; nothing of it is remembered."""
+        row = self._rows.find(key)
+        if row >= 0 and self._flags[row] & _PRESENT:
+            self._window.forget(self._last_use[row])
+            self._leave(row)
+        elif row >= 0:
+            self._free(row)
+
+    def evict(
+        self, now_us: int = 0, *, domains: Collection[Hashable] | None = None, spare: Callable[[K], bool] | None = None
+    ) -> K | None:
+        """Take out the next victim. None if nothing may go.
+
+        domains: only keys of these, if not None. spare: keys for which it is true are passed over this time.
+        """
+        self._now_us, self._was_full = now_us, True
+        spared: list[int] = []
+        while True:
+            more = self._place_due()
+            row = self._lowest(domains)
+            if row >= 0 and (spare is None or not spare(self._rows.key(row))):
+                break
+            if row >= 0:
+                self._unlink(row)
+                spared.append(row)
+            elif not more:
+                break
+        for passed in spared:
+            self._place(passed)
+        if row < 0:
+            return None
+        victim = self._rows.key(row)
+        self._ghosts.put(_number(victim), self._uses[row], self._last_use[row], self._count)
+        self._leave(row)
+        self._window.shrink(self._count)
+        return victim
+
+    # Inside
+
+    def _find(self, key: K) -> int:
+        row = self._rows.find(key)
+        return row if row >= 0 and self._flags[row] & _PRESENT else NO_ROW
+
+    def _new(self, key: K) -> int:
+        row = self._rows.add(key)
+        if row == len(self._flags):  # a part of the columns at a time
+            self._parent.extend([NO_ROW] * _TURN)
+            self._rank.extend([NO_ROW] * _TURN)
+            for column in (self._children, self._before, self._after, self._shelf, self._last_use, self._score):
+                column.extend([0] * _TURN)
+            self._uses += bytes(_TURN)
+            self._flags += bytes(_TURN)
+        return row
+
+    def _enter(self, key: K, parent: K | None, domain: Hashable, retention: Retention) -> int:
+        row = self._rows.find(key)
+        if row < 0:
+            row = self._new(key)
+        if parent is not None and self._parent[row] < 0 and parent != key:  # a stand-in has its own
+            above = self._rows.find(parent)
+            if above < 0:
+                above = self._new(parent)
+            self._parent[row] = above
+            self._children[above] += 1
+            self._place(above)
+        number = self._shelf_of.get(domain)
+        if number is None:
+            self._shelf_count += 1
+            number = self._shelf_of[domain] = self._shelf_count
+            self._shelves[number] = _Shelf(domain)
+        self._shelves[number].key_count += 1
+        self._shelf[row], self._flags[row] = number, _PRESENT
+        self._count += 1
+        if retention is not PLAIN:
+            self._note(row, retention)
+        return row
+
+    def _leave(self, row: int) -> None:
+        if self._rank[row] >= 0:
+            self._unlink(row)
+        self._retained.pop(row, None)
+        shelf = self._shelves[self._shelf[row]]
+        shelf.key_count -= 1
+        if not shelf.key_count:
+            del self._shelf_of[shelf.domain], self._shelves[self._shelf[row]]
+        self._flags[row] = 0
+        self._count -= 1
+        self._free(row)
+
+    def _free(self, row: int) -> None:
+        """Forget a row that is not inside and stands for the parent of none, and so on up its chain."""
+        while row >= 0 and not self._flags[row] and not self._children[row]:
+            above, self._parent[row] = self._parent[row], NO_ROW
+            self._rows.remove(row)
+            if above >= 0:
+                self._children[above] -= 1
+                self._place(above)
+            row = above
+
+    def _use(self, row: int, last: int, *, is_hit: bool) -> None:
+        window, count = self._window, self._count
+        if self._was_full and last > 0 and is_hit != (last > window.start):
+            weight = self._weight * _WEIGHT_STEP if is_hit else self._weight / _WEIGHT_STEP
+            self._weight = min(max(weight, _LEAST_WEIGHT), _MOST_WEIGHT)
+        window.use(last, count)
+        width = window.now - window.start
+        uses = self._uses[row] = min(self._uses[row] + 1, _MAX_USES)
+        score = window.now + int(self._weight * width * _LOG_USES[uses])
+        if count >= _EXACT_KEYS:  # 256 queues a window, 16 of a small domain
+            large = self._shelves[self._shelf[row]].key_count >= _EXACT_KEYS
+            score &= -1 << max(0, (width >> (8 if large else 4)).bit_length() - 1)
+        self._last_use[row], self._score[row] = window.now, score
+        self._place(row)
+
+    def _note(self, row: int, retention: Retention) -> None:
+        if retention == PLAIN:
+            self._retained.pop(row, None)
+            return
+        self._retained[row] = retention
+        times = [at for at in (retention.pinned_until_us, retention.expires_us) if at > self._now_us]
+        if times and min(times) < self._due_of.get(row, _NEVER):  # else it is placed again in time
+            self._due_of[row] = min(times)
+            heappush(self._due, (min(times), row))
+
+    def _place_due(self) -> bool:
+        """Place rows again of which a pin or the life has ended, some at a time; whether there are more."""
+        for _ in range(_TURN):
+            if not self._due or self._due[0][0] > self._now_us:
+                return False
+            at_us, row = heappop(self._due)
+            if self._due_of.get(row) == at_us:
+                del self._due_of[row]
+                if row in self._retained:
+                    self._note(row, self._retained[row])
+                    self._place(row)
+        return True
+
+    def _place(self, row: int) -> None:
+        """Put it into the queue where it belongs now, if it may go at all."""
+        rank = self._score[row] | -EXPIRED_PRIORITY << _SCORE_BITS
+        if self._flags[row] != _PRESENT or self._children[row]:
+            rank = NO_ROW
+        elif (retention := self._retained.get(row)) is not None:
+            expired = 0 < retention.expires_us <= self._now_us
+            priority = EXPIRED_PRIORITY if expired else retention.priority
+            rank = self._score[row] | priority - EXPIRED_PRIORITY << _SCORE_BITS
+            if retention.pinned_until_us > self._now_us:
+                rank = NO_ROW
+        if rank != self._rank[row]:
+            if self._rank[row] >= 0:
+                self._unlink(row)
+            if rank >= 0:
+                self._link(row, rank)
+
+    def _link(self, row: int, rank: int) -> None:
+        number = self._shelf[row]
+        shelf = self._shelves[number]
+        last = shelf.last.get(rank, NO_ROW)
+        if last >= 0:
+            self._after[last] = row
+        else:
+            insort(shelf.ranks, rank)
+            shelf.first[rank] = row
+            if rank < shelf.offered:
+                shelf.offered = rank
+                heappush(self._heap, (rank, number))
+                if len(self._heap) > 2 * len(self._shelves) + _TURN:
+                    self._heap = [(one.offered, at) for at, one in self._shelves.items() if one.ranks]
+                    heapify(self._heap)
+        self._before[row], self._after[row], self._rank[row] = last, NO_ROW, rank
+        shelf.last[rank] = row
+
+    def _unlink(self, row: int) -> None:
+        rank, before, after = self._rank[row], self._before[row], self._after[row]
+        shelf = self._shelves[self._shelf[row]]
+        if before >= 0:
+            self._after[before] = after
+        if after >= 0:
+            self._before[after] = before
+        if before < 0 and after < 0:
+            del shelf.ranks[bisect_left(shelf.ranks, rank)], shelf.first[rank], shelf.last[rank]
+        elif before < 0:
+            shelf.first[rank] = after
+        elif after < 0:
+            shelf.last[rank] = before
+        self._rank[row] = NO_ROW
+
+    def _lowest(self, domains: Collection[Hashable] | None) -> int:
+        """The row that would go next, or -1."""
+        if domains is not None:
+            shelves = [self._shelves[self._shelf_of[domain]] for domain in domains if domain in self._shelf_of]
+            shelf = min((one for one in shelves if one.ranks), key=lambda one: one.ranks[0], default=None)
+            return NO_ROW if shelf is None else shelf.first[shelf.ranks[0]]
+        while self._heap:
+            rank, number = self._heap[0]
+            lowest = self._shelves.get(number)
+            if lowest is None or lowest.offered != rank:
+                heappop(self._heap)
+            elif not lowest.ranks:
+                lowest.offered = _NEVER
+            elif lowest.ranks[0] > rank:
+                lowest.offered = lowest.ranks[0]
+                heapreplace(self._heap, (lowest.offered, number))
+            else:
+                return lowest.first[rank]
+        return NO_ROW
+
+
+def _number(key: Hashable) -> int:
+    """The end of bytes, which is a hash, is the same in every process, as integers are."""
+    return int.from_bytes(key[-8:]) if isinstance(key, bytes) else hash(key)
