@@ -57,7 +57,8 @@ class Watcher:
             return self._stale_in_replica(truth)
         for chunk, seen in self._seen.items():
             named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
-            if named != there:
+            missed = {holding for holding in there - named if not self._has_returned(holding[0])}
+            if named - there or missed:
                 return (
                     f"{self.name}: the last event of {chunk.hex()} (version {seen.version}) names {named}, not {there}"
                 )
@@ -107,6 +108,11 @@ class Watcher:
     def _counts(self, location: Location) -> bool:
         """Whether no event has said that the node, or that process of it, is gone."""
         return self._alive.get(location.node_id, location.incarnation) == location.incarnation
+
+    def _has_returned(self, node_id: bytes) -> bool:
+        """A node whose lease had ended brings its locations back with it; no event says so of each chunk."""
+        node = self._world.redis.store.nodes._nodes.get(node_id)
+        return node is None or node.attempt.number > 1
 
     def _stale_in_replica(self, truth: Callable[[bytes], set[Holding]]) -> str:
         replica = self._replica
