@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", action="store_true", help="say everything that happens")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug: the histories must fail")
     parser.add_argument("--mutants", nargs="+", choices=sorted(MUTANTS), help="plant one after the other, and tell")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no history after so long")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of bytes would have another order in each process
@@ -34,10 +35,15 @@ def main(argv: Sequence[str]) -> int:
     if options.mutants:
         return _plant(options.mutants, range(first, last + 1))
     with MUTANTS[options.mutant]() if options.mutant else nullcontext():
-        return _run(range(first, last + 1), trace=print if options.trace else None, keep_going=options.keep_going)
+        return _run(
+            range(first, last + 1),
+            trace=print if options.trace else None,
+            keep_going=options.keep_going,
+            until_s=time.monotonic() + 60 * options.minutes,
+        )
 
 
-def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool) -> int:
+def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool, until_s: float) -> int:
     started_s, failed, total = time.process_time(), 0, ClientCounts()
     callbacks = virtual_s = 0.0
     gc.disable()  # a history's world is one large cycle, collected as a whole
@@ -54,6 +60,8 @@ def _run(seeds: range, *, trace: Callable[[str], None] | None, keep_going: bool)
             _show(report)
             if not keep_going:
                 break
+        if time.monotonic() > until_s:
+            break
     took_s = time.process_time() - started_s
     count = seed - seeds.start + 1
     rate = f"{count / took_s:.0f} per second of processor time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +18,9 @@ from tests.sim.loop import Process, Violation
 
 if TYPE_CHECKING:
     from tests.sim.network import Network
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""The name of the process whose call is being served."""
 
 _Coders = tuple[Any, Any]  # of requests, and of answers
 _END = object()  # of a direction of a stream
@@ -229,6 +233,7 @@ class Call:
 
     async def _serve(self, method: Any) -> None:
         """Run the servicer's method and tell the client how it ended."""
+        CALLER.set(self._client.name.partition("#")[0])
         try:
             requests = self._requests(method)
             context = _ServerSide(self, method)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 
 from kvpool.core.outcome import Tier
 from kvpool_index.core.entries import TIERS, decode_value
@@ -12,8 +14,14 @@ from tests.sim.client_parts import check_bound
 from tests.sim.clients import ClientNode
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import GRID, PAGE_BYTES, true_page
+from tests.sim.pages import GRID, KEYSPACE, payload, true_page
 from tests.sim.pagestore_node import PageStoreNode
+from tests.sim.watchers import Holding, Watcher
+
+_ROOMY_PAGES = 64  # a disk on which all pages of a history have room
+
+_Place = tuple[bytes, bytes, Tier]
+"""Keyspace, the beginning of a chunk's hash, tier."""
 
 
 def check_always(world: World, clients: list[ClientNode]) -> None:
@@ -50,10 +58,16 @@ def what_is_left(world: World, clients: list[ClientNode]) -> list[str]:
     return left
 
 
-async def check_calm(world: World) -> None:
-    """The index knows exactly what the nodes hold, within the bound that reconciliation promises."""
+async def check_calm(world: World, watchers: Sequence[Watcher] = ()) -> None:
+    """The index knows exactly what the nodes hold, within the bound that reconciliation promises.
+
+    So long it may take, too, until there are as many copies as are wanted, and until watchers know what has changed.
+    """
     until_s = world.loop.time() + world.heal_s
-    while wrong := [what for store in world.pagestores if (what := _wrong_in_index(world, store))]:
+    while wrong := [
+        *(what for one in world.pagestores if (what := _wrong_in_index(world, one) or _alone(world, one))),
+        *(what for one in watchers if (what := one.stale(partial(_holders, world)))),
+    ]:
         if world.loop.time() > until_s:
             raise Violation("; ".join(wrong))
         await asyncio.sleep(1.0)
@@ -68,7 +82,9 @@ def check_pages(world: World) -> None:
         visible = [slot for keyspace in ledger.ready_keyspaces() for slot in ledger.ready_slots(keyspace)]
         for key, slot in ((slot.page.key, slot) for slot in visible):
             memory = store.host.segments[slot.segment.segment_id].memory
-            if memory[slot.offset : slot.offset + PAGE_BYTES] != true_page(key):
+            wanted = true_page(key)
+            page = bytes(memory[slot.offset : slot.offset + len(wanted)])
+            if (page != wanted) if slot.sealed else (payload(page) != payload(wanted)):
                 raise Violation(f"{store.name}: page {key} is staged with wrong bytes")
         for key, (page, _) in store.disk.written.items():
             if page != true_page(key) and key not in store.disk.damaged:
@@ -116,12 +132,12 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     """What the store of the index has wrong of a node, without any replica's cache in between; empty if nothing."""
     if not store.serving or store.engine is None:
         return f"{store.name} does not serve"
-    truth: Counter[tuple[bytes, Tier]] = Counter()
+    truth: Counter[_Place] = Counter()
     for key in (page.key for page in store.engine._ledger.ready_pages()):
-        truth[key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
+        truth[key.keyspace, key.chunk_hash[:8], Tier.STAGING] |= 1 << key.shard
     if store.engine._disk is not None:
         for chunk in store.engine._disk.map.chunks():
-            truth[chunk.chunk_hash[:8], Tier.DISK] |= chunk.shards
+            truth[chunk.keyspace, chunk.chunk_hash[:8], Tier.DISK] |= chunk.shards
     found = _known(world, store)
     missing = {at: shards for at, shards in truth.items() if shards & ~found.get(at, 0)}
     surplus = {at: shards for at, shards in found.items() if shards & ~truth.get(at, 0)}
@@ -130,19 +146,47 @@ def _wrong_in_index(world: World, store: PageStoreNode) -> str:
     return f"{store.name}: the index lacks {missing} and has {surplus} instead"
 
 
-def _known(world: World, store: PageStoreNode) -> dict[tuple[bytes, Tier], int]:
+def _holders(world: World, chunk: bytes) -> set[Holding]:
+    """Where a chunk of the first tenant is, by the beginning of its hash."""
+    return {
+        (store.node_id, tier, shards)
+        for store in world.pagestores
+        for (keyspace, known, tier), shards in _known(world, store).items()
+        if keyspace == KEYSPACE and known == chunk
+    }
+
+
+def _alone(world: World, store: PageStoreNode) -> str:
+    """Pages on a node's disk that are on no other's though there should be two copies, and there is room for them."""
+    tiers = [one.engine._disk for one in world.pagestores if one.engine is not None and one is not store]
+    if world.copies < 2 or store.engine is None or any(one.shape.disk_pages < _ROOMY_PAGES for one in world.pagestores):
+        return ""
+    own = store.engine._disk
+    alone = [
+        chunk
+        for chunk in (own.map.chunks() if own is not None else ())
+        if not any(
+            GRID.covers(there.shards, chunk.shards)
+            for tier in tiers
+            if tier is not None and (there := tier.map.chunk(chunk.keyspace, chunk.chunk_hash)) is not None
+        )
+    ]
+    return f"{store.name}: there is only one copy of {alone}" if alone else ""
+
+
+def _known(world: World, store: PageStoreNode) -> dict[_Place, int]:
     """Locations of a node as the store of the index has them."""
     memory = world.redis.store
     node = memory.nodes._nodes.get(store.node_id)
     if node is None:
         return {}
-    found: dict[tuple[bytes, Tier], int] = {}
-    for groups in memory.locations._groups.values():
+    found: dict[_Place, int] = {}
+    for keyspace, groups in memory.locations._groups.items():
         for group in groups.values():
             for chunk, value in (item for part in group.parts for item in part.values.items()):
                 for entry in decode_value(value, GRID.all_shards):
                     if entry.ordinal == node.ordinal:
                         for tier, shards in zip(TIERS, entry.shards, strict=True):
                             if shards:
-                                found[chunk, tier] = shards & GRID.valid_shards
+                                found[keyspace, chunk, tier] = shards & GRID.valid_shards
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
@@ -12,16 +14,29 @@ from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.core.cluster import ChainMatch, ChainQuery, RemoteSource
-from kvpool.core.errors import KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError, LeaseLost, PageCorrupt, StaleIncarnation
 from kvpool.core.page import PageKey
+from kvpool.core.spans import PageGrants, PageSpan
 from tests.sim.client_parts import ClientCounts, Operation, check_bound, sources_of
 from tests.sim.host import Hold
 from tests.sim.loop import Violation
 from tests.sim.nodes import World
-from tests.sim.pages import KEYSPACE, PAGE_BYTES, SPEC, chunk_hash, key_of, metadata, true_page
+from tests.sim.pages import (
+    KEYSPACES,
+    OTHER_TENANT,
+    PAGE_BYTES,
+    SHARDS,
+    SPEC,
+    TENANT,
+    chunk_hash,
+    key_of,
+    metadata,
+    payload,
+    true_page,
+)
 from tests.sim.pagestore_node import PageStoreNode
 
-_POSITIONS = 4  # chunks of a chain
+POSITIONS = 4  # chunks of a chain
 
 
 class ClientNode:
@@ -31,6 +46,8 @@ class ClientNode:
         self.world = world
         self.name = name
         self.store = store
+        self.tenant = world.tenants.get(name, TENANT)
+        self.keyspace = KEYSPACES[self.tenant]
         self.process = world.loop.process(name)
         self.process.alive = False
         self.starts = 0
@@ -94,7 +111,7 @@ class ClientNode:
         self.leaving = True
         await self._timed("open keyspace", self._index.open_keyspace("sim", SPEC))
         await self._timed("connect", self._connect())
-        await self._timed("load", self._load(chain, _POSITIONS))
+        await self._timed("load", self._load(chain, POSITIONS))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -116,7 +133,8 @@ class ClientNode:
             plan = SessionPlan(
                 endpoint=self.store.endpoint,
                 peer_name=self.name,
-                keyspaces=((KEYSPACE, SPEC),),
+                keyspaces=((self.keyspace, SPEC),),
+                trusts_arena=self.name in self.world.agents,
                 expected_incarnation=expected,
             )
             try:
@@ -128,6 +146,8 @@ class ClientNode:
             if expected not in (0, self._session.incarnation):
                 raise self._violation(f"a session that expected incarnation {expected} got {self._session.incarnation}")
         elif session.broken.is_set():
+            if self.world.only_slow:
+                raise self._violation("its session ended, and nothing was wrong but that disks were slow")
             # All copies of earlier operations have ended: the holds of this client are gone.
             drained = self.world.rng.random() < 0.8
             self._session = None  # after a failure: a new one, and the kernel tells of the old one when we leave
@@ -138,8 +158,11 @@ class ClientNode:
 
     async def _operate(self) -> None:
         rng = self.world.rng
-        chain = min(int(rng.random() * 3), 2)
-        count = 1 + int(rng.random() * _POSITIONS)
+        chain = rng.choice(self.world.chains)
+        count = 1 + int(rng.random() * POSITIONS)
+        if self.world.tenants and rng.random() < 0.1:
+            await self._timed("trespass", self._trespass(chain, count))
+            return
         choice = rng.random()
         if choice < 0.45:
             await self._timed("store", self._store(chain, count))
@@ -149,7 +172,7 @@ class ClientNode:
             await self._timed("flush", self._flush())
         elif choice < 0.985:
             hashes = [key_of(chain, position, 0).chunk_hash for position in range(count)]
-            evict = self._control.evict(KEYSPACE, hashes, staging_only=choice < 0.975, timeout_s=5.0)
+            evict = self._control.evict(self.keyspace, hashes, staging_only=choice < 0.975, timeout_s=5.0)
             await self._timed("evict", evict)
         else:
             await self._timed("clear", self._control.clear(timeout_s=5.0))
@@ -159,15 +182,28 @@ class ClientNode:
     async def _store(self, chain: int, count: int) -> None:
         session, rng = self._session, self.world.rng
         assert session is not None
-        keys = [key_of(chain, position, shard) for position in range(count) for shard in range(2)]
-        items = [ReserveItem(key, PAGE_BYTES, metadata(chain, at // 2)) for at, key in enumerate(keys)]
-        results = await session.reserve(items)
-        granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
+        keys = [key_of(chain, position, shard, self.keyspace) for position in range(count) for shard in range(SHARDS)]
+        # A longer prompt than that of its first store changes what is kept beside a page.
+        tokens = rng.choice((0, 16 * count))
+        items = [
+            ReserveItem(key, PAGE_BYTES[key.shard], metadata(chain, at // SHARDS, tokens))
+            for at, key in enumerate(keys)
+        ]
+        is_agent = self.name in self.world.agents
+        if is_agent and rng.random() < 0.3:
+            await session.prepare(0)
+        if is_agent and rng.random() < 0.5:
+            answer = await session.reserve_span(self._span(chain, count, tokens))
+            granted = [(keys[page], slot) for page, slot in _slots(answer.granted)]
+        else:
+            results = await session.reserve(items)
+            granted = [(key, one.slot) for key, one in zip(keys, results, strict=True) if one.slot is not None]
+        sealed = not is_agent or rng.random() < 0.3
         holds = [self._hold(slot, writes=True) for _, slot in granted]
         torn: set[int] = set()
         try:
             for key, slot in granted:
-                if await self._write(session, key, slot, whole=rng.random() < 0.95):
+                if await self._write(session, key, slot, sealed=sealed, whole=not sealed or rng.random() < 0.95):
                     torn.add(slot.lease_id)
         finally:
             for hold in holds:
@@ -178,7 +214,7 @@ class ClientNode:
         if rng.random() < 0.1:
             await session.abort(leases)
             return
-        errors = dict(await session.commit(leases))
+        errors = dict(await session.commit(leases, sealed=sealed))
         for index, (key, slot) in enumerate(granted):
             error = errors.get(index)
             if error is None:
@@ -190,15 +226,18 @@ class ClientNode:
             elif isinstance(error, LeaseLost):
                 raise self._violation(f"the lease of page {key} was lost on a live session")
 
-    async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, whole: bool) -> bool:
-        """Write a page in two halves; True if the second one is left out."""
-        page, half = true_page(key), PAGE_BYTES // 2
+    async def _write(self, session: PageStoreSession, key: PageKey, slot: Slot, *, sealed: bool, whole: bool) -> bool:
+        """Write a page in two halves; True if the second one is left out. Not sealed: its payload alone."""
+        page = true_page(key)
+        half = len(page) // 2
+        if not sealed:
+            page = (b"\xbb" * 64 + payload(page)).ljust(len(page), b"\xbb")
         view = session.slot_view(*slot.place)
         view[:half] = b"\xaa" * half
         await asyncio.sleep(self._copy_s())
         view[:half] = page[:half]
         if not whole:
-            view[half:] = b"\xaa" * (PAGE_BYTES - half)
+            view[half:] = b"\xaa" * (len(page) - half)
             return True
         view[half:] = page[half:]
         return False
@@ -210,10 +249,15 @@ class ClientNode:
         assert session is not None
         sources = await self._sources(chain, count)
         items = [
-            AcquireItem(key_of(chain, position, shard), sources.get(position, ()), metadata(chain, position))
+            AcquireItem(
+                key_of(chain, position, shard, self.keyspace), sources.get(position, ()), metadata(chain, position)
+            )
             for position in range(count)
-            for shard in range(2)
+            for shard in range(SHARDS)
         ]
+        if self.name in self.world.agents and self.world.rng.random() < 0.5:
+            await self._load_span(session, chain, count, [item.key for item in items], sources)
+            return
         async with session.acquire(items, wait_s=2.0) as results:
             async for result in results:
                 if result.slot is None:
@@ -222,16 +266,49 @@ class ClientNode:
                 self.counts.hits += 1
                 await self._read(session, items[result.item_index].key, result.slot)
 
+    async def _load_span(
+        self,
+        session: PageStoreSession,
+        chain: int,
+        count: int,
+        keys: Sequence[PageKey],
+        sources: dict[int, tuple[RemoteSource, ...]],
+    ) -> None:
+        span = replace(
+            self._span(chain, count, 0), sources=tuple((1, sources.get(position, ())) for position in range(count))
+        )
+        async with session.acquire_span(span, wait_s=2.0) as answers:
+            async for answer in answers:
+                self.counts.misses += len(answer.failed)
+                self.counts.hits += answer.granted.count
+                for page, slot in _slots(answer.granted):
+                    await self._read(session, keys[page], slot)
+
+    def _span(self, chain: int, count: int, tokens: int) -> PageSpan:
+        """Both shards of the first chunks of a chain."""
+        return PageSpan(
+            keyspace=self.keyspace,
+            chunk_hashes=b"".join(chunk_hash(chain, position) for position in range(count)),
+            first_chunk_index=0,
+            parent_hash=bytes(16),
+            group_heads=chunk_hash(chain, 0),
+            positions=np.repeat(np.arange(count, dtype=np.int32), SHARDS),
+            shards=np.tile(np.arange(SHARDS, dtype=np.uint8), count),
+            prompt_tokens=tokens,
+        )
+
     async def _read(self, session: PageStoreSession, key: PageKey, slot: Slot) -> None:
         """Read a page in two halves and compare every byte; then give it back."""
-        page, half = true_page(key), PAGE_BYTES // 2
+        page = true_page(key)
+        half = len(page) // 2
         hold = self._hold(slot, writes=False)
         try:
             view = session.slot_view(*slot.place)
             first = bytes(view[:half])
             if not self.leaving:
                 await asyncio.sleep(self._copy_s())
-            if first + bytes(view[half:]) != page:
+            read = first + bytes(view[half:])
+            if (payload(read) != payload(page)) if self.name in self.world.agents else (read != page):
                 raise self._violation(f"page {key} was read with wrong bytes")
         finally:
             self.store.host.let_go(hold)
@@ -252,12 +329,36 @@ class ClientNode:
         if old is None or rng.random() < 0.85:
             hashes = b"".join(chunk_hash(chain, position) for position in range(count))
             try:
-                old = await self._index.match(ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes))
+                old = await self._index.match(ChainQuery(keyspace=self.keyspace, chunk_hashes=hashes))
             except KvPoolError:
                 self.counts.errors += 1
                 return {}
         self._old_matches[chain] = old
         return sources_of(old, self.store.node_id)
+
+    async def _trespass(self, chain: int, count: int) -> None:
+        """Whatever is asked of another tenant's keyspace, the answer is as if there were none."""
+        theirs = KEYSPACES[OTHER_TENANT if self.tenant == TENANT else TENANT]
+        hashes = [chunk_hash(chain, position) for position in range(count)]
+        choice = self.world.rng.random()
+        if choice < 0.4:
+            try:
+                found = await self._index.match(ChainQuery(keyspace=theirs, chunk_hashes=b"".join(hashes)))
+            except KeyspaceUnknown:
+                return
+            raise self._violation(f"a match found {found.matched_chunks} chunks of another tenant")
+        if choice < 0.6:
+            evicted = await self._control.evict(theirs, hashes, timeout_s=5.0)
+            if evicted.page_count or evicted.pinned_count or evicted.undurable_count:
+                raise self._violation("pages of another tenant were evicted")
+            return
+        assert self._session is not None
+        keys = [key_of(chain, position, 0, theirs) for position in range(count)]
+        items = [AcquireItem(key, (), metadata(chain, position)) for position, key in enumerate(keys)]
+        async with self._session.acquire(items, wait_s=1.0) as results:
+            async for result in results:
+                if result.slot is not None:
+                    raise self._violation(f"page {items[result.item_index].key} of another tenant was leased")
 
     async def _flush(self) -> None:
         """What a flush says is durable must be on the medium, unless the owner has deleted it on purpose."""
@@ -274,6 +375,15 @@ class ClientNode:
     def _violation(self, what: str) -> Violation:
         self.world.violations.append(f"{self.name}: {what}")
         return Violation(self.world.violations[-1])
+
+
+def _slots(grants: PageGrants) -> list[tuple[int, Slot]]:
+    """The pages of a span that were granted, by their numbers."""
+    columns = (grants.pages, grants.lease_ids, grants.segment_ids, grants.offsets)
+    return [
+        (page, Slot(lease_id=lease_id, segment_id=segment_id, offset=offset, page_bytes=PAGE_BYTES[page % SHARDS]))
+        for page, lease_id, segment_id, offset in zip(*(column.tolist() for column in columns), strict=True)
+    ]
 
 
 @dataclass(slots=True)

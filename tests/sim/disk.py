@@ -24,12 +24,20 @@ class SimDisk:
         self.values: dict[str, bytes] = {}
         self.damaged: set[PageKey] = set()
         self.fault_share = 0.0  # of calls that fail
+        self.sync_s = 0.0  # that a sync takes, at most
         self.ever_failed = False
         self.deleted: set[PageKey] = set()  # ever, on the owner's wish
 
     def lose_power(self) -> None:
         """Deletions that were not synced are undone."""
         self.written = dict(self.synced)
+
+    def lose_everything(self) -> None:
+        """It breaks, and an empty one takes its place."""
+        self.deleted.update(self.written)
+        self.written, self.synced = {}, {}
+        self.keyspaces, self.values = [], {}
+        self.damaged.clear()
 
     def damage(self, key: PageKey, rng: Random) -> None:
         """Flip one bit of a page for good."""
@@ -49,6 +57,7 @@ class SimDisk:
 class SimPageStore:
     """A ports.PageStore over a SimDisk, for one process. `pause` may take time in the middle of a call.
 
+    sync: takes the time of one on a slow disk.
     check: told of every page that is about to become durable.
     """
 
@@ -58,12 +67,14 @@ class SimPageStore:
         *,
         rng: Random | None = None,
         pause: Callable[[], None] = lambda: None,
+        sync: Callable[[float], None] = lambda duration_s: None,
         alive: Callable[[], bool] = lambda: True,
         check: Callable[[PageKey, bytes], None] = lambda key, page: None,
     ) -> None:
         self._disk = disk
         self._rng = rng or Random(0)
         self._pause = pause
+        self._wait = sync
         self._alive = alive
         self._check = check
 
@@ -74,6 +85,7 @@ class SimPageStore:
         return list(self._disk.keyspaces)
 
     def remember_keyspace(self, encoding: bytes) -> None:
+        self._sync()
         self._may_fail()
         if encoding not in self._disk.keyspaces:
             self._disk.keyspaces.append(encoding)
@@ -83,6 +95,7 @@ class SimPageStore:
 
     def save_value(self, name: str, value: bytes) -> None:
         self._pause()
+        self._sync()
         self._may_fail()
         self._disk.values[name] = value
 
@@ -99,6 +112,7 @@ class SimPageStore:
             self._may_fail()
             reach("pagestore.write.synced")
             self._pause()
+            self._sync()
             self._record(copies)
             reach("pagestore.write.recorded")
         except KvPoolError as error:
@@ -125,6 +139,7 @@ class SimPageStore:
         return len(page)
 
     def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:
+        self._sync()
         self._may_fail()
         for pages in (self._disk.written, self._disk.synced):
             for key, metadata in changes:
@@ -133,6 +148,7 @@ class SimPageStore:
 
     def delete_batch(self, keys: Sequence[PageKey]) -> None:
         self._pause()
+        self._sync()
         self._may_fail()
         for key in keys:
             self._disk.written.pop(key, None)
@@ -181,6 +197,10 @@ class SimPageStore:
             disk.deleted.discard(key)
         disk.written.update(copies)
         disk.synced.update(copies)
+
+    def _sync(self) -> None:
+        if self._disk.sync_s:
+            self._wait((0.5 + self._rng.random() / 2) * self._disk.sync_s)
 
     def _may_fail(self) -> None:
         if self._disk.fault_share and self._rng.random() < self._disk.fault_share:

@@ -34,13 +34,16 @@ from tests.sim.loop import SimKilled, SimLoop, Violation, current_process
 from tests.sim.nemesis import Nemesis
 from tests.sim.network import Faults, Network
 from tests.sim.nodes import IndexNode, SimClock, World
-from tests.sim.pages import small_shards
+from tests.sim.pages import OTHER_TENANT, SHARED_HEAD, small_shards
 from tests.sim.pagestore_node import SESSION_FDS, PageStoreNode, PageStoreShape
 from tests.sim.redis import SimRedis
+from tests.sim.watchers import Watcher
 
 _LIMIT_S = 400.0  # virtual, of one history
 _SETTLE_S = 60.0  # virtual: within it everything must have come to rest
-_CHAINS = 3
+_SEPARATE_CHAINS = (0, 1, 2)
+_CHAINS_OF_ONE_HEAD = tuple(range(SHARED_HEAD, SHARED_HEAD + 5))
+_SPLIT_CHUNKS = 3  # of a group, in histories in which groups are split
 
 
 @dataclass(slots=True)
@@ -61,7 +64,12 @@ def run_history(seed: int, trace: Callable[[str], None] | None = None) -> Report
     report = Report(seed)
     loop = SimLoop(rng)
     network = Network(loop, rng, _faults(rng))
-    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network))
+    slow = rng.random() < 0.1
+    if slow:
+        network.faults.none()
+    chains = _CHAINS_OF_ONE_HEAD if rng.random() < 0.4 else _SEPARATE_CHAINS
+    world = World(loop=loop, rng=rng, network=network, redis=_redis(loop, network), chains=chains, only_slow=slow)
+    world.copies = 2 if rng.random() < 0.2 else 1
     if trace is not None:
         loop.trace = lambda what: trace(f"{loop.time():9.4f} {what}")
     history = _History(world, report)
@@ -102,20 +110,23 @@ class _History:
         self._report = report
         self._rng = world.rng
         self._clients: list[ClientNode] = []
+        self._watchers: list[Watcher] = []
 
     async def run(self) -> None:
         world, rng = self._world, self._rng
         self._make_cluster()
-        operations = 2 + int(rng.random() * 6)
+        operations = (8 if world.only_slow else 2) + int(rng.random() * 6)
         nemesis = Nemesis(world, self._clients, operations=operations)
         for index in world.indexes:
             index.start()
         for store in world.pagestores:
             store.start()
+        for watcher in self._watchers:
+            watcher.start()
         await asyncio.sleep(0.2)
         for client in self._clients:
             client.start(operations)
-        nemesis_task = asyncio.create_task(nemesis.run(int(rng.random() * 5), 2.0))
+        nemesis_task = asyncio.create_task(nemesis.run(3 if world.only_slow else int(rng.random() * 5), 2.0))
         while not (nemesis_task.done() and self._clients_done()):
             await asyncio.sleep(0.5)
             check_always(world, self._clients)
@@ -128,15 +139,24 @@ class _History:
     def _make_cluster(self) -> None:
         world, rng = self._world, self._rng
         world.indexes = [IndexNode(world, number) for number in range(1 + int(rng.random() * 2))]
+        roomy = world.copies > 1 and rng.random() < 0.8
         for number in range(2 + int(rng.random() * 2)):
             shape = PageStoreShape(
                 arena_slots=rng.choice((6, 6, 8, 12)),
                 segment_slots=rng.choice((2, 4)),
-                disk_pages=rng.choice((0, 8, 12, 64)),
+                disk_pages=64 if roomy else rng.choice((0, 8, 12, 64)),
                 wall_offset_s=rng.choice((0.0, 0.0, -30.0, 30.0)),
                 linger_ms=rng.choice((5, 5, 200)),
             )
             world.pagestores.append(PageStoreNode(world, number, shape))
+        if rng.random() < 0.25:
+            world.watch_buffer_events = rng.choice((2, 16, 1024))
+            self._watchers = [Watcher(world, f"watcher{int(one)}", is_replica=one) for one in (False, True)]
+        if rng.random() < 0.3:
+            world.agents = {"client0", "client1"} if rng.random() < 0.5 else {"client0"}
+        world.prepares = rng.random() < 0.2
+        if rng.random() < 0.25:
+            world.tenants["client1"] = OTHER_TENANT
         self._clients += [
             ClientNode(world, f"client{number}", world.pagestores[number % len(world.pagestores)])
             for number in range(2 + int(rng.random() * 2.3))
@@ -172,10 +192,14 @@ class _History:
     async def _load_everything(self) -> None:
         """Whatever is still there is right, and the index tells where it is."""
         world = self._world
-        await check_calm(world)
+        for watcher in self._watchers:
+            watcher.end_pauses()
+        await check_calm(world, self._watchers)
         check_pages(world)
-        chains = self._rng.sample(range(_CHAINS), len(world.pagestores))
+        chains = self._rng.sample(world.chains, len(world.pagestores))
         for number, store in enumerate(world.pagestores):
+            if world.tenants and number == 0:
+                world.tenants[f"last{number}"] = OTHER_TENANT
             client = ClientNode(world, f"last{number}", store)
             self._clients.append(client)
             client.start(0)
@@ -240,14 +264,20 @@ class _Watcher(logging.Handler):
 
 
 @contextmanager
-def _few_ranges() -> Iterator[None]:
-    """Reconcile in 64 ranges: comparing thousands of empty ones would take a third of a history's time."""
+def _small_index(*, splits: bool) -> Iterator[None]:
+    """Reconcile in 64 ranges: comparing thousands of empty ones would take a third of a history's time.
+
+    splits: groups of a few chunks are split.
+    """
     per_range = location_digest.BUCKET_COUNT // 64
 
     def range_of(group_head: bytes) -> int:
         return location_digest.bucket_of(group_head) // per_range
 
-    names = {"RANGE_COUNT": 64, "BUCKETS_PER_RANGE": per_range, "_SLICE_RANGES": 64, "range_of": range_of}
+    names: dict[str, Any] = {"RANGE_COUNT": 64, "BUCKETS_PER_RANGE": per_range, "_SLICE_RANGES": 64}
+    names["range_of"] = range_of
+    if splits:
+        names |= {"SPLIT_CHUNKS": _SPLIT_CHUNKS, "_SMALL_CHUNKS": _SPLIT_CHUNKS}
     with ExitStack() as stack:
         for module, name in _having(tuple(names)):
             stack.enter_context(mock.patch.object(module, name, names[name]))
@@ -268,14 +298,14 @@ def _seams(world: World, rng: Random, trace: Callable[[str], None] | None) -> It
     level = root.level
     root.addHandler(watcher)
     root.setLevel(watcher.level)
-    SimSegmentMap.network, SimSegmentMap.servers = world.network, {}
+    SimSegmentMap.network, SimSegmentMap.servers, SimSegmentMap.tenants = world.network, {}, world.tenants
     SESSION_FDS.clear()
     state = random.getstate()
     random.seed(rng.random())
     open_channel: Any = world.network.open_channel
     with (
         small_shards(),
-        _few_ranges(),
+        _small_index(splits=rng.random() < 0.7),
         mock.patch.object(kvpool.client.channel, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "open_channel", open_channel),
         mock.patch.object(kvpool.client.pagestore, "SegmentMap", SimSegmentMap),

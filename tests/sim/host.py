@@ -6,7 +6,7 @@ Also the referee: it knows which bytes of which slots a client is touching, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Segment:
     memory: bytearray
     owner: Process
     mappers: dict[object, Process] = field(default_factory=dict)
+    tenants: set[str] = field(default_factory=set)  # whose clients have mapped it
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +169,7 @@ class SimSegmentMap:
     """Takes the place of kvpool.client.segments.SegmentMap: maps segments of a SimHost into a simulated client."""
 
     network: Network
+    tenants: Mapping[str, str]  # of clients by name; as World has them
     servers: dict[str, tuple[Process, SimHost, SimArena, Fetch]]  # by descriptor socket; replaced at each start
 
     def __init__(
@@ -269,4 +271,7 @@ class SimSegmentMap:
         else:
             segment = host.segments[number]
             segment.mappers[self] = self._process
+            segment.tenants.add(type(self).tenants.get(self._process.name.partition("#")[0], ""))
+            if len(segment.tenants) > 1:
+                host.fail(f"segment {number} is mapped by clients of several tenants")
             self._mapped[number] = segment

@@ -6,15 +6,18 @@ They are tests of the tests. Each is a context manager that breaks one promise o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import kvpool_pagestore.engine_disk_reads
 import kvpool_pagestore.engine_pulls
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import KeyspaceUnknown, KvPoolError
+from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
+from kvpool_index.engine_announce import AnnounceService
+from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
@@ -22,8 +25,12 @@ from kvpool_pagestore.core.slots import Slot
 from kvpool_pagestore.engine import PageStoreEngine
 from kvpool_pagestore.engine_commits import Commits
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Flights
+from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import PeerSession
+from kvpool_pagestore.engine_sweep import Sweep
+from kvpool_server.session_stream import SessionStream
 
 Mutant = Callable[[], AbstractContextManager[object]]
 
@@ -165,6 +172,80 @@ def _forget_attempts() -> AbstractContextManager[object]:
     return mock.patch.object(MemoryNodeDirectory, "register", register)
 
 
+def _overlook_parts() -> AbstractContextManager[object]:
+    """The index does not say which groups are split, so that what is wrong in their parts is never corrected."""
+
+    async def split_groups(self: MemoryLocationStore, ordinal: int, number: int, after: bytes) -> Any:
+        return [], b""
+
+    return mock.patch.object(MemoryLocationStore, "split_groups", split_groups)
+
+
+def _one_request_at_a_time() -> AbstractContextManager[object]:
+    """The reader of a session waits for each request, and so for the disk, before it hears the next heartbeat."""
+    true_read = SessionStream._read
+
+    async def read(self: Any, messages: AsyncIterator[Any]) -> None:
+        async def one_at_a_time() -> AsyncIterator[Any]:
+            async for message in messages:
+                yield message
+                if self._requests:
+                    await asyncio.wait(set(self._requests))
+
+        await true_read(self, one_at_a_time())
+
+    return mock.patch.object(SessionStream, "_read", read)
+
+
+def _any_tenants_keyspace() -> AbstractContextManager[object]:
+    """The index answers about a keyspace whoever asks."""
+
+    async def get(self: KeyspaceService, tenant: str, keyspace: bytes) -> Any:
+        known = await self.find(keyspace)
+        if known is None:
+            raise KeyspaceUnknown("not known")
+        return known
+
+    return mock.patch.object(KeyspaceService, "get", get)
+
+
+def _leave_what_is_alone() -> AbstractContextManager[object]:
+    """A drain believes that all its pages are elsewhere."""
+
+    async def look(self: Drain) -> int:
+        return 0
+
+    return mock.patch.object(Drain, "_pass", look)
+
+
+def _forget_lost_copies() -> AbstractContextManager[object]:
+    """Copies that were lost are not made again."""
+
+    async def heal(self: Sweep, *_: Any) -> None:
+        return None
+
+    return mock.patch.object(Sweep, "_heal", heal)
+
+
+def _forget_events() -> AbstractContextManager[object]:
+    """Of the chunks of a batch only the first is told to watchers."""
+    true_log = AnnounceService._log
+
+    async def log(self: AnnounceService, states: Sequence[Any]) -> None:
+        await true_log(self, states[:1])
+
+    return mock.patch.object(AnnounceService, "_log", log)
+
+
+def _pages_leave_unsealed() -> AbstractContextManager[object]:
+    """What an agent committed leaves the host's memory without header and sums."""
+
+    async def seal(self: Sealing, slots: Sequence[Slot]) -> list[KvPoolError | None]:
+        return [None] * len(slots)
+
+    return mock.patch.object(Sealing, "seal", seal)
+
+
 MUTANTS: dict[str, Mutant] = {
     "forget-attempts": _forget_attempts,
     "skip-commit-checksum": _skip_commit_checksum,
@@ -181,5 +262,12 @@ MUTANTS: dict[str, Mutant] = {
     "leak-flights": _leak_flights,
     "leak-late-words": _leak_late_words,
     "two-writers": _two_writers,
+    "overlook-parts": _overlook_parts,
+    "any-tenants-keyspace": _any_tenants_keyspace,
+    "leave-what-is-alone": _leave_what_is_alone,
+    "forget-lost-copies": _forget_lost_copies,
+    "forget-events": _forget_events,
+    "pages-leave-unsealed": _pages_leave_unsealed,
+    "one-request-at-a-time": _one_request_at_a_time,
 }
 """By name; see the functions for what is broken."""

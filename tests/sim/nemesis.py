@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
+from kvpool.client.config import ClientConfig
+from kvpool.client.pagestore_control import PageStoreControl
+from kvpool.core.errors import KvPoolError
 from kvpool.core.fault_points import POINTS, arm, disarm_all
-from tests.sim.clients import ClientNode
+from kvpool_pagestore.engine_drain import Drain, DrainState
+from tests.sim.clients import POSITIONS, ClientNode
 from tests.sim.loop import Process, SimKilled, current_process
 from tests.sim.nodes import IndexNode, World
+from tests.sim.pages import KEYSPACES, TENANT, chunk_hash
 from tests.sim.pagestore_node import PageStoreNode
 
 _KILL_WITHIN_CALLBACKS = 400
@@ -41,7 +48,7 @@ class Nemesis:
         world.network.partitions.clear()
         world.redis.down_until_s = world.redis.loss = 0.0
         for store in world.pagestores:
-            store.disk.fault_share = 0.0
+            store.disk.fault_share = store.disk.sync_s = 0.0
             store.process.kill_at = 0
             world.loop.resume(store.process)
         for client in self._clients:
@@ -56,14 +63,21 @@ class Nemesis:
             if not index.process.alive:
                 index.start()
         for store in self._world.pagestores:
+            drain = store.engine.movement.drain if store.engine is not None and store.serving else None
+            if drain is not None and drain.state is DrainState.DRAINED:
+                store.crash()
             if not store.alive:
                 store.crash()  # also one that a planned kill ended: the rest of the world is told
                 store.start()
+            elif drain is not None and drain.state is DrainState.DRAINING:
+                self._world.loop.spawn(store.process, _cancelled(drain), "cancel drain")
 
     # Faults
 
     def _choose(self) -> Callable[[], Coroutine[Any, Any, None]]:
         rng = self._world.rng
+        if self._world.only_slow:
+            return self._disk_is_slow
         faults: list[tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = [
             (8, self._crash_store),
             (2, self._lose_power),
@@ -74,11 +88,14 @@ class Nemesis:
             (2, self._crash_index),
             (1, self._pause_index),
             (1, self._redis_down),
-            (1, self._wipe_redis),
-            (1, self._roll_redis_back),
+            (2, self._wipe_redis),
+            (3, self._roll_redis_back),
             (2, self._disk_fails),
+            (2, self._disk_is_slow),
             (4, self._damage_disk),
             (3, self._kill_at_point),
+            (5, self._drain),
+            (4 if self._world.copies > 1 else 0, self._lose_machine),
         ]
         return rng.choices([fault for _, fault in faults], [weight for weight, _ in faults])[0]
 
@@ -98,8 +115,16 @@ class Nemesis:
         for client in sleepers:
             self._woken(client, client.process, began_s)
 
-    async def _lose_power(self) -> None:
+    async def _lose_machine(self) -> None:
+        """Its disk with it: a new machine takes its place, of the same name."""
         store = self._a_store()
+        store.disk.lose_everything()
+        await self._power_lost(store)
+
+    async def _lose_power(self) -> None:
+        await self._power_lost(self._a_store())
+
+    async def _power_lost(self, store: PageStoreNode) -> None:
         for client in self._clients:
             if client.store is store and client.alive:
                 client.crash()
@@ -167,10 +192,13 @@ class Nemesis:
         self._world.redis.wipe()
 
     async def _roll_redis_back(self) -> None:
-        """A failover to a replica that had not got everything yet."""
-        redis = self._world.redis
+        """A failover to a replica that had not got everything yet, often not that pages have gone."""
+        world, redis = self._world, self._world.redis
         redis.save()
-        await asyncio.sleep(self._world.some_s(0.5))
+        if world.rng.random() < 0.7:
+            for store in world.pagestores:
+                await self._evict_from(store)
+        await asyncio.sleep(world.some_s(world.rng.choice((0.5, 3.0))))
         redis.roll_back()
 
     async def _disk_fails(self) -> None:
@@ -179,10 +207,44 @@ class Nemesis:
         await asyncio.sleep(self._world.some_s(1.0))
         disk.fault_share = 0.0
 
+    async def _disk_is_slow(self) -> None:
+        """Each sync takes longer than a session's peer may be silent."""
+        world = self._world
+        disks = [store.disk for store in (world.pagestores if world.only_slow else [self._a_store()])]
+        for disk in disks:
+            disk.sync_s = 1.0 + world.some_s(3.0)
+        await asyncio.sleep(1.0 + world.some_s(3.0))
+        for disk in disks:
+            disk.sync_s = 0.0
+
     async def _damage_disk(self) -> None:
         disk, rng = self._a_store().disk, self._world.rng
         for key in rng.sample(sorted(disk.written), min(4, len(disk.written))):
             disk.damage(key, rng)
+
+    async def _drain(self) -> None:
+        """An operator drains a node while clients go on; a drained one is started again, sometimes with a new disk."""
+        store = self._a_store()
+        self._world.loop.spawn(self._world.loop.world, self._drain_one(store), "operator")
+        await asyncio.sleep(self._world.some_s(2.0))
+
+    async def _drain_one(self, store: PageStoreNode) -> None:
+        world = self._world
+        control = PageStoreControl(store.endpoint, ClientConfig(call_timeout_s=5.0, connect_timeout_s=1.0))
+        try:
+            async with aclosing(control.drain(timeout_s=5.0)) as progresses:
+                async for progress in progresses:
+                    if not progress.done:
+                        continue
+                    self._say(f"{store.name} is drained")
+                    await asyncio.sleep(world.some_s(1.0))
+                    if store.alive and not store.process.paused:
+                        store.crash()
+                    await self._restart(store)
+        except KvPoolError as error:
+            self._say(f"{store.name} is not drained: {error}")
+        finally:
+            await control.close()
 
     async def _kill_at_point(self) -> None:
         """The next process that takes a named step dies there."""
@@ -204,6 +266,20 @@ class Nemesis:
         self.revive()
 
     # Inside
+
+    async def _evict_from(self, store: PageStoreNode) -> None:
+        """Have chunks of a chain given up, as an operator would."""
+        world = self._world
+        control = PageStoreControl(store.endpoint, ClientConfig(call_timeout_s=1.0, connect_timeout_s=1.0))
+        chain = world.rng.choice(world.chains)
+        first = int(world.rng.random() * 2)
+        hashes = [chunk_hash(chain, position) for position in range(first, POSITIONS)]
+        try:
+            await control.evict(KEYSPACES[TENANT], hashes, timeout_s=1.0)
+        except KvPoolError as error:
+            self._say(f"nothing evicted: {error}")
+        finally:
+            await control.close()
 
     async def _restart(self, store: PageStoreNode) -> None:
         await asyncio.sleep(self._world.some_s(1.5))
@@ -244,3 +320,8 @@ class Nemesis:
         self.done.append(f"{self._world.loop.time():8.3f} {what}")
         if self._world.loop.trace is not None:
             self._world.loop.trace(f"NEMESIS {what}")
+
+
+async def _cancelled(drain: Drain) -> None:
+    with contextlib.suppress(KvPoolError):  # it is done, or cannot be said now: it is looked at again
+        await drain.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
-from kvpool.v1 import index_pb2_grpc
 from kvpool_index.config import IndexConfig
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.servicer import IndexServicer
+from kvpool_index.servicer_hot import add_index_servicer
+from tests.sim.calls import CALLER
 from tests.sim.loop import SimLoop
 from tests.sim.network import Network
 from tests.sim.pages import TENANT
@@ -54,8 +56,20 @@ class World:
     indexes: list[IndexNode] = field(default_factory=list)
     pagestores: list[PageStoreNode] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    chains: Sequence[int] = (0, 1, 2)  # that clients store and load
+    only_slow: bool = False  # nothing goes wrong but that disks are slow: no session ends
+    tenants: dict[str, str] = field(default_factory=dict)  # of clients, by name, that are of another one
+    watch_buffer_events: int = 1024
+    agents: set[str] = field(default_factory=set)  # clients, by name, that trust the arena as agents do
+    prepares: bool = False  # nodes make their segments before they are needed
+    copies: int = 1  # of each page that nodes keep
+    drains_done: int = 0
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
+
+    def tenant_of_call(self) -> str:
+        """Whose call is being served."""
+        return self.tenants.get(CALLER.get(), TENANT)
 
     def some_s(self, most_s: float) -> float:
         return self.rng.random() * most_s
@@ -85,17 +99,17 @@ class IndexNode:
         world = self.world
         engine = IndexEngine(
             store=SimIndexStore(world.redis),
-            config=IndexConfig(lease_ttl_ms=world.lease_ttl_ms),
+            config=IndexConfig(lease_ttl_ms=world.lease_ttl_ms, watch_buffer_events=world.watch_buffer_events),
             clock=SimClock(world.loop),
             metrics=_index_metrics(),
             secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
             version="sim",
         )
-        servicer = IndexServicer(engine, lambda: TENANT)
+        servicer = IndexServicer(engine, world.tenant_of_call)
         world.network.listen(
             self.endpoint,
             self.process,
-            lambda server: index_pb2_grpc.add_IndexServiceServicer_to_server(servicer, server),
+            lambda server: add_index_servicer(servicer, server),
         )
         for name, work in engine.background_work():
             world.loop.spawn(self.process, work, name)

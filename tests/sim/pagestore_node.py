@@ -17,6 +17,7 @@ from kvpool.core.page import PageKey
 from kvpool.v1 import pagestore_pb2_grpc
 from kvpool_pagestore import main as pagestore_main
 from kvpool_pagestore.adapters.index_link import NodeIndexLink
+from kvpool_pagestore.adapters.placement import IndexPlacement
 from kvpool_pagestore.config import PageStoreConfig
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.engine import PageStoreEngine
@@ -30,9 +31,9 @@ from tests.sim.disk import SimDisk, SimPageStore
 from tests.sim.host import SimArena, SimHost, SimSegmentMap
 from tests.sim.loop import Process, SimKilled
 from tests.sim.nodes import SimClock, World
-from tests.sim.pages import PAGE_BYTES, SLOT_BYTES, TENANT, true_page
+from tests.sim.pages import GRID, LARGEST_BYTES, SLOT_BYTES, TENANT, true_page
 from tests.sim.peers import SimPeers
-from tests.sim.threads import SimWorkers, pause_s
+from tests.sim.threads import SimWorkers, is_on_thread, pause_s
 
 SESSION_FDS: dict[Process, Callable[[int], None]] = {}
 """Closes a session file's descriptor for the process that owns it."""
@@ -66,7 +67,7 @@ class PageStoreNode:
         self.endpoint = f"{self.name}:1"
         self.bulk_endpoint = f"{self.name}:2"
         self.host = SimHost(self.name, shape.arena_slots * SLOT_BYTES)
-        self.disk = SimDisk(max(1, shape.disk_pages) * PAGE_BYTES)
+        self.disk = SimDisk(max(1, shape.disk_pages) * LARGEST_BYTES)
         self.process = world.loop.process(self.name)
         self.process.alive = False
         self.starts = 0
@@ -102,6 +103,16 @@ class PageStoreNode:
             workers.abandon()
         self._workers.clear()
 
+    def check_drained(self) -> None:
+        """Durable pages are on another node's disk too; or they were, and that node has given them up since."""
+        disk = self.engine._disk if self.engine is not None else None
+        names = disk.map.names() if disk is not None and disk.is_readable else ()
+        others = [one.disk for one in self.world.pagestores if one is not self]
+        for key in [key for key in self.disk.written if key.keyspace + key.chunk_hash in names]:
+            if not any(_has_had(one, key) for one in others) and key not in self.disk.damaged:
+                self.world.violations.append(f"{self.name} is drained, and nobody else has page {key}")
+        self.world.drains_done += 1
+
     # Inside
 
     def _ended(self, main: asyncio.Task[None]) -> None:
@@ -132,7 +143,12 @@ class PageStoreNode:
             index_timeout_ms=500,
             index_start_wait_ms=500,
             reconcile_interval_ms=8000,
+            push_timeout_ms=3000,
+            replication_factor=self.world.copies,
+            sweep_interval_ms=4000,
+            hot_uses_per_minute=0,
             max_leases=8,
+            prepared_segment_bytes=self.shape.segment_slots * SLOT_BYTES,
             tenant=TENANT,
         )
 
@@ -149,6 +165,7 @@ class PageStoreNode:
             disk_live_bytes=self.disk.budget_bytes,
             peers=SimPeers(world, self),
             index=link,
+            placement=_Placement(self, link),
             workers=self._make_workers(),
             clock=SimClock(loop, self.shape.wall_offset_s),
             first_segment_id=((self.number + 1) << 40) + (self.starts << 16) + 1,
@@ -166,13 +183,16 @@ class PageStoreNode:
             host_id=self.name,
             endpoint=self.endpoint,
             bulk_endpoint=self.bulk_endpoint,
-            local_socket=self.endpoint,
+            local_socket=f"/run/{self.name}.sock",
             capacity_bytes=config.arena_bytes,
         )
         await pagestore_main._adopt_incarnation(config, parts, engine, node, last_incarnation, stop)
         self.index = link
         self._listen(config, engine, arena)
         self.serving = True
+        engine.movement.start()
+        if self.world.prepares:
+            engine.preparation.start()
         await stop.wait()
         if stop.failure is not None:  # superseded: the process ends
             self._check_successor(link)
@@ -203,7 +223,7 @@ class PageStoreNode:
             max_requests_in_flight=config.max_requests_in_flight,
             arena_bytes=config.arena_bytes,
         )
-        servicer = PageStoreServicer(engine, lambda: TENANT, limits)
+        servicer = PageStoreServicer(engine, self.world.tenant_of_call, limits)
         self.world.network.listen(
             self.endpoint,
             self.process,
@@ -223,12 +243,20 @@ class PageStoreNode:
             if page != true_page(key):
                 world.violations.append(f"{self.name}: page {key} became durable with wrong bytes")
 
-        return SimPageStore(self.disk, rng=world.rng, pause=pause, alive=lambda: process.alive, check=check)
+        def sync(duration_s: float) -> None:
+            if not is_on_thread():
+                world.violations.append(f"{self.name}: its loop waits for the disk")
+            pause_s(world.loop, duration_s)
+
+        return SimPageStore(self.disk, rng=world.rng, pause=pause, sync=sync, alive=lambda: process.alive, check=check)
 
     def _make_workers(self) -> EngineWorkers:
         def workers(threads: int, most_s: float, blocking: float) -> SimWorkers:
+            def share() -> float:
+                return 1.0 if blocking and self.disk.sync_s else blocking
+
             made = SimWorkers(
-                self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=blocking
+                self.world.loop, threads=threads, delay_s=lambda: self.world.some_s(most_s), blocking=share
             )
             self._workers.append(made)
             return made
@@ -238,6 +266,9 @@ class PageStoreNode:
             read=workers(2, 0.004, 0.4),
             write=workers(2, 0.004, 0.4),
             pull=workers(2, 0.002, 1.0),
+            push=workers(2, 0.002, 1.0),
+            seal=workers(2, 0.004, 0.0),
+            prepare=workers(2, 0.02, 0.0),
         )
 
     def _watch_slots(self, engine: PageStoreEngine) -> None:
@@ -294,3 +325,22 @@ class PageStoreNode:
         announcer.disk = announced  # type: ignore[method-assign]
         ledger.finish_commit = finished  # type: ignore[method-assign]
         space._on_evict = evicted
+
+
+def _has_had(disk: SimDisk, key: PageKey) -> bool:
+    """Whether a disk has what a page has, or had it until its owner gave it up."""
+    known = {*disk.written, *disk.deleted}
+    present = sum(1 << shard for shard in range(GRID.shard_count) if key._replace(shard=shard) in known)
+    return GRID.covers(present, 1 << key.shard)
+
+
+class _Placement(IndexPlacement):
+    """Sees that a drain that is done has left no page behind."""
+
+    def __init__(self, node: PageStoreNode, link: NodeIndexLink) -> None:
+        super().__init__(link)
+        self._node = node
+
+    async def leave(self) -> None:
+        self._node.check_drained()
+        await super().leave()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.core.cluster import RemoteSource
-from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
+from kvpool.core.cluster import PageMetadata, RemoteSource
+from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable, SessionBusy
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.ledger import Grant
 from kvpool_pagestore.engine import PageStoreEngine
-from kvpool_pagestore.engine_pages import WantedPage
+from kvpool_pagestore.engine_pages import ReserveItem, WantedPage
+from kvpool_pagestore.engine_sessions import PeerSession
 from tests.sim.loop import Process, current_process
 from tests.sim.nodes import World
-from tests.sim.pages import KEYSPACE, SPEC, TENANT, true_page
+from tests.sim.pages import SPEC, TENANT_OF, true_page
 from tests.sim.threads import wait_for
 
 if TYPE_CHECKING:
     from tests.sim.pagestore_node import PageStoreNode
+
+_Send = Callable[[int, KvPoolError | None, bytes | None, bool], None]
 
 
 class SimPeers:
@@ -40,7 +45,12 @@ class SimPeers:
         loop = self._world.loop
         answers: asyncio.Queue[tuple[int, KvPoolError | None, bytes | None, bool]] = asyncio.Queue()
         puller = current_process()
-        serving = self._begin(source, [item.key for item in items], deadline_s, answers, puller)
+        keys = [item.key for item in items]
+
+        def serve(engine: PageStoreEngine, send: _Send) -> Coroutine[Any, Any, None]:
+            return _serve_pull(self._world, engine, source, keys, deadline_s, send)
+
+        serving = self._begin(source, answers, puller, serve)
         unsettled = set(range(len(items)))
         ends_at_s = loop.time() + deadline_s
         broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
@@ -77,8 +87,34 @@ class SimPeers:
         require_durable: bool,
         on_page: Callable[[int, KvPoolError | None], None],
     ) -> None:
-        for index in range(len(items)):  # replication is not simulated
-            on_page(index, ServiceUnavailable("nobody takes pages here"))
+        """Page by page and half by half, as `pull`; bytes are taken from the slots while they travel."""
+        loop, world = self._world.loop, self._world
+        answers: asyncio.Queue[tuple[int, KvPoolError | None, bytes | None, bool]] = asyncio.Queue()
+        pages = [(item.key, bytes(item.page), item.metadata) for item in items]
+        for key, page, _ in pages:
+            if page != true_page(key):
+                world.violations.append(f"{self._owner.name}: page {key} was sent to another node with wrong bytes")
+
+        def serve(engine: PageStoreEngine, send: _Send) -> Coroutine[Any, Any, None]:
+            return _serve_push(world, engine, target, pages, require_durable, send)
+
+        serving = self._begin(target, answers, current_process(), serve)
+        unsettled = set(range(len(items)))
+        ends_at_s = loop.time() + deadline_s
+        broken: KvPoolError | None = None if serving else ServiceUnavailable("nobody listens there")
+        try:
+            while unsettled and broken is None:
+                index, error, _, _ = wait_for(loop, _next(answers, ends_at_s - loop.time()))
+                if index < 0:
+                    broken = error
+                else:
+                    unsettled.discard(index)
+                    on_page(index, error)
+        finally:
+            if serving:
+                serving()
+        for index in unsettled:
+            on_page(index, broken or ServiceUnavailable("the push was stopped"))
 
     def close(self) -> None:
         pass
@@ -92,7 +128,7 @@ class SimPeers:
         return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
     def _begin(
-        self, source: RemoteSource, keys: Sequence[PageKey], deadline_s: float, answers: Any, puller: Process
+        self, source: RemoteSource, answers: Any, puller: Process, serve: Callable[[PageStoreEngine, _Send], Any]
     ) -> Callable[[], None] | None:
         """Have the other node serve; returns what ends that."""
         world = self._world
@@ -115,7 +151,7 @@ class SimPeers:
 
         def begin() -> None:
             if not over[0]:
-                tasks.append(world.loop.spawn(server, _serve_pull(world, engine, source, keys, deadline_s, send)))
+                tasks.append(world.loop.spawn(server, serve(engine, send)))
 
         def end_there() -> None:
             over[0] = True
@@ -149,14 +185,14 @@ async def _serve_pull(
     source: RemoteSource,
     keys: Sequence[PageKey],
     deadline_s: float,
-    send: Callable[[int, KvPoolError | None, bytes | None, bool], None],
+    send: _Send,
 ) -> None:
     """What kvpool_pagestore.bulk_servicer does for a read stream, one page after the other."""
     try:
         engine.check_incarnation(source.incarnation)
         if source.incarnation != engine.incarnation:
             world.violations.append(f"incarnation {engine.incarnation} served what {source.incarnation} was asked for")
-        peer = engine.sessions.open_internal(TENANT, [(KEYSPACE, SPEC)])
+        peer = engine.sessions.open_internal(TENANT_OF[keys[0].keyspace], [(keys[0].keyspace, SPEC)])
     except KvPoolError as error:
         send(-1, error, None, False)
         return
@@ -190,3 +226,51 @@ async def _serve_pull(
         send(-1, error, None, False)
     finally:
         engine.sessions.close(peer)
+
+
+async def _serve_push(
+    world: World,
+    engine: PageStoreEngine,
+    target: RemoteSource,
+    pages: Sequence[tuple[PageKey, bytes, PageMetadata]],
+    durable: bool,
+    send: _Send,
+) -> None:
+    """What kvpool_pagestore.bulk_servicer does for a write stream."""
+    try:
+        engine.check_incarnation(target.incarnation)
+        keyspace = pages[0][0].keyspace
+        peer = engine.sessions.open_internal(TENANT_OF[keyspace], [(keyspace, SPEC)])
+    except KvPoolError as error:
+        send(-1, error, None, False)
+        return
+    try:
+        for index, (key, page, metadata) in enumerate(pages):
+            send(index, await _put(world, engine, peer, key, page, metadata, durable), None, True)
+    except KvPoolError as error:
+        send(-1, error, None, False)
+    finally:
+        engine.sessions.close(peer)
+
+
+async def _put(
+    world: World,
+    engine: PageStoreEngine,
+    peer: PeerSession,
+    key: PageKey,
+    page: bytes,
+    metadata: PageMetadata,
+    durable: bool,
+) -> KvPoolError | None:
+    item = ReserveItem(key=key, page_bytes=len(page), metadata=metadata)
+    (answer,) = await engine.pages.reserve(peer, [item])
+    if isinstance(answer, Grant):
+        view, half = engine.pages.view(answer), len(page) // 2
+        view[:half] = page[:half]
+        await asyncio.sleep(world.some_s(0.005))
+        view[half:] = page[half:]
+        (error,) = await engine.pages.commit(peer, [answer.lease_id], durable=durable)
+        return error
+    if answer is Admission.EXISTS:
+        return await engine.pages.make_durable(key) if durable else None
+    return answer if isinstance(answer, KvPoolError) else SessionBusy("somebody else writes the page there")

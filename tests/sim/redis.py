@@ -16,6 +16,8 @@ from kvpool_index.adapters.memory import MemoryIndexStore
 from tests.sim.loop import SimLoop
 from tests.sim.network import Network
 
+_IDS_APART = 1000
+
 
 class SimRedis:
     """The server. `store` is replaced when it is wiped."""
@@ -32,7 +34,7 @@ class SimRedis:
     def wipe(self) -> None:
         """FLUSHALL."""
         self.has_forgotten = True
-        self.store = self._make()
+        self._go_on_with(self._make())
 
     def save(self) -> None:
         """What a failover would fall back to."""
@@ -42,7 +44,14 @@ class SimRedis:
         """A failover that lost what was acknowledged since `save`."""
         if self._saved is not None:
             self.has_forgotten = True
-            self.store, self._saved = self._saved, None
+            saved, self._saved = self._saved, None
+            self._go_on_with(saved)
+
+    def _go_on_with(self, store: MemoryIndexStore) -> None:
+        """Ids of events are times in Redis: those that come now are higher than all before, those that are lost too."""
+        counts = self.store.events._counts
+        store.events._counts = [count + _IDS_APART for count in counts]
+        self.store = store
 
     async def call(self, part: str, method: str, *args: Any, **kwargs: Any) -> Any:
         await self._reach()

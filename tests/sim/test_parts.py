@@ -85,7 +85,7 @@ def test_callbacks_of_one_process_keep_their_order_and_processes_mix() -> None:
 
 def test_blocking_calls_can_be_held_up_in_their_middle() -> None:
     loop, seen = SimLoop(Random(1)), list[str]()
-    workers = SimWorkers(loop, threads=1, delay_s=lambda: 0.0, blocking=1.0)
+    workers = SimWorkers(loop, threads=1, delay_s=lambda: 0.0, blocking=lambda: 1.0)
 
     def blocking() -> int:
         seen.append(f"begun {loop.time()}")

@@ -90,6 +90,11 @@ def pause_s(loop: SimLoop, duration_s: float) -> None:
         thread.wait(lambda proceed: loop.call_later(duration_s, proceed) and None)
 
 
+def is_on_thread() -> bool:
+    """Whether the caller may be held up."""
+    return _on_thread() is not None
+
+
 def wait_for(loop: SimLoop, work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the loop, as part of the calling process, and wait for its result."""
     thread = _on_thread()
@@ -109,7 +114,13 @@ class SimWorkers:
     """A pagestore's ports.Workers. `delay_s` gives the time until a call begins, and again until its result is told."""
 
     def __init__(
-        self, loop: SimLoop, *, threads: int, delay_s: Callable[[], float], blocking: float, queue_limit: int = 4096
+        self,
+        loop: SimLoop,
+        *,
+        threads: int,
+        delay_s: Callable[[], float],
+        blocking: Callable[[], float],
+        queue_limit: int = 4096,
     ) -> None:
         self.threads = threads
         self._loop = loop
@@ -145,7 +156,7 @@ class SimWorkers:
             self._loop.call_later(self._delay_s(), self._begin, future, job)
 
     def _begin(self, future: asyncio.Future[Any], job: Callable[[], Any]) -> None:
-        if self._loop.rng.random() >= self._blocking:
+        if self._loop.rng.random() >= self._blocking():
             try:
                 result, error = job(), None
             except Exception as failed:

@@ -1,0 +1,147 @@
+"""Simulated watchers of the index: a plain one that keeps each chunk's latest event, and a replica of locations."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvpool.client.config import ClientConfig
+from kvpool.client.index import IndexClient
+from kvpool.client.replica import LocationReplica, ReplicaConfig
+from kvpool.core.cluster import ChainQuery, ChunkEvent, IndexEvent, Location, NodeEvent, ResyncEvent
+from kvpool.core.errors import KvPoolError
+from kvpool.core.outcome import Tier
+from tests.sim.nodes import SimClock, World
+from tests.sim.pages import GRID, KEYSPACE, SPEC, chunk_hash
+
+_POSITIONS = 4
+
+Holding = tuple[bytes, Tier, int]
+"""A node's id, and the shards that it has in a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The latest event of a chunk."""
+
+    version: int
+    locations: tuple[Location, ...]
+
+
+class Watcher:
+    """A process that watches, stands still now and then, and is compared with the index in the end."""
+
+    def __init__(self, world: World, name: str, *, is_replica: bool) -> None:
+        self._world = world
+        self.name = name
+        self._is_replica = is_replica
+        self._process = world.loop.process(name)
+        self._seen: dict[bytes, Seen] = {}  # by the beginning of the chunk's hash, since the last RESYNC
+        self._alive: dict[bytes, int] = {}  # incarnations of nodes, as far as events named them
+        self._replica: LocationReplica | None = None
+        self.resync_count = 0
+
+    def start(self) -> None:
+        self._world.loop.spawn(self._process, self._run(), self.name)
+        self._world.loop.spawn(self._world.loop.world, self._stand_still_at_times(), "pauses of a watcher")
+
+    def end_pauses(self) -> None:
+        self._world.loop.resume(self._process)
+
+    def stale(self, truth: Callable[[bytes], set[Holding]]) -> str:
+        """What it has wrong; empty if nothing. truth: where a chunk is, by the beginning of its hash."""
+        if self._is_replica:
+            return self._stale_in_replica(truth)
+        for chunk, seen in self._seen.items():
+            named, there = {_holding(one) for one in seen.locations if self._counts(one)}, truth(chunk)
+            missed = {holding for holding in there - named if not self._has_returned(holding[0])}
+            if named - there or missed:
+                return (
+                    f"{self.name}: the last event of {chunk.hex()} (version {seen.version}) names {named}, not {there}"
+                )
+        return ""
+
+    # Inside
+
+    async def _run(self) -> None:
+        world = self._world
+        endpoints = [index.endpoint for index in world.indexes]
+        config = ClientConfig(
+            index_endpoints=tuple(endpoints),
+            call_timeout_s=2.0,
+            connect_timeout_s=2.0,
+            backoff_initial_s=0.02,
+            backoff_max_s=0.3,
+        )
+        index = IndexClient(config)
+        if self._is_replica:
+            self._replica = LocationReplica(index, ReplicaConfig(), clock=SimClock(world.loop))
+            self._replica.open_keyspace(KEYSPACE, GRID)
+        while True:
+            try:
+                await index.open_keyspace("sim", SPEC)
+                if self._replica is not None:
+                    await self._replica.match(_query(world.rng.choice(world.chains)))
+                    await asyncio.sleep(world.some_s(0.5))
+                    continue
+                async with aclosing(index.watch(now_s=world.loop.time)) as events:
+                    async for event in events:
+                        self._take(event)
+            except KvPoolError:
+                await asyncio.sleep(world.some_s(0.3))
+
+    def _take(self, event: IndexEvent) -> None:
+        match event.event:
+            case ChunkEvent() as chunk:
+                known = self._seen.get(chunk.chunk_hash[:8])
+                if chunk.keyspace == KEYSPACE and (known is None or chunk.version >= known.version):
+                    self._seen[chunk.chunk_hash[:8]] = Seen(chunk.version, chunk.locations)
+            case NodeEvent(node=node, alive=alive):
+                self._alive[node.node_id] = node.incarnation if alive else 0
+            case ResyncEvent():
+                self.resync_count += 1
+                self._seen.clear()
+
+    def _counts(self, location: Location) -> bool:
+        """Whether no event has said that the node, or that process of it, is gone."""
+        return self._alive.get(location.node_id, location.incarnation) == location.incarnation
+
+    def _has_returned(self, node_id: bytes) -> bool:
+        """A node whose lease had ended brings its locations back with it; no event says so of each chunk."""
+        node = self._world.redis.store.nodes._nodes.get(node_id)
+        return node is None or node.attempt.number > 1
+
+    def _stale_in_replica(self, truth: Callable[[bytes], set[Holding]]) -> str:
+        replica = self._replica
+        if replica is None or not replica.is_current:
+            return f"{self.name} does not hear that it is current"
+        for chain in self._world.chains:
+            position = 0
+            for run in replica._table.match(_query(chain), self._world.loop.time()).runs:
+                for _ in range(run.chunk_count):
+                    chunk = chunk_hash(chain, position)[:8]
+                    wrong = {_holding(one) for one in run.locations} - truth(chunk)
+                    if wrong:
+                        return f"{self.name}: the replica names {wrong} for {chunk.hex()}"
+                    position += 1
+        return ""
+
+    async def _stand_still_at_times(self) -> None:
+        loop, chance = self._world.loop, random.Random(self._world.rng.random())
+        for _ in range(3):
+            await asyncio.sleep(3.0 * chance.random())
+            loop.pause(self._process)
+            await asyncio.sleep(2.0 * chance.random())
+            loop.resume(self._process)
+
+
+def _query(chain: int) -> ChainQuery:
+    hashes = b"".join(chunk_hash(chain, position) for position in range(_POSITIONS))
+    return ChainQuery(keyspace=KEYSPACE, chunk_hashes=hashes)
+
+
+def _holding(location: Location) -> Holding:
+    return location.node_id, location.tier, location.shards & GRID.valid_shards
