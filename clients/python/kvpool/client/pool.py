@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkSpan, StoreRetention, TierTokens
+from kvpool.client.engine_items import ChunkSpan, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreHandle
 from kvpool.client.fds import offer_fd
@@ -22,6 +22,7 @@ from kvpool.client.retry import Backoff
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.retention import Retention
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
 
@@ -184,7 +185,7 @@ class KvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: StoreRetention | None = None,
+        retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreTicket:
@@ -214,7 +215,7 @@ class KvPool:
         spans: Sequence[ChunkSpan],
         first_chunk: int,
         handles: list[tuple[int, StoreHandle]],
-        retention: StoreRetention | None,
+        retention: Retention | None,
         kept: Callable[[], bool] | None,
         after: EngineEvent | None,
     ) -> KvPoolError | None:

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import StoreRetention
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
@@ -23,6 +22,7 @@ from kvpool.client.sync_tickets import SyncLoadTicket, SyncStoreTicket
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.retention import Retention
 from kvpool.wire.convert_engine import BlockIds
 
 ResultT = TypeVar("ResultT")
@@ -213,7 +213,7 @@ class SyncKvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: StoreRetention | None = None,
+        retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> SyncStoreTicket:
