@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kvpool.client.gpu import wait_for_layers
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.pool import KvPool
 from kvpool.client.sync import SyncKvPool
@@ -68,8 +67,8 @@ async def test_a_slot_is_handed_out_again_only_after_its_wait() -> None:
         store = await session.store(engine.span(chain, range(1)), after=first)
         engine.slots.give_back(first)
         with pytest.raises(DeadlineExceeded, match="none of 1 events"):
-            await engine.slots.take_async(0.02)
-        taking = asyncio.ensure_future(engine.slots.take_async(60))
+            await asyncio.to_thread(engine.slots.take, 0.02)
+        taking = asyncio.ensure_future(asyncio.to_thread(engine.slots.take, 60))
         await one.asked()
         assert not taking.done()
         engine.finish(first)
@@ -210,11 +209,11 @@ async def test_an_engine_without_an_event_loop_waits_layer_by_layer() -> None:
                 event = engine.record()
                 loading = pool.begin_load(chain, table, first_chunk=0, end_chunk=3, after=event)
                 with pytest.raises(DeadlineExceeded):
-                    wait_for_layers(loading, 1, timeout_s=0.02)
+                    loading.wait_layers(1, 0.02)
                 assert loading.layers_loaded == 0
                 engine.finish(event)
-                assert wait_for_layers(loading, SPEC.group.layers, timeout_s=60)
-                assert wait_for_layers(loading, 1)
+                assert loading.wait_layers(SPEC.group.layers, 60)
+                assert loading.wait_layers(1)
                 assert engine.holds(chain, range(3))
                 assert loading.failed_chunks == ()
                 return loading.report(60).loaded_chunks

@@ -7,13 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvpool.client.engine_items import EngineSource, Retention
+from kvpool.client.engine_items import EngineSource
 from kvpool.client.gpuagent_control import AgentControl
 from kvpool.core.cluster import ChainMatch, Location, MatchRun, NodeInfo, NodeKind
 from kvpool.core.errors import InvalidRequest, Stopped
 from kvpool.core.outcome import Tier
 from kvpool.core.page import HEADER_BYTES, PageKey
-from kvpool.core.retention import PromptRetention, RetentionRange
+from kvpool.core.retention import Retention
 from kvpool.testing import eventually
 from tests.fixtures.agent import (
     CLIENT,
@@ -195,25 +195,6 @@ async def test_retention_reaches_the_pages() -> None:
         await handle.done(60)
         kept = world.pools[0].asked[0].metadata
         assert (kept.ttl_ms, kept.priority) == (9, -2)
-        await session.close()
-        engine.close()
-
-
-async def test_retention_of_token_ranges_and_the_prompt_length_reach_the_pages() -> None:
-    world = World()
-    async with running_agent(world) as agent:
-        engine = EngineProcess(agent.endpoint)
-        session = await engine.open()
-        chain = prompt(session, 3)
-        pinned = RetentionRange(0, 1, Retention(pinned_until_us=5))
-        wanted = PromptRetention((pinned,), Retention(ttl_ms=9))
-        await (await session.store(engine.span(chain, range(3)), retention=wanted)).done(60)
-        kept = {one.metadata.chunk_index: one.metadata for one in world.pools[0].asked}
-        assert [(kept[index].pinned_until_us, kept[index].ttl_ms) for index in range(3)] == [(5, 0), (0, 9), (0, 9)]
-        with pytest.raises(InvalidRequest, match="token_count"):
-            await session.store(
-                engine.span(chain, range(1)), retention=PromptRetention((RetentionRange(0, 0, Retention()),))
-            )
         await session.close()
         engine.close()
 

@@ -14,7 +14,7 @@ from kvpool.core.policy import KeyspacePolicy, WritePolicy
 from kvpool.v1 import common_pb2, index_pb2
 from kvpool.wire.convert_keyspace import spec_from_proto
 from kvpool.wire.convert_policy import policy_to_proto
-from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
+from kvpool_index.adapters.memory_nodes import MemoryPolicyRegistry
 from kvpool_index.config import IndexConfig
 from tests.fixtures.index_node import FakeNode, refusal, spec
 from tests.fixtures.index_server import RunningIndex, running_index

@@ -18,22 +18,24 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
 from kvpool.client.node_link import NodeLink
 from kvpool.client.pagestore import SessionPlan
+from kvpool.client.replica import LocationReplica, MatchedBy, ReplicaConfig
 from kvpool.core.cluster import NodeInfo, NodeKind, NodeLoad
 from kvpool.core.errors import KvPoolError, StartupFailed
+from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool.v1 import gpuagent_pb2, gpuagent_pb2_grpc
-from kvpool_gpuagent.adapters.arena_pool import ArenaLink
+from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool
+from kvpool_gpuagent.adapters.bounce import PeerClients
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.adapters.index_client import GrpcIndex
 from kvpool_gpuagent.adapters.peer_agents import GrpcPeerAgents
-from kvpool_gpuagent.adapters.pools import ConfiguredPools
+from kvpool_gpuagent.adapters.stream_pool import StreamBuffers, StreamPool
 from kvpool_gpuagent.config import GpuAgentConfig
 from kvpool_gpuagent.descriptors import DescriptorDesk
 from kvpool_gpuagent.engine import GpuAgentEngine
 from kvpool_gpuagent.identity import DataDirectory, announce, host_identity
-from kvpool_gpuagent.main_replica import location_replica
 from kvpool_gpuagent.metrics import AgentMetrics
-from kvpool_gpuagent.ports import Device
+from kvpool_gpuagent.ports import Device, PagePool
 from kvpool_gpuagent.registering import Registrar
 from kvpool_gpuagent.servicer import GpuAgentServicer
 from kvpool_server.config import describe, load_config
@@ -287,6 +289,48 @@ def _address(name: str, text: str) -> TcpAddress:
         return TcpAddress.parse(text)
     except ValueError as error:
         raise StartupFailed(f"bad configuration: {name}: {error}") from error
+
+
+def location_replica(client: IndexClient, metrics: AgentMetrics, *, replica_bytes: int) -> LocationReplica | None:
+    """A replica that counts itself; None for no bytes."""
+    if not replica_bytes:
+        return None
+    counters = {by: metrics.replica_matches.labels(by.value) for by in MatchedBy}
+    counted_resyncs = 0
+
+    def on_event(replica: LocationReplica) -> None:
+        nonlocal counted_resyncs
+        metrics.replica_bytes.set(replica.used_bytes)
+        metrics.replica_groups.set(replica.group_count)
+        metrics.replica_resyncs.inc(replica.resync_count - counted_resyncs)
+        counted_resyncs = replica.resync_count
+
+    return LocationReplica(
+        client,
+        ReplicaConfig(capacity_bytes=replica_bytes),
+        on_match=lambda matched_by: counters[matched_by].inc(),
+        on_event=on_event,
+    )
+
+
+class ConfiguredPools:
+    """See ports.PoolFactory: the arena of the local pagestore if there is one, else streams through bounce buffers."""
+
+    def __init__(self, index: IndexClient, config: ClientConfig, *, arena: ArenaLink | None, bounce_bytes: int) -> None:
+        """arena: the link to this host's pagestore; None: there is none."""
+        self._index, self._config, self._arena = index, config, arena
+        self._buffers = StreamBuffers.of(bounce_bytes)
+        self._peers = PeerClients(config.tls, config.tracer)
+
+    def __call__(self, keyspace: bytes, spec: KeyspaceSpec) -> PagePool:
+        """A pool for one engine session."""
+        if self._arena is not None:
+            return ArenaPool(self._arena, keyspace, spec)
+        return StreamPool(keyspace, spec, self._index, self._buffers, self._peers, self._config.host_id)
+
+    def close(self) -> None:
+        """End connections; blocks until their threads have ended."""
+        self._peers.close()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import numpy as np
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcEvent
-from kvpool.core.retention import NO_RETENTION, RetentionRange
+from kvpool.core.retention import NO_RETENTION
 from kvpool.v1 import common_pb2, gpuagent_pb2
 from kvpool.wire.convert import HASH_BYTES, check_count, hashes_from_bytes, item_error_to_proto
 from kvpool.wire.convert_engine import layout_from_proto
 from kvpool.wire.convert_ipc import engine_event_from_proto, ipc_event_from_proto, ipc_memory_from_proto
 from kvpool.wire.convert_keyspace import spec_from_proto
-from kvpool.wire.convert_policy import retention_from_proto, retention_ranges_from_proto
+from kvpool.wire.convert_policy import retention_from_proto
 from kvpool.wire.versions import check_peer_version
 from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.requests import BlockIds, ChunkSpan, LoadOutcome, StoreOutcome
@@ -85,13 +85,11 @@ def registration_from_proto(register: gpuagent_pb2.EngineRegister) -> Registrati
 
 
 def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.EngineLoadRequest) -> ChunkSpan:
-    """Raises InvalidRequest naming the argument. Counts and ranges are core.checks' to refuse."""
+    """Raises InvalidRequest naming the argument. Counts are core.checks' to refuse."""
     chain_head, retention, prompt_tokens, skip_tokens = b"", NO_RETENTION, 0, 0
-    ranges: tuple[RetentionRange, ...] = ()
     if isinstance(request, gpuagent_pb2.EngineStoreRequest):
         chain_head = request.chain_head_hash
         retention = retention_from_proto(request.retention)
-        ranges = retention_ranges_from_proto(request.retention_ranges)
         prompt_tokens = check_count(request.prompt_tokens, "prompt_tokens")
     else:
         skip_tokens = request.skip_tokens
@@ -103,7 +101,6 @@ def span_from_proto(request: gpuagent_pb2.EngineStoreRequest | gpuagent_pb2.Engi
         group_heads=tuple(hashes_from_bytes(request.group_head_hashes, "group_head_hashes")),
         chain_head=chain_head,
         retention=retention,
-        retention_ranges=ranges,
         prompt_tokens=prompt_tokens,
         skip_tokens=skip_tokens,
     )

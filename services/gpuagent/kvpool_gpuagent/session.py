@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from kvpool_gpuagent.core.sources import SourceRun
 from kvpool_gpuagent.events import SessionEvents, UsedEvent
 from kvpool_gpuagent.hold_file import HoldFile
 from kvpool_gpuagent.leasing import LeaseOutcome, SessionLeases
-from kvpool_gpuagent.load_counts import count_load
 from kvpool_gpuagent.loading import LoadRun, ReportProgress
 from kvpool_gpuagent.locations import ChainLocations, SeenChunks
 from kvpool_gpuagent.metrics import AgentMetrics
@@ -334,3 +333,31 @@ async def _give_up(handles: Sequence[MappedHandle], hold_file: HoldFile | None) 
             os.close(handle.descriptor)
     if hold_file is not None:
         await hold_file.let_go()
+
+
+def count_load(
+    metrics: AgentMetrics,
+    bandwidths: Bandwidths,
+    loaded_bytes: Mapping[LoadSource, int],
+    duration_s: float,
+    outcome: LoadOutcome,
+    compute_s_per_token: float,
+) -> None:
+    """A load has ended. compute_s_per_token: of the engine, were it to compute them; 0 if unknown.
+
+    One that was stopped, as nobody needed it any more, tells neither what loads bring nor how quick they are: an engine
+    whose clients leave early would else take loads for slow.
+    """
+    stopped = isinstance(outcome.error, Stopped)
+    if compute_s_per_token and not stopped:
+        saved_s = sum(outcome.tokens.values()) * compute_s_per_token - duration_s
+        metrics.saved_seconds.inc(max(0.0, saved_s))
+        metrics.lost_seconds.inc(max(0.0, -saved_s))
+    used = [source for source, size_bytes in loaded_bytes.items() if size_bytes]
+    if len(used) == 1 and not stopped:  # a mixture says nothing about either
+        bandwidths.record(used[0], loaded_bytes[used[0]], duration_s)
+        metrics.bandwidth.labels(used[0].name.lower()).set(bandwidths.bytes_per_s(used[0]))
+    for source, tokens in outcome.tokens.items():
+        metrics.loaded_tokens.labels(source.name.lower()).inc(tokens)
+    if outcome.error is not None:
+        metrics.failed_chunks.labels(outcome.error.reason).inc(len(outcome.failed_chunks))

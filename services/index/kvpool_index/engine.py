@@ -1,6 +1,8 @@
 """What the servicer calls: the parts of the engine, wired."""
 
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from kvpool.core.clock import Clock
@@ -20,7 +22,7 @@ from kvpool.core.cluster import (
     RouteAnswer,
     StaleLocation,
 )
-from kvpool.core.errors import InvalidRequest, StoreUnavailable
+from kvpool.core.errors import Draining, InvalidRequest, StoreUnavailable
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.location_digest import SplitGroup
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
@@ -31,18 +33,47 @@ from kvpool_index.engine_announce import AnnounceService, AnnounceStream
 from kvpool_index.engine_keyspaces import KeyspaceService, KnownKeyspace, OpenedKeyspace, SecretOf
 from kvpool_index.engine_leases import LeaseService, Refusals
 from kvpool_index.engine_log import LogReader
-from kvpool_index.engine_match import MatchService
+from kvpool_index.engine_match import MatchService, RouteService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.engine_policies import PolicyService
 from kvpool_index.engine_reconcile import ReconcileService
-from kvpool_index.engine_route import RouteService
-from kvpool_index.engine_streams import OpenStreams
 from kvpool_index.engine_sweep import SweepService
 from kvpool_index.engine_watch import WatchService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
 
 _MAX_PLACED_NODES = 16
+
+
+class OpenStreams:
+    """The tasks that serve streams now, to be ended when the service drains: they would otherwise outlast any grace."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._draining = asyncio.Event()
+
+    @asynccontextmanager
+    async def track(self) -> AsyncIterator[None]:
+        """Around the whole handler of a stream, in the call's own task. Raises Draining once `end_all` was called."""
+        task = asyncio.current_task()
+        if self._draining.is_set() or task is None:
+            raise Draining("the index is shutting down")
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._draining.is_set():
+                raise
+            task.uncancel()
+            raise Draining("the index is shutting down; what was not acknowledged is to be sent again") from None
+        finally:
+            self._tasks.discard(task)
+
+    def end_all(self) -> None:
+        """End all streams with Draining, and refuse new ones."""
+        self._draining.set()
+        for task in self._tasks:
+            task.cancel()
 
 
 class IndexEngine:

@@ -1,24 +1,28 @@
-"""Matches, and the cleaning up of what they find to be dead."""
+"""Matches, routes made of them, and the cleaning up of what they find to be dead."""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
-from kvpool.core.cluster import ChainMatch, ChainQuery
+from kvpool.core.cluster import ChainMatch, ChainQuery, RouteAnswer
 from kvpool.core.coverage import Coverage
-from kvpool.core.errors import Overloaded, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, Overloaded, StoreUnavailable
 from kvpool.core.tracing import NO_TRACER, SpanKind, Tracer
 from kvpool_index.config import IndexConfig
 from kvpool_index.core.entries import EVERY_SHARD, Operation, ordinals_in
 from kvpool_index.core.groups import HASH_BYTES, ChunkOperation, check_query, group_reads
 from kvpool_index.core.match import Judgements, Matcher
+from kvpool_index.core.route import RouteWeights, route
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore
+
+_CANDIDATES_MAX: Final = 4096
 
 _DEAD_QUEUE: Final = 4096  # sightings that wait to be cleaned up; further ones will be seen again
 _DEAD_BATCH: Final = 256
@@ -139,3 +143,33 @@ def _removal(query: ChainQuery, head: bytes, at: int, ordinal: int) -> ChunkOper
         group_head=head,
         operation=Operation(ordinal=ordinal, full_shards=0, removed=EVERY_SHARD),
     )
+
+
+class RouteService:
+    """Answers routers."""
+
+    def __init__(
+        self, matches: MatchService, nodes: NodeService, keyspaces: KeyspaceService, config: IndexConfig
+    ) -> None:
+        self._matches, self._nodes, self._keyspaces = matches, nodes, keyspaces
+        self._weights = RouteWeights(
+            gpu=config.route_weight_gpu,
+            staging=config.route_weight_staging,
+            disk=config.route_weight_disk,
+            remote=config.route_weight_remote,
+        )
+
+    async def route(self, tenant: str, query: ChainQuery, *, with_unmatched: bool, count: int) -> RouteAnswer:
+        """Hosts, best first; count 0: all. Raises InvalidRequest, KeyspaceUnknown."""
+        if not 0 <= count <= _CANDIDATES_MAX:
+            raise InvalidRequest(f"count must be 0 to {_CANDIDATES_MAX}, got {count}")
+        found = await self._matches.match(tenant, replace(query, host_id=""))
+        keyspace = await self._keyspaces.get(tenant, query.keyspace)
+        candidates = route(
+            found,
+            self._nodes.live_nodes_now(),
+            coverage=Coverage.of(keyspace.grid, query.shards),
+            weights=self._weights,
+            with_unmatched=with_unmatched,
+        )
+        return RouteAnswer(matched_chunks=found.matched_chunks, candidates=tuple(candidates[: count or None]))

@@ -11,11 +11,10 @@ from pathlib import Path
 import kvpool
 from kvpool.core.clock import SystemClock
 from kvpool.core.errors import StartupFailed
-from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET
+from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, secret_from_file_content
 from kvpool.v1 import index_pb2
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.tenants import secret_from_file_content
 from kvpool_index.engine import IndexEngine
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import IndexStore

@@ -26,9 +26,8 @@ from kvpool.wire import (
 from kvpool_index.core.nodes import Renewal
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
-from kvpool_index.engine_concurrent import serve_concurrently
 from kvpool_index.servicer_hot import WatchMessages
-from kvpool_index.servicer_matches import MatchAnswers
+from kvpool_index.servicer_matches import MatchAnswers, serve_concurrently
 from kvpool_server.logs import fields
 
 _log = logging.getLogger(__name__)

@@ -1,18 +1,28 @@
-"""Answering messages of a match stream: one question each, or several about chains of one keyspace."""
+"""Answer messages of a match stream concurrently: one question each, or several about chains of one keyspace."""
 
-from collections.abc import Sequence
-from typing import Final
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, TypeVar, cast
 
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import InvalidRequest, KvPoolError
+from kvpool.core.tracing import CHUNKS, KEYSPACE, QUESTIONS, REQUEST_ID, SERVED_CHUNKS, Tracer, rpc_attributes
 from kvpool.v1 import index_pb2 as pb
 from kvpool.wire.convert import check_count, item_error_to_proto
 from kvpool.wire.convert_cluster import chain_query_from_proto
 from kvpool_index.core.groups import check_query
 from kvpool_index.engine import IndexEngine
 from kvpool_index.servicer_hot import MatchMessages
-from kvpool_index.servicer_tracing import traced_match
-from kvpool_server.logs import note_request
+from kvpool_server.logs import fields, note_request
+
+_log = logging.getLogger(__name__)
+_RPC = rpc_attributes("IndexService", "MatchStream")
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+_END: Final = object()
 
 _HASH_BYTES: Final = 16
 
@@ -70,3 +80,73 @@ class MatchAnswers:
         if self._tracer.recording:
             return await traced_match(self._tracer, request, queries, asking)
         return await asking
+
+
+async def traced_match(
+    tracer: Tracer,
+    request: pb.MatchStreamRequest,
+    queries: Sequence[ChainQuery],
+    match: Awaitable[list[ChainMatch]],
+) -> list[ChainMatch]:
+    """The result of `match`, with a span around it. queries: at least one."""
+    chunk_count, served = sum(query.chunk_count for query in queries), 0
+    attributes = {
+        **_RPC,
+        KEYSPACE: queries[0].keyspace.hex(),
+        QUESTIONS: len(queries),
+        CHUNKS: chunk_count,
+        REQUEST_ID: request.request_id,
+    }
+    with tracer.request("index.match", request.trace, attributes=attributes) as span:
+        try:
+            found = await match
+            served = sum(each.matched_chunks for each in found)
+            span.set({SERVED_CHUNKS: served})
+        finally:
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("match ended", extra=fields(chunks=chunk_count, served_chunks=served))
+    return found
+
+
+async def serve_concurrently(
+    requests: AsyncIterator[RequestT],
+    answer: Callable[[RequestT], Awaitable[ResponseT]],
+    write: Callable[[ResponseT], Awaitable[None]],
+    *,
+    limit: int,
+) -> None:
+    """Answer until there are no more requests; answers are written one at a time, in the order in which they are ready.
+
+    At most `limit` requests are read and not written, so that a slow receiver slows its own requests. An exception of
+    any part ends the rest and is raised, in an ExceptionGroup.
+
+    Workers take turns at reading, and whoever has read a request answers it: a task for each request, and the pass of
+    the loop until it runs, would cost as much as judging a match.
+    """
+    reading, writing = asyncio.Lock(), asyncio.Lock()
+    workers, waiting, ended = 1, 0, False
+
+    async def read() -> RequestT | object:
+        nonlocal ended
+        async with reading:
+            request = _END if ended else await anext(requests, _END)
+            ended = request is _END
+        return request
+
+    async def work() -> None:
+        nonlocal workers, waiting
+        while True:
+            waiting += 1
+            request = await read()
+            waiting -= 1
+            if request is _END:
+                return
+            if not waiting and workers < limit:
+                workers += 1
+                group.create_task(work())
+            response = await answer(cast("RequestT", request))
+            async with writing:
+                await write(response)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work())

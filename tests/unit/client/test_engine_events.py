@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 
@@ -92,19 +91,6 @@ def test_threads_wait_their_turn_and_leave_nothing_behind_when_they_go() -> None
     assert some.free_count == 1
     with pytest.raises(InvalidRequest, match="has no events"):
         slots(0).take(1.0)
-
-
-async def test_a_cancelled_taker_loses_no_slot() -> None:
-    some = slots(1)
-    event = some.take(1.0)
-    taking = asyncio.ensure_future(some.take_async(10.0))
-    await asyncio.sleep(0)
-    some.give_back(event)  # the event is on its way to the taker
-    taking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await taking
-    assert some.free_count == 1
-    assert await some.take_async(1.0) == EngineEvent(slot=0, generation=3)
 
 
 def test_a_shared_event_is_free_when_all_its_holders_have_given_it_back() -> None:

@@ -139,7 +139,7 @@ def test_known_run_lengths(
     layout.validate(LLAMA_8B)
     table = PlaneTable.of(LLAMA_8B, GRID_8B, layout, [index << 40 for index in range(len(layout.handle_sizes))])
     runs = RunTable.of(table)
-    shard = next(shard for shard in table.shards if GRID_8B.split_of(shard) == split)
+    shard = next(shard for shard in table.shards if GRID_8B.kv_heads // len(GRID_8B.heads_of(shard)) == split)
     assert runs.run_bytes(shard) == run_bytes
     blocks = np.random.default_rng(1).permutation(layout.block_count)[np.newaxis, : 256 // block_tokens]
     found = runs.runs(np.array([shard]), blocks, np.array([0]))

@@ -115,6 +115,11 @@ def test_a_chunk_is_whole_for_no_one_without_its_pages() -> None:
     assert list(shards_in(LLAMA_8B.touching(rank))) == [0, 2, 6, 13, 14]
 
 
+def split_of(grid: ShardGrid, shard: int) -> int:
+    """Parts of the split that the shard is one of."""
+    return grid.kv_heads // len(grid.heads_of(shard))
+
+
 @given(specs())
 def test_every_grid_keeps_the_rules(spec: KeyspaceSpec) -> None:
     grid = ShardGrid.of(spec)
@@ -125,7 +130,7 @@ def test_every_grid_keeps_the_rules(spec: KeyspaceSpec) -> None:
     for split in grid.splits:
         assert grid.kv_heads % split == 0
         shards = list(shards_in(grid.whole_chunk(split)))
-        assert all(grid.split_of(shard) == split for shard in shards)
+        assert all(split_of(grid, shard) == split for shard in shards)
         cells = [(layer, head) for shard in shards for layer in grid.layers_of(shard) for head in grid.heads_of(shard)]
         assert len(cells) == len(set(cells)) == grid.layers * grid.kv_heads
         assert sum(pages[shard] for shard in shards) == grid.layers * grid.kv_heads * spec.head_bytes
@@ -143,7 +148,7 @@ def test_shards_are_numbered_by_layer_group_split_and_part(spec: KeyspaceSpec) -
     ]
     assert [grid.shard(*place) for place in places] == list(range(grid.shard_count))
     for shard, (group, split, part) in enumerate(places):
-        assert (grid.layer_group_of(shard), grid.split_of(shard)) == (group, split)
+        assert (grid.layer_group_of(shard), split_of(grid, shard)) == (group, split)
         heads = grid.kv_heads // split
         assert grid.heads_of(shard) == range(part * heads, (part + 1) * heads)
         assert grid.layers_of(shard) == grid.layers_of_group(group)
@@ -160,7 +165,7 @@ def test_the_ranks_of_a_partition_write_each_head_and_layer_once(spec: KeyspaceS
                 (layer, head) for shard in shards for layer in grid.layers_of(shard) for head in grid.heads_of(shard)
             ]
             assert sorted(own) == [(layer, head) for layer in layers for head in heads]
-            coarser = [split for split in grid.splits if split < grid.split_of(shards[0])]
+            coarser = [split for split in grid.splits if split < split_of(grid, shards[0])]
             assert all(
                 heads.start % (grid.kv_heads // split) or len(heads) % (grid.kv_heads // split) for split in coarser
             )

@@ -131,14 +131,6 @@ def test_a_page_may_be_sealed_range_by_range(payload_len: int, step: int) -> Non
     assert piecewise == whole
 
 
-@pytest.mark.parametrize(
-    "offset, size, blocks",
-    [(0, 0, []), (0, 1, [0]), (BLOCK - 1, 2, [0, 1]), (BLOCK, BLOCK, [1]), (BLOCK, BLOCK + 1, [1, 2]), (5, 0, [])],
-)
-def test_the_blocks_of_a_byte_range(offset: int, size: int, blocks: list[int]) -> None:
-    assert list(page.block_range(offset, size)) == blocks
-
-
 def test_sizes() -> None:
     assert page.page_bytes(0) == 64
     assert page.page_bytes(2 << 20) == 64 + (2 << 20) + 8 * 8

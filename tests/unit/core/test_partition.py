@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup
-from kvpool.core.partition import RankPart, even_stages, rank_part
+from kvpool.core.partition import RankPart, rank_part
 
 
 @given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 3), st.booleans(), st.integers(1, 5))
@@ -15,7 +15,7 @@ def test_every_layer_and_head_is_written_once_and_loaded_by_all_that_have_it(
     """factor times more heads than ranks, or than heads ranks."""
     group = KvGroup(layers, heads if replicated else heads * factor, 8)
     tp_size = heads * factor if replicated else heads
-    stages = even_stages(layers, min(pp_size, layers))
+    stages = [len(part) for part in np.array_split(np.arange(layers), min(pp_size, layers))]
     written, loaded = np.zeros((2, layers, group.kv_heads), dtype=np.int64)
     for pp_rank in range(len(stages)):
         for tp_rank in range(tp_size):
@@ -38,14 +38,6 @@ def test_known_parts() -> None:
     assert [rank_part(latent, tp_rank=rank, tp_size=8).load_only for rank in range(8)] == [False] + [True] * 7
 
 
-@pytest.mark.parametrize(
-    "layers, pp_size, stages",
-    [(32, 1, [32]), (32, 4, [8, 8, 8, 8]), (61, 4, [15, 15, 16, 15]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
-)
-def test_stages(layers: int, pp_size: int, stages: list[int]) -> None:
-    assert even_stages(layers, pp_size) == stages
-
-
 def test_bad_parts_are_refused() -> None:
     group = KvGroup(4, 6, 8)
     for tp_size in (4, 9, 5):
@@ -59,5 +51,3 @@ def test_bad_parts_are_refused() -> None:
         rank_part(group, pp_layers=[2, 3])
     with pytest.raises(InvalidRequest, match=r"pp_layers\[1\]"):
         rank_part(group, pp_layers=[4, 0])
-    with pytest.raises(InvalidRequest, match="pp_size"):
-        even_stages(3, 4)

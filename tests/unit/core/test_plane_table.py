@@ -42,7 +42,7 @@ def test_a_kernel_that_follows_the_table_gathers_and_scatters_as_the_reference(d
         gathered = payload.copy()
         for rows, row_bytes, unit in (
             (planes.data_rows, table.row_bytes, table.unit_bytes),
-            (planes.scale_rows, table.scale_row_bytes, table.scale_unit_bytes),
+            (planes.scale_rows, table.scale_row_bytes, 1),
         ):
             for address, block_stride, token_stride, head_stride, offset, made, unit_stride, rest in table.planes[
                 rows
@@ -109,7 +109,7 @@ def test_a_codec_at_work_is_told_where_its_scales_go() -> None:
         payload.data_bytes + layer * 32 * 4 + plane * 4 for layer in range(2) for plane in range(2)
     ]
     assert set(rows[:, 6].tolist()) == {2 * 32 * 24}
-    assert (table.unit_bytes, table.scale_unit_bytes) == (8, 4)
+    assert table.unit_bytes == 8
 
 
 def test_scales_of_the_engine_are_planes_of_their_own() -> None:
@@ -122,7 +122,7 @@ def test_scales_of_the_engine_are_planes_of_their_own() -> None:
     assert table.planes[planes.first_plane].tolist() == [(1 << 20) + 16, 8 * 64, 64, 0, 0, 0, 2 * 32 * 16, 0]
     # V heads come after K heads in the scales too
     assert table.planes[13].tolist() == [(1 << 21) + 3 * 4, 8 * 16, 16, 0, 64 * 16 + 4, 0, 2 * 32 * 4, 0]
-    assert (table.unit_bytes, table.scale_unit_bytes) == (16, 4)
+    assert table.unit_bytes == 16
 
 
 @pytest.mark.parametrize("head_dim, base, unit", [(64, 1 << 20, 16), (64, (1 << 20) + 4, 4), (20, 1 << 20, 8)])

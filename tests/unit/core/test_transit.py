@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.core.transit import Transit
+from kvpool.client.watch import Transit
 
 
 def test_what_waited_is_as_old_as_it_is_also_if_it_is_the_first() -> None:

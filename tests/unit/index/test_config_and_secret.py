@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvpool.core.keyspace import secret_from_file_content
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.tenants import secret_from_file_content
 from kvpool_server.config import describe
 
 

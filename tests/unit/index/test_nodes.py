@@ -1,5 +1,6 @@
 """The table of nodes that one replica keeps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,9 +30,14 @@ def record(
     )
 
 
+def replace_all(table: NodeTable, records: Sequence[NodeRecord], asked_at_s: float) -> None:
+    for _ in table.replacing(records, asked_at_s):
+        pass
+
+
 def test_a_lease_ends_by_the_local_clock() -> None:
     table = NodeTable()
-    table.replace_all([record(1), record(2, remaining_ms=1000)], asked_at_s=50.0)
+    replace_all(table, [record(1), record(2, remaining_ms=1000)], asked_at_s=50.0)
     assert [node.info.node_id[0] for node in table.live_nodes(50.5)] == [1, 2]
     assert table.live_by_ordinal(201, 50.999) is not None
     assert table.live_by_ordinal(201, 51.0) is None
@@ -42,7 +48,7 @@ def test_a_lease_ends_by_the_local_clock() -> None:
 
 def test_ended_and_dead_nodes_are_not_live() -> None:
     table = NodeTable()
-    table.replace_all([record(1, alive=False, ended=True), record(2, alive=False)], asked_at_s=0.0)
+    replace_all(table, [record(1, alive=False, ended=True), record(2, alive=False)], asked_at_s=0.0)
     assert table.live_nodes(0.0) == [] and table.live_by_ordinal(201, 0.0) is None
     assert not table.knows_ordinal(101) and table.knows_ordinal(201)
 
@@ -70,7 +76,8 @@ def test_renewals_served_here_count_at_once() -> None:
 
 def test_who_departed() -> None:
     table = NodeTable()
-    table.replace_all(
+    replace_all(
+        table,
         [
             record(1),
             record(2, remaining_ms=-1),
@@ -87,7 +94,7 @@ def test_a_refresh_takes_bounded_steps_and_keeps_renewals_that_come_meanwhile() 
     records = [
         replace(record(1), info=replace(record(1).info, node_id=n.to_bytes(16, "big")), ordinal=n) for n in range(9000)
     ]
-    table.replace_all(records[:2], 0.0)
+    replace_all(table, records[:2], 0.0)
     steps = table.replacing(records, asked_at_s=0.0)
     next(steps)
     assert len(table) == 2, "until the end the old ones count"

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
-from kvpool.core.retention import Retention, RetentionRange
+from kvpool.core.retention import Retention
 from kvpool.v1 import common_pb2
 from kvpool.wire import convert_policy
 
@@ -30,11 +30,6 @@ def test_an_empty_message_is_the_policy_that_leaves_everything_to_the_node() -> 
     assert convert_policy.policy_from_proto(common_pb2.KeyspacePolicy()) == KeyspacePolicy()
 
 
-def test_ranges_come_back_as_they_were() -> None:
-    ranges = (RetentionRange(0, 5, Retention(1, 2, 3)), RetentionRange(7, 1, Retention()))
-    assert convert_policy.retention_ranges_from_proto(convert_policy.retention_ranges_to_proto(ranges)) == ranges
-
-
 @pytest.mark.parametrize(
     ("message", "named"),
     [
@@ -52,12 +47,3 @@ def test_ranges_come_back_as_they_were() -> None:
 def test_a_policy_that_cannot_be_is_refused(message: common_pb2.KeyspacePolicy, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         convert_policy.policy_from_proto(message)
-
-
-def test_a_malformed_range_names_its_place() -> None:
-    good, bad = RetentionRange(0, 1, Retention()), RetentionRange(0, 0, Retention())
-    with pytest.raises(InvalidRequest, match=r"retention range 1: .*token_count"):
-        convert_policy.retention_ranges_from_proto(convert_policy.retention_ranges_to_proto([good, bad]))
-    many = convert_policy.retention_ranges_to_proto([good] * (convert_policy.MAX_RETENTION_RANGES + 1))
-    with pytest.raises(InvalidRequest, match="at most 64"):
-        convert_policy.retention_ranges_from_proto(many)

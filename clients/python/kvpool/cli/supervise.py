@@ -37,11 +37,6 @@ class Supervisor:
         self._children: list[Child] = []
         self._store = plan_store(options)
 
-    @property
-    def store_description(self) -> str:
-        """What the index keeps its locations in."""
-        return self._store.description
-
     def start(self) -> ClusterState:
         """Start everything in order. Raises StartupFailed; what was started is left for `stop`."""
         self._prepare_directories()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections import deque
@@ -68,18 +67,6 @@ class EventSlots:
             if not self._is_held(event):
                 raise _not_taken(event)
             self._slots[event.slot].holders += 1
-
-    async def take_async(self, timeout_s: float) -> EngineEvent:
-        """The same for event loops."""
-        future = self._ask()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(future)
-        except BaseException as error:
-            self._abandon(future)
-            if isinstance(error, TimeoutError):
-                raise self._too_late(timeout_s) from None
-            raise
 
     def give_back(self, event: EngineEvent) -> None:
         """One holder names the event in no further request. Does nothing once all of them have given it back."""

@@ -14,13 +14,12 @@ from kvpool.client.hashing import Chain
 from kvpool.core.chunks import HASH_BYTES
 from kvpool.core.errors import KvPoolError
 from kvpool.core.ipc import EngineEvent
-from kvpool.core.retention import NO_RETENTION, PromptRetention
-from kvpool.core.retention import Retention as Retention
+from kvpool.core.retention import NO_RETENTION, Retention
 from kvpool.v1 import gpuagent_pb2
 from kvpool.wire.convert import enum_from_proto, hashes_to_bytes, is_newer, item_error_from_proto
 from kvpool.wire.convert_engine import block_ids_to_bytes
 from kvpool.wire.convert_ipc import engine_event_to_proto
-from kvpool.wire.convert_policy import retention_ranges_to_proto, retention_to_proto
+from kvpool.wire.convert_policy import retention_to_proto
 
 
 class EngineSource(IntEnum):
@@ -51,10 +50,6 @@ class EngineMatch:
     def estimated_load_ms(self) -> float:
         """Of all runs; 0 if nothing was measured yet."""
         return sum(run.estimated_load_ms for run in self.runs)
-
-
-StoreRetention = Retention | PromptRetention
-"""How a store asks its chunks to be kept: all alike, or by ranges of the prompt's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,21 +134,18 @@ def _source(value: int) -> EngineSource:
 
 
 def store_to_proto(
-    span: ChunkSpan, retention: StoreRetention | None, after: EngineEvent | None = None
+    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None
 ) -> gpuagent_pb2.EngineStoreRequest:
     """A store of consecutive chunks. raises: InvalidRequest naming what is wrong with the retention."""
-    wanted = retention if isinstance(retention, PromptRetention) else PromptRetention((), retention or NO_RETENTION)
-    wanted.otherwise.check()
-    for index, one in enumerate(wanted.ranges):
-        one.check(f"retention range {index}")
+    wanted = retention or NO_RETENTION
+    wanted.check()
     return gpuagent_pb2.EngineStoreRequest(
         chunk_hashes=span.chunk_hashes,
         block_ids=block_ids_to_bytes(span.block_ids),
         first_chunk_index=span.first_chunk_index,
         parent_hash=span.parent_hash,
         group_head_hashes=hashes_to_bytes(span.group_head_hashes),
-        retention=retention_to_proto(wanted.otherwise) if wanted.otherwise != NO_RETENTION else None,
-        retention_ranges=retention_ranges_to_proto(wanted.ranges),
+        retention=retention_to_proto(wanted) if wanted != NO_RETENTION else None,
         prompt_tokens=span.prompt_tokens,
         chain_head_hash=span.chain_head_hash,
         after=engine_event_to_proto(after) if after is not None else None,

@@ -109,18 +109,6 @@ class StoreHandle(_Transfer[StoreOutcome]):
         """kept: asked, with the count of leading chunks, whether their blocks held their bytes until now; None: yes."""
         super().__init__(send, chunk_count)
         self._kept = kept
-        self.gathered_chunks = 0  # blocks of so many leading chunks may be reused
-
-    async def wait_gathered(self, chunk_count: int | None = None) -> int:
-        """Wait until the blocks of so many leading chunks (None: all) may be reused, or the request ended without it.
-
-        Returns how many may be. After a break it returns what was gathered till then; the rest is under `wait_hold`.
-        """
-        wanted = self.chunk_count if chunk_count is None else chunk_count
-        while self.gathered_chunks < wanted and not self._outcome.done() and not self.hold_ended:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.chunk_count if self.hold_ended else self.gathered_chunks
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("gathered"):
@@ -128,7 +116,6 @@ class StoreHandle(_Transfer[StoreOutcome]):
             kept = True if self._kept is None else self._kept(count)
             answer = gpuagent_pb2.EngineKept(kept=kept, chunk_count=count)
             self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
-            self.gathered_chunks = max(self.gathered_chunks, count)
             if count >= self.chunk_count:
                 self.end_hold()
             self._changed.set()

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_registration import GpuRegion
-from kvpool.client.sync_tickets import SyncLoadTicket
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.ipc import EngineEvent, IpcMemory
 from kvpool.core.layout import EngineLayout, LayerLayout, RowPlane
@@ -211,15 +210,6 @@ class GpuEvents:
         """Free the events; no agent may look at them any more. Idempotent."""
         self._driver.use_device(self._ordinal)
         self._events.close()
-
-
-def wait_for_layers(ticket: SyncLoadTicket, layers: int, timeout_s: float | None = None) -> bool:
-    """Wait until the first so many layers of a load are in; see LoadTicket.wait_layers.
-
-    The agent says so only after its own GPU work on them has ended. So no stream has to wait for anything: whatever the
-    engine launches after this, on any stream, finds them. raises: DeadlineExceeded.
-    """
-    return ticket.wait_layers(layers, timeout_s)
 
 
 def _address_of(stream: Stream | None, ordinal: int) -> int:

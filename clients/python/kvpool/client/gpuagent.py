@@ -14,7 +14,6 @@ from kvpool.client.engine_events import EventSlots
 from kvpool.client.engine_items import (
     ChunkSpan,
     EngineMatch,
-    StoreRetention,
     lease_to_proto,
     load_to_proto,
     match_from_proto,
@@ -29,6 +28,7 @@ from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.grid import ShardGrid
 from kvpool.core.ipc import EngineEvent
 from kvpool.core.keyspace import KeyspaceSpec
+from kvpool.core.retention import Retention
 from kvpool.v1 import gpuagent_pb2
 from kvpool.v1.gpuagent_pb2_grpc import GpuAgentServiceStub
 from kvpool.wire.convert import check_id, check_length, hashes_to_bytes
@@ -179,7 +179,7 @@ class EngineSession:
         self,
         span: ChunkSpan,
         *,
-        retention: StoreRetention | None = None,
+        retention: Retention | None = None,
         kept: Callable[[int], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreHandle:

@@ -7,14 +7,13 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvpool.client.announce_queue import AnnounceQueue
 from kvpool.client.announcer import Announcer
 from kvpool.client.chunk_directory import ChunkDirectory, LocationTruth, NoLocations
 from kvpool.client.index import IndexClient
 from kvpool.client.lease_stream import LeaseStream
-from kvpool.client.node_link_config import NodeLinkConfig as NodeLinkConfig
 from kvpool.client.reconciler import Reconciler
 from kvpool.client.retry import TRANSIENT, Backoff
 from kvpool.client.stale_reports import StaleReports
@@ -35,6 +34,22 @@ from kvpool.core.page import PageKey
 _log = logging.getLogger(__name__)
 _LATER: tuple[type[KvPoolError], ...] = (*TRANSIENT, StoreUnavailable, DeadlineExceeded, WireVersionRefused)
 _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLinkConfig:
+    """Bounds of a node's link to the index."""
+
+    pending_max: int = 65_536  # chunks and tiers that wait to be announced; more: forgotten and told with their ranges
+    batch_max: int = 512
+    in_flight_max: int = 2  # batches sent and not acknowledged; a second one only if it is full
+    linger_s: float = 0.02  # changes of one chunk that come within it are merged
+    ack_timeout_s: float = 10.0  # no acknowledgement for so long, or for two leases: the stream is taken for dead
+    reconcile_interval_s: float = 60.0  # everything held is compared with what the index knows so often
+    reconcile_share: float = 0.25  # of the event loop's time, while it is compared
+    stale_pending_max: int = 4096
+    stale_linger_s: float = 0.05
+    end_timeout_s: float = 1.0  # of ending the lease
 
 
 class NodeLink:

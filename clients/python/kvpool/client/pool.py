@@ -6,15 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import ChunkSpan, StoreRetention, TierTokens
+from kvpool.client.engine_items import ChunkSpan, TierTokens
 from kvpool.client.engine_registration import EnginePlan, OfferFd
 from kvpool.client.engine_requests import LeaseHandle, StoreHandle
 from kvpool.client.fds import offer_fd
 from kvpool.client.gpuagent import EngineSession
 from kvpool.client.hashing import Chain
 from kvpool.client.pool_loads import LoadTerms, load_windows
-from kvpool.client.pool_spans import spans_of
 from kvpool.client.pool_values import LoadReport, LoadStop, LoadTicket, OnProgress, PrefixMatch, StoreTicket
 from kvpool.client.request_spans import end_with_stores, note_loaded, note_matched, request_span
 from kvpool.client.request_stats import RequestStats
@@ -22,6 +23,7 @@ from kvpool.client.retry import Backoff
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, InvalidRequest, KvPoolError, ServiceUnavailable, Stopped
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.retention import Retention
 from kvpool.core.tracing import Span
 from kvpool.wire.convert_engine import BlockIds
 
@@ -184,7 +186,7 @@ class KvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: StoreRetention | None = None,
+        retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> StoreTicket:
@@ -214,7 +216,7 @@ class KvPool:
         spans: Sequence[ChunkSpan],
         first_chunk: int,
         handles: list[tuple[int, StoreHandle]],
-        retention: StoreRetention | None,
+        retention: Retention | None,
         kept: Callable[[], bool] | None,
         after: EngineEvent | None,
     ) -> KvPoolError | None:
@@ -276,3 +278,41 @@ class KvPool:
                 except Exception:
                     _log.exception("reconnecting to the agent failed and is tried again")
             backoff.reset()
+
+
+def spans_of(
+    chain: Chain, block_table: BlockIds, chunks: range, blocks_per_chunk: int, limit: int, skip_tokens: int
+) -> list[ChunkSpan]:
+    """Requests of at most `limit` chunks each, in chain order.
+
+    block_table: of the whole prompt from token 0 on. skip_tokens: of the first chunk. raises: InvalidRequest naming
+    what does not fit.
+    """
+    if not 0 <= chunks.start <= chunks.stop <= chain.chunk_count:
+        raise InvalidRequest(
+            f"chunks [{chunks.start}, {chunks.stop}) are not within the {chain.chunk_count} of the chain"
+        )
+    if len(block_table) < chunks.stop * blocks_per_chunk:
+        raise InvalidRequest(
+            f"block_table has {len(block_table)} blocks, {chunks.stop} chunks need {chunks.stop * blocks_per_chunk}"
+        )
+    if not 0 <= skip_tokens < chain.chunk_tokens:
+        raise InvalidRequest(f"skip_tokens must be in [0, {chain.chunk_tokens}), got {skip_tokens}")
+    used = block_table[chunks.start * blocks_per_chunk : chunks.stop * blocks_per_chunk]
+    block_ids = np.asarray(used, dtype=np.int64).reshape(len(chunks), blocks_per_chunk)
+    spans: list[ChunkSpan] = []
+    for start in range(chunks.start, chunks.stop, limit):
+        end = min(start + limit, chunks.stop)
+        spans.append(
+            ChunkSpan(
+                chunk_hashes=chain.packed_hashes(start, end),
+                block_ids=block_ids[start - chunks.start : end - chunks.start],
+                first_chunk_index=start,
+                parent_hash=chain.parent_hash(start),
+                group_head_hashes=chain.group_head_hashes(start, end - start),
+                chain_head_hash=chain.head_hash,
+                prompt_tokens=chain.token_count,
+                skip_tokens=skip_tokens if start == chunks.start else 0,
+            )
+        )
+    return spans

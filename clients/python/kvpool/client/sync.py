@@ -13,16 +13,15 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvpool.client.config import ClientConfig
-from kvpool.client.engine_items import StoreRetention
 from kvpool.client.engine_registration import EnginePlan
 from kvpool.client.hashing import Chain
 from kvpool.client.pool import KvPool
-from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch
+from kvpool.client.pool_values import BlockHold, LoadReport, LoadTicket, PrefixMatch, StoreReport, StoreTicket
 from kvpool.client.request_stats import RequestStats
-from kvpool.client.sync_tickets import SyncLoadTicket, SyncStoreTicket
 from kvpool.core.chunks import Extra, Tokens
 from kvpool.core.errors import DeadlineExceeded, KvPoolError, ServiceUnavailable
 from kvpool.core.ipc import EngineEvent
+from kvpool.core.retention import Retention
 from kvpool.wire.convert_engine import BlockIds
 
 ResultT = TypeVar("ResultT")
@@ -119,6 +118,57 @@ def _stop_all() -> None:
         loop.stop()
 
 
+class SyncLoadTicket:
+    """LoadTicket for code without an event loop."""
+
+    def __init__(self, loop: BackgroundLoop, ticket: LoadTicket) -> None:
+        self._loop = loop
+        self._ticket = ticket
+
+    @property
+    def layers_loaded(self) -> int:
+        """Leading layers that are in for every chunk that has not failed."""
+        return self._ticket.layers_loaded
+
+    @property
+    def failed_chunks(self) -> tuple[int, ...]:
+        """Chunks that have failed so far."""
+        return self._ticket.failed_chunks
+
+    def wait_layers(self, layers: int, timeout_s: float | None = None) -> bool:
+        """See LoadTicket.wait_layers; costs next to nothing when they are in. raises: DeadlineExceeded."""
+        if self._ticket.layers_loaded >= layers:
+            return True
+        return self._loop.run(lambda: self._ticket.wait_layers(layers), timeout_s)
+
+    def report(self, timeout_s: float | None = None) -> LoadReport:
+        """See LoadTicket.report. raises: DeadlineExceeded; the load goes on."""
+        return self._loop.run(self._ticket.report, timeout_s)
+
+
+class SyncStoreTicket:
+    """StoreTicket for code without an event loop."""
+
+    def __init__(self, loop: BackgroundLoop, ticket: StoreTicket, timeout_s: float) -> None:
+        self._loop = loop
+        self._ticket = ticket
+        self._timeout_s = timeout_s
+
+    @property
+    def hold(self) -> BlockHold:
+        """Whether the blocks may be reused; `ended` can be read in any thread."""
+        return self._ticket.hold
+
+    def wait_reusable(self, timeout_s: float | None = None) -> None:
+        """Return when the engine may reuse the blocks. raises: DeadlineExceeded; then they are still held."""
+        self._loop.run(self._ticket.wait_reusable, timeout_s)
+
+    def report(self, timeout_s: float | None = None) -> StoreReport:
+        """The end of the store, or what is known of it by then."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._loop.run(lambda: self._ticket.report(limit_s))
+
+
 class SyncKvPool:
     """KvPool for engines without an event loop. Thread-safe; methods do and raise what KvPool's do."""
 
@@ -213,7 +263,7 @@ class SyncKvPool:
         *,
         first_chunk: int,
         end_chunk: int,
-        retention: StoreRetention | None = None,
+        retention: Retention | None = None,
         kept: Callable[[], bool] | None = None,
         after: EngineEvent | None = None,
     ) -> SyncStoreTicket:

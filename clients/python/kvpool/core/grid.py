@@ -76,10 +76,6 @@ class ShardGrid:
     def layer_group_of(self, shard: int) -> int:
         return self._check(shard) // self.group_shards
 
-    def split_of(self, shard: int) -> int:
-        """Parts of the split that the shard is one of."""
-        return self._place(shard)[1]
-
     def layers_of(self, shard: int) -> range:
         """Model layers of a shard."""
         return self.layers_of_group(self.layer_group_of(shard))

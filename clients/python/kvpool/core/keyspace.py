@@ -36,11 +36,13 @@ __all__ = [
     "differing_fields",
     "encode_keyspace",
     "keyspace_id",
+    "secret_from_file_content",
 ]
 
 DEFAULT_CHUNK_TOKENS = 256
 KEYSPACE_ID_BYTES = 16
 MAX_SALT_BYTES = 64
+TENANT_SECRET_BYTES = 32
 PUBLISHED_TENANT_SECRET = b"kvpool: no tenant secret is set."
 """32 bytes. Stands in for a tenant secret where there is no authentication; it protects nothing."""
 
@@ -267,6 +269,16 @@ def differing_fields(a: KeyspaceSpec, b: KeyspaceSpec) -> tuple[str, ...]:
 
 def _differing_parts(a: KvGroup | OpaqueLayout, b: KvGroup | OpaqueLayout) -> list[str]:
     return [name for name in type(a).__slots__ if getattr(a, name) != getattr(b, name)]
+
+
+def secret_from_file_content(content: bytes) -> bytes:
+    """The 32-byte secret that a file stands for: its bytes if there are just 32, else their hash.
+
+    Raises ValueError for fewer, so that an empty or cut-off file is not taken for a secret.
+    """
+    if len(content) < TENANT_SECRET_BYTES:
+        raise ValueError(f"it has {len(content)} bytes, at least {TENANT_SECRET_BYTES} are needed")
+    return content if len(content) == TENANT_SECRET_BYTES else blake3(content).digest()
 
 
 def derive_hash_key(tenant_secret: bytes, keyspace: bytes) -> bytes:

@@ -5,8 +5,8 @@ All take (spec, layers, heads, block_tokens, block_count): layers and heads of t
 
 Shapes: L layers, B blocks, T tokens of a block, S = B * T token slots (T is 1 where an engine places each token on its
 own), H heads of the rank, D row elements (MLA: 512 + 64 = 576, one head), G scales of a row. B counts blocks that the
-engine keeps for padding. Rows are of the model's dtype (for a cache in fp8 with static scales FP8_E4M3, see
-`static_scales`) unless the text says that they are quantized: then as the keyspace's codec has them.
+engine keeps for padding. Rows are of the model's dtype unless the text says that they are quantized: then as the
+keyspace's codec has them.
 """
 
 from __future__ import annotations

@@ -149,11 +149,6 @@ def payload_view(buffer: Buffer, payload_len: int) -> memoryview:
     return _view(buffer, payload_len)[HEADER_BYTES : HEADER_BYTES + payload_len]
 
 
-def block_range(offset_bytes: int, size_bytes: int) -> range:
-    """Blocks that cover payload bytes [offset, offset + size); empty for no bytes."""
-    return range(offset_bytes // SUM_BLOCK_BYTES, block_count(offset_bytes + size_bytes) if size_bytes else 0)
-
-
 def write_sums(buffer: Buffer, payload_len: int, blocks: range | None = None) -> None:
     """Fill in sum-table entries of payload that is in place: all, or those of some blocks (to go range by range)."""
     view = _view(buffer, payload_len)
@@ -202,7 +197,7 @@ def verify_header(
 
 
 def verify_blocks(buffer: Buffer, payload_len: int, blocks: range | None = None) -> PageFault | None:
-    """Check payload blocks (all, or see `block_range`) against a sum table that `verify_header` found good."""
+    """Check payload blocks (all, or a range of them) against a sum table that `verify_header` found good."""
     view = _view(buffer, payload_len)
     chosen = range(block_count(payload_len)) if blocks is None else _check_blocks(blocks, payload_len)
     at = HEADER_BYTES + payload_len + SUM_BYTES * chosen.start

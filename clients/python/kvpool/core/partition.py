@@ -33,7 +33,7 @@ def rank_part(
 
     tp_size:   up to the KV heads, each rank has an equal share of them. Beyond, each head is on tp_size / heads
                consecutive ranks, the first of which writes. MLA has one head: TP rank 0 writes, all load.
-    pp_layers: layers of each stage, in order; None = one stage. See `even_stages`.
+    pp_layers: layers of each stage, in order; None = one stage.
     raises: InvalidRequest naming the argument; PartitionRefused if neither of heads and TP ranks divides the other.
     """
     check_count("tp_size", tp_size)
@@ -55,11 +55,3 @@ def rank_part(
         heads=range(first_head, first_head + heads_here),
         load_only=tp_rank % ranks_per_head != 0,
     )
-
-
-def even_stages(layers: int, pp_size: int) -> list[int]:
-    """Layers of each PP stage as vLLM deals them: equal, what is left over one each to the stages before the last."""
-    check_count("layers", layers)
-    check_count("pp_size", pp_size, highest=layers)
-    each, left = divmod(layers, pp_size)
-    return [each + (pp_size - 1 - left <= stage < pp_size - 1) for stage in range(pp_size)]

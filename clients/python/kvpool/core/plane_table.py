@@ -74,7 +74,6 @@ class PlaneTable:
     shards:            by shard number, ascending.
     unit_bytes:        power of two, at most 16, that divides whatever locates or sizes a data row, in the cache and in
                        the payload.
-    scale_unit_bytes:  the same of scale rows: the engine's own, or those that a codec writes; 16 without scales.
     block_rows:        rows along a block's token axis.
     unit_rows:         positions of a payload's unit. Within a unit rows of a plane and head are spec.planes rows apart,
                        and heads unit_rows times that.
@@ -88,7 +87,6 @@ class PlaneTable:
     handles: Int64s
     shards: Mapping[int, ShardPlanes]
     unit_bytes: int
-    scale_unit_bytes: int
     block_rows: int
     unit_rows: int
     cache_row_bytes: int
@@ -130,15 +128,13 @@ class PlaneTable:
                     handles += [plane.handle for plane in getattr(layer, part)]
             is_data += [True] * len(data) + [False] * len(scales)
         planes = np.array(rows, dtype=np.int64).reshape(-1, PLANE_COLUMNS)
-        units = _units(spec, layout, planes, np.array(is_data))
         return cls(
             spec=spec,
             layout=layout,
             planes=planes,
             handles=np.array(handles, dtype=np.int64),
             shards=MappingProxyType(shards),
-            unit_bytes=units[0],
-            scale_unit_bytes=units[1],
+            unit_bytes=_unit_bytes(spec, layout, planes[np.array(is_data)]),
             block_rows=layout.rows_of_block(spec),
             unit_rows=1 if spec.opaque else PAYLOAD_UNIT_TOKENS,
             cache_row_bytes=layout.layers[0].planes[0].row_bytes,
@@ -220,15 +216,9 @@ def _located(
     )
 
 
-def _units(spec: KeyspaceSpec, layout: EngineLayout, planes: Int64s, is_data: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Units of data rows and of scale rows. The lowest bit set in any of the numbers is the largest power of two that
-    divides them all."""
+def _unit_bytes(spec: KeyspaceSpec, layout: EngineLayout, data: Int64s) -> int:
+    """The lowest bit set in any of the numbers is the largest power of two that divides them all."""
     copied = (ADDRESS, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAYLOAD_OFFSET, PAYLOAD_UNIT_STRIDE)
-    data, scales = planes[is_data], planes[~is_data]
     bits = int(np.bitwise_or.reduce(data[:, copied], axis=None)) | LARGEST_UNIT_BYTES
     bits |= layout.layers[0].planes[0].row_bytes | spec.data_row_bytes
-    scale_bits = (
-        int(np.bitwise_or.reduce(np.append(scales[:, copied], data[:, SCALE_PAYLOAD_OFFSET]))) | LARGEST_UNIT_BYTES
-    )
-    scale_bits |= spec.scale_row_bytes
-    return bits & -bits, scale_bits & -scale_bits
+    return bits & -bits

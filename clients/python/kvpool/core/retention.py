@@ -1,8 +1,7 @@
-"""How long and how eagerly pages are kept: per store request, per range of its tokens, or by default of a keyspace."""
+"""How long and how eagerly pages are kept: per store request, or by default of a keyspace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.core.errors import InvalidRequest
@@ -40,49 +39,3 @@ class Retention:
 
 NO_RETENTION = Retention()
 """Nothing special asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionRange:
-    """Retention of tokens [first_token, first_token + token_count) of the prompt, counted from its beginning."""
-
-    first_token: int
-    token_count: int
-    retention: Retention
-
-    def check(self, name: str) -> None:
-        """Raises InvalidRequest naming the field."""
-        if self.first_token < 0:
-            raise InvalidRequest(f"{name}.first_token must be >= 0, got {self.first_token}")
-        if self.token_count < 1:
-            raise InvalidRequest(f"{name}.token_count must be >= 1, got {self.token_count}")
-        self.retention.check(f"{name}.retention")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRetention:
-    """How the tokens of a prompt are kept: those that no range touches as `otherwise` says."""
-
-    ranges: tuple[RetentionRange, ...] = ()
-    otherwise: Retention = NO_RETENTION
-
-
-def retention_of_tokens(
-    first_token: int, token_count: int, ranges: Sequence[RetentionRange], otherwise: Retention
-) -> Retention:
-    """Retention of a chunk: what keeps it longest of all ranges that touch it, field by field; else `otherwise`.
-
-    A chunk is kept or lost as a whole, so a range that names one of its tokens speaks for all of them.
-    """
-    end = first_token + token_count
-    touching = [
-        one.retention for one in ranges if one.first_token < end and first_token < one.first_token + one.token_count
-    ]
-    if not touching:
-        return otherwise
-    unlimited = any(not one.ttl_ms for one in touching)
-    return Retention(
-        ttl_ms=0 if unlimited else max(one.ttl_ms for one in touching),
-        priority=max(one.priority for one in touching),
-        pinned_until_us=max(one.pinned_until_us for one in touching),
-    )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
+from opentelemetry.util.types import Attributes
 
 import kvpool
 from kvpool.core.tracing import Tracer
 from kvpool.tracing.export import BoundedExport, CountSpans, ExportLimits
 from kvpool.tracing.otel import OtelTracer
-from kvpool.tracing.sampling import LinkedSampler
 
 _SCOPE: Final = "kvpool"
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -67,3 +70,31 @@ def _exporter(environment: Mapping[str, str]) -> SpanExporter:
     # Its own words about every attempt say less than ours about what was dropped.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     return OTLPSpanExporter()
+
+
+class LinkedSampler(Sampler):
+    """As the sampler inside decides, except for a root span with links: recorded if something that it is linked to is.
+
+    Otherwise a ratio of 1 % would keep one in a hundred of the write-backs that belong to the requests that it kept.
+    """
+
+    def __init__(self, inner: Sampler) -> None:
+        self._inner = inner
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        is_root = not get_current_span(parent_context).get_span_context().is_valid
+        if is_root and links and any(link.context.trace_flags.sampled for link in links):
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
+        return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        return f"LinkedSampler{{{self._inner.get_description()}}}"

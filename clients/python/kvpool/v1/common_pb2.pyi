@@ -555,38 +555,6 @@ class Retention(_message.Message):
 Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
-class RetentionRange(_message.Message):
-    """Retention of some tokens of a prompt. A chunk takes what keeps it longest of all ranges that touch it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    RETENTION_FIELD_NUMBER: _builtins.int
-    first_token: _builtins.int
-    """First token, counted from the beginning of the prompt, >= 0."""
-    token_count: _builtins.int
-    """Tokens, >= 1."""
-    @_builtins.property
-    def retention(self) -> Global___Retention:
-        """How they are kept."""
-
-    def __init__(
-        self,
-        *,
-        first_token: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        retention: Global___Retention | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "retention", b"retention", "token_count", b"token_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
-
-@_typing.final
 class KeyspacePolicy(_message.Message):
     """What an operator wants of a keyspace, on every pagestore."""
 

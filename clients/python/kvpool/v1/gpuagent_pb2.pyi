@@ -576,7 +576,6 @@ class EngineStoreRequest(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     CHAIN_HEAD_HASH_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
-    RETENTION_RANGES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
@@ -602,10 +601,6 @@ class EngineStoreRequest(_message.Message):
     def after(self) -> Global___EngineEvent:
         """Engine work that must have finished before the blocks are read; it was announced by `event_recorded`. Unset means that it has."""
 
-    @_builtins.property
-    def retention_ranges(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
-        """Retention of some of the prompt's tokens, at most 64 ranges; chunks that none of them touches have `retention`."""
-
     def __init__(
         self,
         *,
@@ -615,14 +610,13 @@ class EngineStoreRequest(_message.Message):
         retention: _common_pb2.Retention | None = ...,
         chain_head_hash: _builtins.bytes = ...,
         after: Global___EngineEvent | None = ...,
-        retention_ranges: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         prompt_tokens: _builtins.int = ...,
         chunk_hashes: _builtins.bytes = ...,
         block_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chain_head_hash", b"chain_head_hash", "chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention", "retention_ranges", b"retention_ranges"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chain_head_hash", b"chain_head_hash", "chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.policy import KeyspacePolicy, StagingMode, VersionedPolicy, WritePolicy
-from kvpool.core.retention import Retention, RetentionRange
+from kvpool.core.retention import Retention
 from kvpool.v1 import common_pb2, index_pb2
-from kvpool.wire.convert import check_count, check_id, convert_items, enum_from_proto, is_newer
-
-MAX_RETENTION_RANGES = 64
+from kvpool.wire.convert import check_count, check_id, enum_from_proto, is_newer
 
 
 def retention_to_proto(retention: Retention) -> common_pb2.Retention:
@@ -25,31 +21,6 @@ def retention_from_proto(message: common_pb2.Retention, name: str = "retention")
     retention = Retention(ttl_ms=message.ttl_ms, priority=message.priority, pinned_until_us=message.pinned_until_us)
     retention.check(name)
     return retention
-
-
-def retention_ranges_to_proto(ranges: Sequence[RetentionRange]) -> list[common_pb2.RetentionRange]:
-    """Ranges of one prompt."""
-    return [
-        common_pb2.RetentionRange(
-            first_token=one.first_token, token_count=one.token_count, retention=retention_to_proto(one.retention)
-        )
-        for one in ranges
-    ]
-
-
-def retention_ranges_from_proto(messages: Sequence[common_pb2.RetentionRange]) -> tuple[RetentionRange, ...]:
-    """Raises InvalidRequest naming the range, also for more than MAX_RETENTION_RANGES."""
-    return tuple(convert_items(messages, _range_from_proto, "retention range", most=MAX_RETENTION_RANGES))
-
-
-def _range_from_proto(message: common_pb2.RetentionRange) -> RetentionRange:
-    one = RetentionRange(
-        first_token=message.first_token,
-        token_count=message.token_count,
-        retention=retention_from_proto(message.retention),
-    )
-    one.check("range")
-    return one
 
 
 def policy_to_proto(policy: KeyspacePolicy) -> common_pb2.KeyspacePolicy:

@@ -7,7 +7,6 @@ is the pagestore.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -188,8 +187,3 @@ def payload_sizes(table: PlaneTable) -> Int64s:
     for shard, planes in table.shards.items():
         sizes[shard] = planes.payload_bytes
     return sizes
-
-
-def shortest_run_bytes(runs: RunTable, shards: Sequence[int]) -> int:
-    """Of whole pages of these shards; 0 if a codec makes other bytes of the rows."""
-    return min(runs.run_bytes(shard) for shard in shards)

@@ -19,8 +19,7 @@ from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool.core.retention import NO_RETENTION, RetentionRange, retention_of_tokens
-from kvpool.core.retention import Retention as Retention
+from kvpool.core.retention import NO_RETENTION, Retention
 from kvpool.core.spans import Bytes, Int32s, PageSpan
 from kvpool_gpuagent.core.bandwidth import LoadSource
 
@@ -39,7 +38,7 @@ class ChunkSpan:
     group_heads: heads of the 16-chunk groups that the chunks fall into, in order.
     parent_hash: of the chunk before the first.
     chain_head:  hash of chunk 0; may be empty for a load.
-    retention:   of chunks that none of retention_ranges, which count the prompt's tokens, touches.
+    retention:   of all chunks.
     prompt_tokens: of the whole prompt; 0 if unknown.
     skip_tokens: loads only: the first this many tokens of the first chunk are the engine's own and stay untouched.
     """
@@ -51,7 +50,6 @@ class ChunkSpan:
     group_heads: tuple[bytes, ...]
     chain_head: bytes = b""
     retention: Retention = NO_RETENTION
-    retention_ranges: tuple[RetentionRange, ...] = ()
     prompt_tokens: int = 0
     skip_tokens: int = 0
 
@@ -67,11 +65,6 @@ class ChunkSpan:
     def group_head(self, position: int) -> bytes:
         """Head of the group that the chunk at `position` (in the request) falls into."""
         return self.group_heads[(self.first_index + position) // GROUP_CHUNKS - self.first_index // GROUP_CHUNKS]
-
-    def retention_of(self, position: int, chunk_tokens: int) -> Retention:
-        """How the chunk at `position` asks to be kept."""
-        first_token = (self.first_index + position) * chunk_tokens
-        return retention_of_tokens(first_token, chunk_tokens, self.retention_ranges, self.retention)
 
     @property
     def hashes(self) -> list[bytes]:
@@ -170,9 +163,6 @@ def page_span(
     first = span.first_index + chunks.start
     groups = range(first // GROUP_CHUNKS, (first + len(chunks) - 1) // GROUP_CHUNKS + 1)
     first_group = span.first_index // GROUP_CHUNKS
-    retention: tuple[tuple[int, Retention], ...] = ((len(chunks), span.retention),)
-    if span.retention_ranges:
-        retention = _runs([span.retention_of(position, rank.spec.chunk_tokens) for position in chunks])
     elsewhere = sources[chunks.start : chunks.stop]
     return PageSpan(
         keyspace=rank.keyspace,
@@ -182,7 +172,7 @@ def page_span(
         group_heads=b"".join(span.group_heads[group - first_group] for group in groups),
         positions=positions,
         shards=shards,
-        retention=retention if any(one != NO_RETENTION for _, one in retention) else (),
+        retention=((len(chunks), span.retention),) if span.retention != NO_RETENTION else (),
         prompt_tokens=span.prompt_tokens,
         sources=_runs(elsewhere) if any(elsewhere) else (),
     )

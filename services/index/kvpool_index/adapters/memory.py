@@ -18,8 +18,7 @@ from kvpool.core.location_digest import (
     range_of,
 )
 from kvpool_index.adapters.memory_events import MemoryEventLog
-from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory
-from kvpool_index.adapters.memory_policies import MemoryPolicyRegistry
+from kvpool_index.adapters.memory_nodes import MemoryKeyspaceRegistry, MemoryNodeDirectory, MemoryPolicyRegistry
 from kvpool_index.core.entries import EVERY_SHARD, Operation, apply_operation, held_by, ordinals_in
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import (

@@ -1,4 +1,4 @@
-"""Nodes and keyspaces in memory."""
+"""Nodes, keyspaces and their policies in memory."""
 
 import secrets
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import UNNUMBERED, NodeInfo, NodeLoad, RegistrationAttempt
 from kvpool.core.errors import InvalidRequest, KvPoolError, LeaseLost, StaleIncarnation
+from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
 from kvpool_index.adapters.memory_events import MemoryEventLog
 from kvpool_index.core.events import NodeState, pack_node
 from kvpool_index.core.nodes import INCARNATION_AHEAD, OF_ANOTHER_PROCESS, NodeRecord, Renewal
@@ -205,3 +206,32 @@ class MemoryKeyspaceRegistry:
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]
+
+
+class MemoryPolicyRegistry:
+    """PolicyRegistry over a dict."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._policies: dict[bytes, VersionedPolicy] = {}
+        self._version = 0
+
+    async def set(self, keyspace: bytes, policy: KeyspacePolicy) -> int:
+        self._version = max(self._version, self._clock.wall_us()) + 1
+        self._policies[keyspace] = VersionedPolicy(keyspace=keyspace, policy=policy, version=self._version)
+        return self._version
+
+    async def restore(self, policies: Sequence[VersionedPolicy]) -> None:
+        for one in policies:
+            if one.version > self._clock.wall_us() + VERSION_AHEAD_US:
+                continue
+            known = self._policies.get(one.keyspace)
+            if known is None or known.version < one.version:
+                self._policies[one.keyspace] = one
+                self._version = max(self._version, one.version)
+
+    async def get(self, keyspaces: Sequence[bytes]) -> list[VersionedPolicy]:
+        return [self._policies[keyspace] for keyspace in keyspaces if keyspace in self._policies]
+
+    async def version(self) -> int:
+        return self._version

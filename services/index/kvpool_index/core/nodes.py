@@ -62,13 +62,9 @@ class NodeTable:
         self._renewed: dict[bytes, _Known] | None = None  # since `replacing` began
         self.refresh_count = 0
 
-    def replace_all(self, records: Sequence[NodeRecord], asked_at_s: float) -> None:
-        """Take the store's whole answer; asked_at_s is when it was asked, so that no lease is overestimated."""
-        for _ in self.replacing(records, asked_at_s):
-            pass
-
     def replacing(self, records: Sequence[NodeRecord], asked_at_s: float) -> Iterator[None]:
-        """The same in steps of REFRESH_STEP_NODES, between which others may have their turn; all counts at the end.
+        """Take the store's whole answer in steps of REFRESH_STEP_NODES, between which others may have their turn; all
+        counts at the end. asked_at_s: when it was asked, so that no lease is overestimated.
 
         Renewals that are noted meanwhile count. What else changes meanwhile is lost: abandon the iterator then.
         """

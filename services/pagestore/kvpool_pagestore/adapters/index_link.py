@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from kvpool.client.chunk_directory import LocationTruth
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
-from kvpool.client.node_link import NodeLink
-from kvpool.client.node_link_config import NodeLinkConfig
+from kvpool.client.node_link import NodeLink, NodeLinkConfig
 from kvpool.client.retry import Backoff
 from kvpool.client.tls import TlsCredentials
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeLoad, RemoteSource

@@ -12,10 +12,10 @@ from kvpool.core.cluster import RemoteSource
 from kvpool.core.errors import InvalidRequest, PartitionRefused
 from kvpool.core.geometry import KvGroup, OpaqueLayout, PayloadKind
 from kvpool.core.layout_presets import contiguous_layout, vllm_cpu_opaque_layout
-from kvpool.core.retention import RetentionRange
+from kvpool.core.retention import Retention
 from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.core.checks import check_load, check_store
-from kvpool_gpuagent.core.requests import ChunkSpan, Rank, Retention, page_span, window_of
+from kvpool_gpuagent.core.requests import ChunkSpan, Rank, page_span, window_of
 from tests.unit.gpuagent.runs import LAYOUT, RANK, SPEC, chunk_hash, span
 
 MAX_CHUNKS = 64
@@ -148,16 +148,10 @@ def test_retention_is_kept_beside_every_page() -> None:
     assert pages_of(span(range(2)), range(2)).retention == ()
 
 
-def test_ranges_of_tokens_are_kept_as_they_say() -> None:
-    """Counted from the prompt's first token, also when the request begins later; a chunk is kept as a whole."""
-    pinned, brief = Retention(pinned_until_us=9), Retention(ttl_ms=7)
-    ranges = (RetentionRange(0, 33, pinned), RetentionRange(64, 16, brief))
-    wanted = replace(span(range(3)), retention=Retention(priority=4), retention_ranges=ranges, prompt_tokens=60)
+def test_each_page_has_the_retention_and_the_prompt_length_of_its_request() -> None:
+    wanted = replace(span(range(3)), retention=Retention(priority=4, ttl_ms=7), prompt_tokens=60)
     kept = pages_of(wanted, range(3)).metadata
-    assert [(one.pinned_until_us, one.ttl_ms, one.priority) for one in kept] == [(9, 0, 0), (9, 0, 0), (0, 7, 0)]
-    assert {one.prompt_tokens for one in kept} == {60}
-    later = replace(wanted, first_index=3)
-    assert [one.priority for one in pages_of(later, range(3)).metadata] == [4, 4, 4]
+    assert [(one.ttl_ms, one.priority, one.prompt_tokens) for one in kept] == [(7, 4, 60)] * 3
 
 
 def test_pages_of_some_chunks_of_a_request_are_those_of_the_chain() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool_gpuagent.core.bursts import FIRST_BYTES, IDLE_BYTES, BurstSizer
-from kvpool_gpuagent.core.extents import Extents
+from kvpool_gpuagent.adapters.gpu_lane import FIRST_BYTES, IDLE_BYTES, BurstSizer
+from kvpool_gpuagent.adapters.gpu_scratch import Extents
 
 MIB = 1 << 20
 
