@@ -2,8 +2,8 @@
 
 Real processes: a Redis, two index replicas, two hosts with a pagestore and an agent each (CPU device). Three engines,
 each a process of its own, match, load, compute and store prompts of one set without a pause and compare every loaded
-byte. Meanwhile processes are killed with SIGKILL and started again, or stopped for some seconds, one soon after another,
-also while they start.
+byte. Meanwhile one process after the other is killed with SIGKILL and started again, or stopped for 1 to 3 s, also
+while it starts or others are down.
 
 Everything an engine waits for is timed: match, load, store (until it has begun), wait (until blocks may be used again),
 report (the end of a store). No call may take longer than 5 s, no byte may be wrong, and a call that fails must
@@ -52,7 +52,7 @@ T = TypeVar("T")
 ENGINES = ("a", "a", "b")  # hosts
 PROMPTS, CHUNKS = 150, 12  # all together several times what staging holds
 SLOW_S, LIMIT_S, HUNG_S = 2.0, 5.0, 60.0
-UP_S, DOWN_S, STOPPED_S = (0.3, 5.0), (0.0, 2.0), (1.0, 3.0)
+UP_S, DOWN_S, STOPPED_S = (0.3, 4.5), (0.0, 2.0), (1.0, 3.0)
 STOPS = 0.2  # share of stops instead of kills
 BEFORE_S = 15.0  # disturbances so long before a slow call belong to it
 KINDS = ("match", "load", "store", "wait", "report")
