@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,8 +92,9 @@ class Engine:
         self._memory = EngineProcess(endpoint, chunk_count=CHUNKS, engine_name=f"engine-{number}")
         self.seen = Seen()
 
-    async def run(self, ended: Event) -> None:
+    async def run(self, started: Semaphore, ended: Event) -> None:
         pool = await KvPool.open(self._memory.plan, ClientConfig())
+        started.release()
         while not ended.is_set():
             try:
                 await self._prompt(pool)
@@ -183,11 +184,11 @@ def _awaits(call: Awaitable[Any]) -> str:
     return " > ".join(names)
 
 
-def play_engine(number: int, endpoint: str, seed: int, ended: Event, out: Path) -> None:
+def play_engine(number: int, endpoint: str, seed: int, started: Semaphore, ended: Event, out: Path) -> None:
     """Process of one engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = Engine(number, endpoint, seed)
-    asyncio.run(engine.run(ended))
+    asyncio.run(engine.run(started, ended))
     seen = vars(engine.seen) | {"slow": [vars(call) for call in engine.seen.slow]}
     out.write_text(json.dumps(seen))
 
@@ -320,23 +321,26 @@ def run(kills: int, seed: int, minutes: float) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     load_before = os.getloadavg()
     with running_cluster() as cluster, tempfile.TemporaryDirectory() as out:
-        ended, files = spawn.Event(), [Path(out) / f"{number}.json" for number in range(len(ENGINES))]
+        started, ended = spawn.Semaphore(0), spawn.Event()
+        files = [Path(out) / f"{number}.json" for number in range(len(ENGINES))]
         engines = [
             spawn.Process(
                 target=play_engine,
-                args=(number, cluster.engine_endpoint(host), seed * 1000 + number, ended, files[number]),
+                args=(number, cluster.engine_endpoint(host), seed * 1000 + number, started, ended, files[number]),
                 daemon=True,
             )
             for number, host in enumerate(ENGINES)
         ]
         for engine in engines:
             engine.start()
-        time.sleep(5.0)  # until they all store and load
+        for _ in engines:
+            if not started.acquire(timeout=HUNG_S):
+                raise TimeoutError("an engine did not start")
         nemesis = Nemesis(cluster, seed)
         began_s = time.monotonic()
         nemesis.run(kills, began_s + minutes * 60)
         took_s = time.monotonic() - began_s
-        time.sleep(5.0)
+        time.sleep(LIMIT_S)  # calls that the last one holds up
         ended.set()
         for engine in engines:
             engine.join(2 * HUNG_S)
