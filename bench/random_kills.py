@@ -233,10 +233,10 @@ class Cluster:
             process.kill()
 
     def logs(self) -> Iterator[tuple[str, str]]:
-        """Lines with the names of who wrote them."""
+        """Lines with the names of who wrote them, without the paths of this run."""
         for name, process in self.services.items():
             for line in process.log().splitlines():
-                yield name, line
+                yield name, line.replace(str(self._directory), "DATA").replace(str(self._shm), "SHM")
 
     def _add(self, name: str, module: str, *flags: str) -> None:
         directory = self._directory / name
@@ -411,7 +411,7 @@ def about() -> dict[str, object]:
         "machine": "virtual machine, shared with other work",
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
     }
 
