@@ -45,10 +45,16 @@ class Pagestore:
     failures_left: int = 0
     refusals_left: int = 0
     attempts: int = 0
+    serves: asyncio.Event = field(default_factory=asyncio.Event)  # until then it takes connections and answers nothing
+    answers_reserves: bool = True
     sessions: list[Session] = field(default_factory=list)
 
-    def open(self) -> Session:
+    def __post_init__(self) -> None:
+        self.serves.set()
+
+    async def open(self) -> Session:
         self.attempts += 1
+        await self.serves.wait()
         if self.failures_left:
             self.failures_left -= 1
             raise ServiceUnavailable("not yet")
@@ -70,7 +76,7 @@ class Session:
 
     async def reopen(self, *, drained: bool) -> Session:
         self.drained.append(drained)
-        return self.pagestore.open()
+        return await self.pagestore.open()
 
     async def prepare(self, share_bytes: int) -> None:
         if self.pagestore.refusals_left:
@@ -84,6 +90,8 @@ class Session:
         return True
 
     async def reserve_span(self, span: PageSpan) -> SpanAnswer:
+        if not self.pagestore.answers_reserves:
+            await asyncio.Event().wait()
         return SpanAnswer(granted=ONE_PAGE)
 
     def acquire_span(self, span: PageSpan, *, wait_s: float) -> Any:
@@ -101,7 +109,7 @@ async def pagestore(monkeypatch: pytest.MonkeyPatch) -> Pagestore:
     made = Pagestore()
 
     async def open_session(plan: SessionPlan, config: ClientConfig, **unused: Any) -> Session:
-        return made.open()
+        return await made.open()
 
     monkeypatch.setattr(PageStoreSession, "open", open_session)
     monkeypatch.setattr(arena_pool, "RETRY_INTERVAL_S", 0.0)
@@ -190,3 +198,33 @@ async def test_permits_come_back_when_slots_cannot_be_asked_for_or_used(pagestor
         await pool.reserve(PAGES, bytes(16))
     assert link.slots_out == 0
     assert len(pagestore.sessions[0].given_back) == 1
+
+
+async def test_requests_wait_a_bounded_time_for_a_pagestore_that_hangs_while_its_session_opens(
+    pagestore: Pagestore, link: ArenaLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_pool, "CONNECT_WAIT_S", 0.0)
+    pool = ArenaPool(link, KEYSPACE, SPEC)
+    pagestore.serves.clear()
+    for _ in range(3):
+        with pytest.raises(ServiceUnavailable):
+            await pool.reserve(PAGES, bytes(16))
+        with pytest.raises(ServiceUnavailable):
+            async for _answer in pool.acquire(PAGES, 60):
+                pass
+    assert pagestore.attempts == 1, "all wait for one opening, which none of them ends"
+    pagestore.serves.set()
+    await eventually(lambda: link.connected)
+    assert pagestore.attempts == 1 and link.slots_out == 0
+
+
+async def test_a_store_waits_one_bounded_time_for_a_pagestore_that_answers_no_reserve(
+    pagestore: Pagestore, link: ArenaLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ArenaPool(link, KEYSPACE, SPEC)
+    await pool.connect()
+    monkeypatch.setattr(arena_pool, "RESERVE_WAIT_S", 0.0)
+    pagestore.answers_reserves = False
+    with pytest.raises(Overloaded):
+        await pool.reserve(PAGES, bytes(16))
+    assert link.slots_out == 0

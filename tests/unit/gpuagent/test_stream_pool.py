@@ -17,7 +17,7 @@ import pytest
 from kvpool.client.index import IndexClient
 from kvpool.client.transfer import PageToRead, PageToWrite
 from kvpool.core.cluster import ChainMatch, NodeInfo, NodeKind, RemoteSource, StaleLocation
-from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, PageCorrupt, ServiceUnavailable
+from kvpool.core.errors import ArenaFull, DeadlineExceeded, KvPoolError, Overloaded, PageCorrupt, ServiceUnavailable
 from kvpool.core.outcome import Admission, Tier
 from kvpool.core.page import HEADER_BYTES, PageKey, seal, verify
 from kvpool.core.spans import PageSpan
@@ -94,9 +94,12 @@ class ScriptedIndex:
         self.stale: list[StaleLocation] = []
         self.match_stream = self
         self.present_chunks = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.nodes = [NodeInfo(node_id=b"1" * 16, kind=NodeKind.PAGESTORE, bulk_endpoint="first", incarnation=3)]
 
     async def place(self, *_: Any, **__: Any) -> list[NodeInfo]:
+        await self.answers.wait()
         return self.nodes
 
     async def match(self, query: Any) -> ChainMatch:
@@ -338,3 +341,13 @@ async def test_stores_wait_for_memory_only_for_a_while(bench: Bench, monkeypatch
     with pytest.raises(KvPoolError, match="busy"):
         await bench.pool.reserve(span([9]), HEAD)
     await bench.pool.abort(answer.slots)
+
+
+async def test_a_store_waits_only_for_a_while_for_an_index_that_does_not_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_pool, "RESERVE_WAIT_S", 0.0)
+    bench.index.answers.clear()
+    with pytest.raises(Overloaded):
+        await bench.pool.reserve(span([1]), HEAD)
+    assert bench.buffers.writes.used_bytes == 0

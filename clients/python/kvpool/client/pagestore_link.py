@@ -44,7 +44,7 @@ class PagestoreLink:
         self._on_map, self._on_open, self._slots_out = on_map, on_open, slots_out
         self._retry_interval_s = retry_interval_s
         self._keyspaces = dict(plan.keyspaces)  # that the session knows
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[PageStoreSession] | None = None
         self._users = 0
         self._failed_s = float("-inf")
         self._out_of_reach = False
@@ -97,8 +97,9 @@ class PagestoreLink:
     async def close(self) -> None:
         """End the session; nothing uses it. Idempotent."""
         self._closed = True
-        async with self._opening:  # a session that is being opened is seen to its end
-            session, self.session = self.session, None
+        if self._opening is not None:  # a session that is being opened is seen to its end
+            await asyncio.wait((self._opening,))
+        session, self.session = self.session, None
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait((self._keeper,))
@@ -114,33 +115,44 @@ class PagestoreLink:
     # Inside
 
     async def _live(self) -> PageStoreSession:
-        async with self._opening:
-            session, loop = self.session, asyncio.get_running_loop()
-            if self._closed:
-                raise ServiceUnavailable(f"the {self._plan.peer_name} is closing")
-            if session is not None and not session.broken.is_set():
-                return session
-            if loop.time() - self._failed_s < self._retry_interval_s:
-                raise ServiceUnavailable(f"the pagestore at {self._plan.endpoint} did not answer a moment ago")
-            if session is not None and (self._users or self._slots_out()):
-                raise ServiceUnavailable("the pagestore session broke and its last copies still run")
-            try:
-                if session is None:
-                    plan = replace(self._plan, keyspaces=tuple(self._keyspaces.items()))
-                    session = await PageStoreSession.open(plan, self._config, on_map=self._on_map)
-                else:
-                    session = await session.reopen(drained=True)
-            except KvPoolError as error:
-                self._failed_s = loop.time()
-                self.note_out_of_reach(error)
-                raise
-            if self._out_of_reach:
-                _log.warning("the local pagestore is back")
-                self._out_of_reach = False
-            self.session = session
-            self._on_open(session)
-            self._keep()
-            return session
+        """All who ask meanwhile wait for one opening, which goes on when they leave."""
+        if self._closed:
+            raise ServiceUnavailable(f"the {self._plan.peer_name} is closing")
+        if self.session is not None and not self.session.broken.is_set():
+            return self.session
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="pagestore session opening")
+            self._opening.add_done_callback(self._end_opening)
+        return await asyncio.shield(self._opening)
+
+    def _end_opening(self, opening: asyncio.Task[PageStoreSession]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # those who asked may have left
+
+    async def _open(self) -> PageStoreSession:
+        session, loop = self.session, asyncio.get_running_loop()
+        if loop.time() - self._failed_s < self._retry_interval_s:
+            raise ServiceUnavailable(f"the pagestore at {self._plan.endpoint} did not answer a moment ago")
+        if session is not None and (self._users or self._slots_out()):
+            raise ServiceUnavailable("the pagestore session broke and its last copies still run")
+        try:
+            if session is None:
+                plan = replace(self._plan, keyspaces=tuple(self._keyspaces.items()))
+                session = await PageStoreSession.open(plan, self._config, on_map=self._on_map)
+            else:
+                session = await session.reopen(drained=True)
+        except KvPoolError as error:
+            self._failed_s = loop.time()
+            self.note_out_of_reach(error)
+            raise
+        if self._out_of_reach:
+            _log.warning("the local pagestore is back")
+            self._out_of_reach = False
+        self.session = session
+        self._on_open(session)
+        self._keep()
+        return session
 
     def _keep(self) -> None:
         if self._keeper is None and not self._closed:

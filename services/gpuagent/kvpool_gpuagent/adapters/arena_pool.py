@@ -26,8 +26,9 @@ from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages
 
 _log = logging.getLogger(__name__)
 
-RESERVE_WAIT_S = 5.0  # for other stores of the same agent to end
-CONNECT_WAIT_S = 1.0
+# An engine waits for either: together they stay well under 5 s.
+RESERVE_WAIT_S = 3.0  # for other stores of the same agent to end, and for the pagestore's answer
+CONNECT_WAIT_S = 1.0  # for a session; its opening goes on in the background
 _FIRST_WINDOW_PAGES = 64  # until a pagestore has named its own
 
 
@@ -123,22 +124,21 @@ class ArenaPool:
 
     async def connect(self) -> None:
         """See ports.PagePool. An engine is not kept waiting for a pagestore that hangs."""
-        try:
-            async with asyncio.timeout(CONNECT_WAIT_S):
-                await self._live()
-        except KvPoolError:
-            pass  # it was logged, and the next request tries again
-        except TimeoutError:
-            self._link.note_out_of_reach(f"no answer within {CONNECT_WAIT_S:g} s")
+        with contextlib.suppress(KvPoolError):  # it was logged, and the next request tries again
+            await self._live()
 
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
-        """See ports.PagePool. Raises Overloaded when other stores keep the session's leases for too long."""
-        session, budget = await self._live(), self._link.writes
+        """See ports.PagePool. Raises Overloaded when the pagestore, or other stores of this agent, take too long."""
+        session = await self._live()
         try:
             async with asyncio.timeout(RESERVE_WAIT_S):
-                await budget.take(span.page_count)
+                await self._link.writes.take(span.page_count)
+                return await self._reserve(session, span)
         except TimeoutError:
-            raise Overloaded("other stores of this agent hold all leases of its pagestore session") from None
+            raise Overloaded(f"the pagestore granted no slots to this store within {RESERVE_WAIT_S:g} s") from None
+
+    async def _reserve(self, session: PageStoreSession, span: PageSpan) -> ReservedPages:
+        """Gives permits back that are not needed."""
         granted = 0
         try:
             # What was granted before a cancellation or a failure is given back by the session.
@@ -146,7 +146,7 @@ class ArenaPool:
             slots = _slots_of(session, answer.granted, session.abort_soon)
             granted = slots.count
         finally:
-            budget.give(span.page_count - granted)
+            self._link.writes.give(span.page_count - granted)
         failed = tuple(
             (page, error or ServiceUnavailable("the pagestore gave no reason")) for page, error in answer.failed
         )
@@ -210,7 +210,12 @@ class ArenaPool:
     async def _live(self) -> PageStoreSession:
         if self._closed:
             raise ServiceUnavailable("the engine session is closing")
-        return await self._link.live(self._keyspace, self._spec)
+        try:
+            async with asyncio.timeout(CONNECT_WAIT_S):
+                return await self._link.live(self._keyspace, self._spec)
+        except TimeoutError:
+            self._link.note_out_of_reach(f"no answer within {CONNECT_WAIT_S:g} s")
+            raise ServiceUnavailable(f"the pagestore opened no session within {CONNECT_WAIT_S:g} s") from None
 
     def _session_of(self, slots: PageSlots) -> PageStoreSession:
         session = self._link.current()

@@ -25,8 +25,9 @@ from kvpool_gpuagent.core.bandwidth import LoadSource
 from kvpool_gpuagent.core.pages import AcquiredPages, PageSlots, ReservedPages, no_slots
 
 WRITE_TIMEOUT_S = 60.0
-RESERVE_WAIT_S = 5.0  # for other stores of this agent to end
+RESERVE_WAIT_S = 3.0  # of a store, for the index and for other stores of this agent to end
 _WINDOW_PAGES_MAX = 256
+_NO_PAGES: Int32s = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +90,27 @@ class StreamPool:
 
     async def reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         """See ports.PagePool. What the index knows already is not written again."""
-        no_pages = np.zeros(0, dtype=np.int32)
         if not span.page_count:
-            return ReservedPages(no_slots(), no_pages, no_pages)
+            return ReservedPages(no_slots(), _NO_PAGES, _NO_PAGES)
+        try:
+            async with asyncio.timeout(RESERVE_WAIT_S):
+                return await self._reserve(span, chain_head_hash)
+        except TimeoutError:
+            raise Overloaded("the index, or this agent's memory for pages in flight, is too busy") from None
+
+    async def _reserve(self, span: PageSpan, chain_head_hash: bytes) -> ReservedPages:
         nodes = await self._index.place(self._keyspace, chain_head_hash, host_id=self._host_id)
         if not nodes:
             raise ServiceUnavailable("no pagestore is alive to take pages")
         present = span.positions < await self._present_chunks(span)
         missing = np.flatnonzero(~present).astype(np.int32)
-        buffers = await self._take([self._sizes_bytes[shard] for shard in span.shards[missing].tolist()])
+        sizes_bytes = [self._sizes_bytes[shard] for shard in span.shards[missing].tolist()]
+        buffers = await self._buffers.writes.take(sizes_bytes)
         # Nothing is awaited from here on: a cancelled caller loses no buffer.
         target = _Target(nodes[0].bulk_endpoint, nodes[0].incarnation)
         leases = [_Lease(buffer, target) for buffer in buffers]
         slots = _slots(missing, leases, np.zeros(missing.size, dtype=np.uint8))
-        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), no_pages)
-
-    async def _take(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
-        try:
-            async with asyncio.timeout(RESERVE_WAIT_S):
-                return await self._buffers.writes.take(sizes_bytes)
-        except TimeoutError:
-            raise Overloaded("other stores keep this agent's memory for pages in flight busy") from None
+        return ReservedPages(slots, np.flatnonzero(present).astype(np.int32), _NO_PAGES)
 
     async def commit(self, span: PageSpan, slots: PageSlots) -> Sequence[tuple[int, KvPoolError]]:
         """See ports.PagePool. Returns when the pagestores have verified the pages."""
