@@ -70,12 +70,12 @@ GROUP_CHUNKS = 16
 REAL_CHUNKS = 16
 HASH_BYTES = 16
 SMALL_SPEC = KeyspaceSpec(
-    model_id="bench", model_revision="staged", groups=(KvGroup(1, 8, 32),), dtype=Dtype.BF16, chunk_tokens=16
+    model_id="bench", model_revision="staged", groups=(KvGroup(1, 1, 32),), dtype=Dtype.BF16, chunk_tokens=16
 )
 SMALL_GRID = ShardGrid.of(SMALL_SPEC)
 SMALL_PAYLOAD_BYTES = payload_bytes(SMALL_SPEC, SMALL_GRID, 0)
 SMALL_KEYSPACE = keyspace_id(encode_keyspace("default", SMALL_SPEC))
-STAGED_PAGES = 1 << 15
+STAGED_PAGES = 1 << 14
 _LAST_STALL_S = 0.1  # after a step, for a stall to end
 _STALLS_SHOWN = 5
 START_TIMEOUT_S = 900.0
@@ -251,7 +251,8 @@ class Run:
         print(name, json.dumps(found), flush=True)
         for one in sorted(stalls, key=lambda stall: -stall.cpu_s)[:_STALLS_SHOWN]:
             if one.stack:
-                print(f"  {one.late_s * 1e3:.0f} ms late, {one.cpu_s * 1e3:.0f} ms of cpu: {one.stack}", flush=True)
+                figures = f"{one.late_s * 1e3:.0f} ms late, {one.cpu_s * 1e3:.0f} ms of cpu, "
+                print(f"  {figures}{one.collecting_s * 1e3:.0f} ms collecting: {one.stack}", flush=True)
 
     def _leases_lost(self) -> int:
         return self._log.read_text().count("registering it again") if self._log.exists() else 0
@@ -307,14 +308,17 @@ class Run:
         await index.close()
         await asyncio.sleep(5.0)
 
+    def _metrics(self) -> dict[str, float]:
+        """Those without labels."""
+        with urllib.request.urlopen(self._metrics_url, timeout=STEP_TIMEOUT_S) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("kvpool")]
+        return {words[0]: float(words[1]) for words in lines if len(words) == 2}
+
     def wait_reconciled(self) -> None:
         """Until a comparison with the index has ended without anything to tell."""
 
         def rounds_and_ranges() -> tuple[float, float]:
-            with urllib.request.urlopen(self._metrics_url, timeout=STEP_TIMEOUT_S) as answer:
-                lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("kvpool")]
-            values = {words[0]: float(words[1]) for words in lines if len(words) == 2}
-            prefix = "kvpool_pagestore_reconcile_"
+            values, prefix = self._metrics(), "kvpool_pagestore_reconcile_"
             return values.get(f"{prefix}rounds_total", 0.0), values.get(f"{prefix}ranges_total", 0.0)
 
         seen = rounds_and_ranges()
@@ -330,6 +334,17 @@ class Run:
             return False
 
         until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing")
+
+    def wait_quiet(self) -> None:
+        """Until the number of pages on disk stays for two seconds."""
+        counts = [-1.0]
+
+        def is_quiet() -> bool:
+            time.sleep(2.0)
+            counts.append(self._metrics().get("kvpool_pagestore_disk_pages", 0.0))
+            return counts[-1] == counts[-2]
+
+        until(is_quiet, STEP_TIMEOUT_S, "a number of pages that stays")
 
     async def clear(self) -> None:
         control = PageStoreControl(self._endpoint, ClientConfig())
@@ -447,6 +462,7 @@ def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
         with bench.step("a quota of half"):
             policy = KeyspacePolicy(quota_bytes=bench.chunks.count * len(SHARDS) * PAGE_BYTES // 2)
             asyncio.run(bench.change_policy(policy))
+            bench.wait_quiet()
         if "clear" not in skipped:
             with bench.step("clear"):
                 asyncio.run(bench.clear())

@@ -8,6 +8,7 @@ the thread was while the beat was overdue, as another thread saw it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import sys
@@ -32,6 +33,7 @@ class Stall:
     at_s: float
     late_s: float
     cpu_s: float
+    collecting_s: float  # spent in the garbage collector, whichever thread ran it
     stack: str
 
 
@@ -49,6 +51,8 @@ class _Watch:
         self._cpu_s = 0.0
         self._thread_id = threading.get_ident()
         self._stack = ""
+        self._collecting_s = self._collection_begun_s = 0.0
+        gc.callbacks.append(self._collect)
         loop.call_soon(self._begin)
 
     def _begin(self) -> None:
@@ -56,13 +60,20 @@ class _Watch:
         self._loop.call_later(_BEAT_S, self._beat)
         threading.Thread(target=self._look, daemon=True).start()
 
+    def _collect(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._collection_begun_s = time.perf_counter()
+        else:
+            self._collecting_s += time.perf_counter() - self._collection_begun_s
+
     def _beat(self) -> None:
         late_s, cpu_s = time.perf_counter() - self._due_s, time.thread_time() - self._cpu_s
         if late_s >= _NOTED_S:
-            line = {"at_s": time.time(), "late_s": round(late_s, 4), "cpu_s": round(cpu_s, 4), "stack": self._stack}
+            line: dict[str, object] = {"at_s": time.time(), "late_s": round(late_s, 4), "cpu_s": round(cpu_s, 4)}
+            line |= {"collecting_s": round(self._collecting_s, 4), "stack": self._stack}
             self._out.write(json.dumps(line) + "\n")
             self._out.flush()
-        self._stack = ""
+        self._stack, self._collecting_s = "", 0.0
         self._due_s, self._cpu_s = time.perf_counter() + _BEAT_S, time.thread_time()
         self._loop.call_later(_BEAT_S, self._beat)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4096
+_SLACK: Final = 64  # entries that a heap may have too many before it is built again
 
 
 class Extent(NamedTuple):
@@ -33,6 +36,14 @@ def blocks_of(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES)
 
 
+@dataclass(slots=True)
+class _Same:
+    """Free extents of one size: a heap of files and starts, beside some that are no longer so."""
+
+    heap: list[tuple[int, int]] = field(default_factory=list)
+    extent_count: int = 0
+
+
 class FreeExtents:
     """Free extents; neighbours are joined. An extent is either free here or somebody's.
 
@@ -43,7 +54,8 @@ class FreeExtents:
     def __init__(self) -> None:
         self._by_start: dict[tuple[int, int], int] = {}  # count by file and start
         self._by_end: dict[tuple[int, int], int] = {}  # start by file and end
-        self._by_count: list[tuple[int, int, int]] = []  # sorted: count, file, start
+        self._counts: list[int] = []  # of free extents, each once, ascending
+        self._of_count: dict[int, _Same] = {}
         self.block_count = 0
 
     def take(self, count: int) -> list[Extent]:
@@ -52,8 +64,8 @@ class FreeExtents:
             raise ValueError(f"{count} blocks are asked for, {self.block_count} are free")
         taken: list[Extent] = []
         while count:
-            at = bisect_left(self._by_count, (count, -1, -1))
-            size, file, start = self._by_count[min(at, len(self._by_count) - 1)]
+            size = self._counts[min(bisect_left(self._counts, count), len(self._counts) - 1)]
+            file, start = self._first(size)
             used = min(size, count)
             self._remove(file, start, size)
             if size > used:
@@ -101,11 +113,29 @@ class FreeExtents:
     def _insert(self, file: int, start: int, count: int) -> None:
         self._by_start[file, start] = count
         self._by_end[file, start + count] = start
-        insort(self._by_count, (count, file, start))
+        same = self._of_count.get(count)
+        if same is None:
+            same = self._of_count[count] = _Same()
+            insort(self._counts, count)
+        heappush(same.heap, (file, start))
+        same.extent_count += 1
         self.block_count += count
 
     def _remove(self, file: int, start: int, count: int) -> None:
         del self._by_start[file, start]
         del self._by_end[file, start + count]
-        del self._by_count[bisect_left(self._by_count, (count, file, start))]
+        same = self._of_count[count]
+        same.extent_count -= 1
+        if not same.extent_count:
+            del self._of_count[count], self._counts[bisect_left(self._counts, count)]
+        elif len(same.heap) > 2 * same.extent_count + _SLACK:
+            same.heap = list({at for at in same.heap if self._by_start.get(at) == count})
+            heapify(same.heap)
         self.block_count -= count
+
+    def _first(self, count: int) -> tuple[int, int]:
+        """File and start of the first extent of so many blocks; there is one."""
+        heap = self._of_count[count].heap
+        while self._by_start.get(heap[0]) != count:
+            heappop(heap)
+        return heap[0]
