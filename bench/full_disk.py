@@ -210,10 +210,22 @@ def _sleep_and_measure(peer: Connection) -> None:
 class Run:
     """A pagestore that serves, and what each step of it took."""
 
-    def __init__(self, directory: Path, stack: ExitStack, index: Server, scratch: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        stack: ExitStack,
+        index: Server,
+        scratch: Path,
+        document: dict[str, object],
+        result: Path | None,
+    ) -> None:
+        """document: of the run, written to `result` after each step."""
         manifest = json.loads((directory / "full_disk.json").read_text())
         self.chunks = Chunks(manifest["chunks"])
-        self.steps: dict[str, dict[str, object]] = {}
+        self._steps: list[dict[str, object]] = []
+        self._document = document
+        self._result = result
+        document |= {"chunks": self.chunks.count, "pages": self.chunks.count * len(SHARDS), "steps": self._steps}
         self._config = ClientConfig(index_endpoints=(index.endpoint,))
         self._noise = MachineNoise()
         stack.callback(self._noise.close)
@@ -240,15 +252,19 @@ class Run:
         ended_s = time.time()
         stalls = stalls_between(self._stalls, begun_s, ended_s)
         found: dict[str, object] = {
+            "step": name,
             "seconds": round(ended_s - begun_s - _LAST_STALL_S, 2),
             "stall_ms": round(max((one.late_s for one in stalls), default=0.0) * 1e3, 1),
             "stall_cpu_ms": round(max((one.cpu_s for one in stalls), default=0.0) * 1e3, 1),
             "machine_ms": round(self._noise.longest_s() * 1e3, 1),
             "leases_lost": self._leases_lost() - lost,
             "resident_mib": resident_bytes(self._process) >> 20,
+            "load": round(os.getloadavg()[0], 1),
         }
-        self.steps[name] = found
-        print(name, json.dumps(found), flush=True)
+        self._steps.append(found)
+        print(json.dumps(found), flush=True)
+        if self._result is not None:
+            self._result.write_text(json.dumps(self._document, indent=2) + "\n")
         for one in sorted(stalls, key=lambda stall: -stall.cpu_s)[:_STALLS_SHOWN]:
             if one.stack:
                 figures = f"{one.late_s * 1e3:.0f} ms late, {one.cpu_s * 1e3:.0f} ms of cpu, "
@@ -335,16 +351,16 @@ class Run:
 
         until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing")
 
-    def wait_quiet(self) -> None:
-        """Until the number of pages on disk stays for two seconds."""
-        counts = [-1.0]
+    async def lower_quota(self) -> None:
+        """To nine tenths of what the tier may hold; until so much is gone."""
+        limit_bytes = self.chunks.count * len(SHARDS) * charged_bytes(PAGE_BYTES) * 9 // 10
+        await self.change_policy(KeyspacePolicy(quota_bytes=limit_bytes))
 
-        def is_quiet() -> bool:
-            time.sleep(2.0)
-            counts.append(self._metrics().get("kvpool_pagestore_disk_pages", 0.0))
-            return counts[-1] == counts[-2]
+        def is_met() -> bool:
+            time.sleep(1.0)
+            return self._metrics()["kvpool_pagestore_disk_pages"] * charged_bytes(PAGE_BYTES) <= limit_bytes
 
-        until(is_quiet, STEP_TIMEOUT_S, "a number of pages that stays")
+        until(is_met, STEP_TIMEOUT_S, "a quota that is met")
 
     async def clear(self) -> None:
         control = PageStoreControl(self._endpoint, ClientConfig())
@@ -429,7 +445,7 @@ def staged_page_bytes(index_endpoint: str, scratch: Path) -> float:
         return (resident_bytes(process) - before_bytes) / (7 * part)
 
 
-def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
+def run(directory: Path, skipped: Sequence[str], result: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name, ExitStack() as stack:
         scratch = Path(name)
         drop_caches(directory)
@@ -439,10 +455,15 @@ def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
         staged = staged_page_bytes(index.endpoint, scratch)
         empty = empty_bytes(index.endpoint, scratch)
         print(f"{staged:.0f} bytes a staged page, {empty >> 20} MiB empty", flush=True)
-        bench = Run(directory, stack, index, scratch)
+        document: dict[str, object] = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": f"{os.cpu_count()}-core virtual machine, shared with other work",
+            "bytes_a_staged_page": round(staged),
+        }
+        bench = Run(directory, stack, index, scratch, document, result)
         with bench.step("idle for 5 s"):
             time.sleep(5.0)
-        chunk_bytes = (bench.resident_bytes - empty) / bench.chunks.count
+        document["bytes_a_chunk"] = round((bench.resident_bytes - empty) / bench.chunks.count)
         with bench.step("read real pages"):
             bench.read_real_pages()
         with bench.step("first eviction"):
@@ -459,24 +480,11 @@ def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
             time.sleep(25.0)
         with bench.step("drain begin"):
             asyncio.run(bench.begin_drain())
-        with bench.step("a quota of half"):
-            policy = KeyspacePolicy(quota_bytes=bench.chunks.count * len(SHARDS) * PAGE_BYTES // 2)
-            asyncio.run(bench.change_policy(policy))
-            bench.wait_quiet()
+        with bench.step("a quota of nine tenths"):
+            asyncio.run(bench.lower_quota())
         if "clear" not in skipped:
             with bench.step("clear"):
                 asyncio.run(bench.clear())
-        return {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()}-core virtual machine, shared with other work",
-            "chunks": bench.chunks.count,
-            "pages": bench.chunks.count * len(SHARDS),
-            "bytes_a_chunk": round(chunk_bytes),
-            "bytes_a_chunk_after_everything": round((bench.resident_bytes - empty) / bench.chunks.count),
-            "bytes_a_staged_page": round(staged),
-            "load": round(os.getloadavg()[0], 1),
-            "steps": bench.steps,
-        }
 
 
 async def _open(index_endpoint: str) -> None:
@@ -508,10 +516,7 @@ def main() -> None:
         make(arguments.directory, arguments.chunks)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with us
-    document = run(arguments.directory, arguments.skip)
-    print(json.dumps(document, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    run(arguments.directory, arguments.skip, arguments.json)
 
 
 if __name__ == "__main__":

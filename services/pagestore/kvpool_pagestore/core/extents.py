@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4096
+_START_BITS: Final = 40
+_START_MASK: Final = (1 << _START_BITS) - 1
 _SLACK: Final = 64  # entries that a heap may have too many before it is built again
 
 
@@ -38,9 +40,9 @@ def blocks_of(size_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _Same:
-    """Free extents of one size: a heap of files and starts, beside some that are no longer so."""
+    """Free extents of one size: a heap of places, beside some that are no longer so."""
 
-    heap: list[tuple[int, int]] = field(default_factory=list)
+    heap: list[int] = field(default_factory=list)
     extent_count: int = 0
 
 
@@ -52,8 +54,8 @@ class FreeExtents:
     """
 
     def __init__(self) -> None:
-        self._by_start: dict[tuple[int, int], int] = {}  # count by file and start
-        self._by_end: dict[tuple[int, int], int] = {}  # start by file and end
+        self._by_start: dict[int, int] = {}  # count by place; integers alone, which the garbage collector passes over
+        self._by_end: dict[int, int] = {}  # start by place of the end
         self._counts: list[int] = []  # of free extents, each once, ascending
         self._of_count: dict[int, _Same] = {}
         self.block_count = 0
@@ -78,13 +80,13 @@ class FreeExtents:
         """These are free. Give what was taken once: two pages would share it else, which is noticed only now and then
         (ValueError)."""
         for file, start, count in extents:
-            if (file, start) in self._by_start or (file, start + count) in self._by_end:
+            if _place(file, start) in self._by_start or _place(file, start + count) in self._by_end:
                 raise ValueError(f"blocks {start} to {start + count} of file {file} are free already")
-            before = self._by_end.get((file, start))
+            before = self._by_end.get(_place(file, start))
             if before is not None:
                 self._remove(file, before, start - before)
                 start, count = before, count + start - before
-            after = self._by_start.get((file, start + count))
+            after = self._by_start.get(_place(file, start + count))
             if after is not None:
                 self._remove(file, start + count, after)
                 count += after
@@ -111,19 +113,19 @@ class FreeExtents:
         return []
 
     def _insert(self, file: int, start: int, count: int) -> None:
-        self._by_start[file, start] = count
-        self._by_end[file, start + count] = start
+        self._by_start[_place(file, start)] = count
+        self._by_end[_place(file, start + count)] = start
         same = self._of_count.get(count)
         if same is None:
             same = self._of_count[count] = _Same()
             insort(self._counts, count)
-        heappush(same.heap, (file, start))
+        heappush(same.heap, _place(file, start))
         same.extent_count += 1
         self.block_count += count
 
     def _remove(self, file: int, start: int, count: int) -> None:
-        del self._by_start[file, start]
-        del self._by_end[file, start + count]
+        del self._by_start[_place(file, start)]
+        del self._by_end[_place(file, start + count)]
         same = self._of_count[count]
         same.extent_count -= 1
         if not same.extent_count:
@@ -138,4 +140,8 @@ class FreeExtents:
         heap = self._of_count[count].heap
         while self._by_start.get(heap[0]) != count:
             heappop(heap)
-        return heap[0]
+        return heap[0] >> _START_BITS, heap[0] & _START_MASK
+
+
+def _place(file: int, start: int) -> int:
+    return file << _START_BITS | start
