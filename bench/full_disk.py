@@ -7,9 +7,8 @@
 blocks are there and none is allocated, but for the pages of the first chunks, which are real and are read after the
 start. The capacity is just what the pages fill, so that the next page evicts.
 
-`run` starts a pagestore on it, with an index and a Redis, and times each step. Meanwhile another process asks for the
-pagestore's status without a pause: the longest answer is about the longest stall of its event loop. `clear` empties
-the directory's records, so that it is made again for the next run.
+`run` starts a pagestore on it, with an index and a Redis, and times each step. Meanwhile `bench.loop_watch` notes each
+stall of its event loop. `clear` empties the directory's records, so that it is made again for the next run.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from rocksdict import WriteBatch
 
+from bench.loop_watch import stalls_between
 from bench.match_rig import Server, running_index, running_redis
 from bench.waiting import ready_document, until
 from kvpool.client.config import ClientConfig
@@ -42,7 +42,7 @@ from kvpool.client.index import IndexClient
 from kvpool.client.pagestore_control import PageStoreControl
 from kvpool.client.transfer import PageToRead, PageToWrite, PageTransferClient
 from kvpool.core.cluster import PageMetadata
-from kvpool.core.errors import KvPoolError
+from kvpool.core.errors import DrainBlocked, KvPoolError
 from kvpool.core.grid import ShardGrid
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
 from kvpool.core.outcome import Admission
@@ -69,6 +69,15 @@ CHAIN_CHUNKS = 64  # of one conversation
 GROUP_CHUNKS = 16
 REAL_CHUNKS = 16
 HASH_BYTES = 16
+SMALL_SPEC = KeyspaceSpec(
+    model_id="bench", model_revision="staged", groups=(KvGroup(1, 1, 32),), dtype=Dtype.BF16, chunk_tokens=16
+)
+SMALL_GRID = ShardGrid.of(SMALL_SPEC)
+SMALL_PAYLOAD_BYTES = payload_bytes(SMALL_SPEC, SMALL_GRID, 0)
+SMALL_KEYSPACE = keyspace_id(encode_keyspace("default", SMALL_SPEC))
+STAGED_PAGES = 1 << 14
+_LAST_STALL_S = 0.1  # after a step, for a stall to end
+_STALLS_SHOWN = 5
 START_TIMEOUT_S = 900.0
 STEP_TIMEOUT_S = 900.0
 
@@ -166,15 +175,15 @@ def write_real_pages(store: RocksPageStore, chunks: Chunks) -> None:
 # ---- the run
 
 
-class Heartbeat:
-    """A process that asks a pagestore for its status all the time; `longest_s` since the last look."""
+class MachineNoise:
+    """A process that only sleeps; `longest_s`: by how much it woke late since the last look."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_beat, args=(endpoint, theirs), daemon=True)
+        self._process = context.Process(target=_sleep_and_measure, args=(theirs,), daemon=True)
         self._process.start()
-        self._ours.recv()  # the first answer
+        self.longest_s()
 
     def longest_s(self) -> float:
         self._ours.send(None)
@@ -186,61 +195,87 @@ class Heartbeat:
         self._process.join()
 
 
-def _beat(endpoint: str, peer: Connection) -> None:
-    async def beat() -> None:
-        control, longest_s, is_first = PageStoreControl(endpoint, ClientConfig()), 0.0, True
-        while True:
-            begun_s = time.perf_counter()
-            await control.status(timeout_s=STEP_TIMEOUT_S)
-            longest_s = max(longest_s, time.perf_counter() - begun_s)
-            if is_first:
-                peer.send(0.0)
-                longest_s, is_first = 0.0, False
-            if peer.poll():
-                peer.recv()
-                peer.send(longest_s)
-                longest_s = 0.0
-            await asyncio.sleep(0.002)
-
-    asyncio.run(beat())
+def _sleep_and_measure(peer: Connection) -> None:
+    longest_s = 0.0
+    while True:
+        begun_s = time.perf_counter()
+        time.sleep(0.005)
+        longest_s = max(longest_s, time.perf_counter() - begun_s - 0.005)
+        if peer.poll():
+            peer.recv()
+            peer.send(longest_s)
+            longest_s = 0.0
 
 
 class Run:
     """A pagestore that serves, and what each step of it took."""
 
-    def __init__(self, directory: Path, stack: ExitStack, index: Server, scratch: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        stack: ExitStack,
+        index: Server,
+        scratch: Path,
+        document: dict[str, object],
+        result: Path | None,
+    ) -> None:
+        """document: of the run, written to `result` after each step."""
         manifest = json.loads((directory / "full_disk.json").read_text())
         self.chunks = Chunks(manifest["chunks"])
-        self.steps: dict[str, dict[str, object]] = {}
+        self._steps: list[dict[str, object]] = []
+        self._document = document
+        self._result = result
+        document |= {"chunks": self.chunks.count, "pages": self.chunks.count * len(SHARDS), "steps": self._steps}
         self._config = ClientConfig(index_endpoints=(index.endpoint,))
-        begun_s = time.perf_counter()
-        self._process, document = stack.enter_context(
-            pagestore(directory, manifest["capacity_bytes"], index.endpoint, scratch)
-        )
-        self.steps["restart to serving"] = {
-            "seconds": round(time.perf_counter() - begun_s, 2),
-            "resident_mib": self._resident_mib(),
-        }
+        self._noise = MachineNoise()
+        stack.callback(self._noise.close)
+        self._stalls, self._log = scratch / "stalls", scratch / "pagestore.log"
+        with self.step("restart to serving"):
+            self._process, document = stack.enter_context(
+                pagestore(directory, ["--disk-bytes", str(manifest["capacity_bytes"])], index.endpoint, scratch)
+            )
         self._endpoint, self._metrics_url = str(document["endpoint"]), str(document["metrics_url"])
         self._transfer = PageTransferClient(str(document["bulk_endpoint"]), frame_bytes=1 << 20)
         stack.callback(self._transfer.close)
-        self._heartbeat = Heartbeat(self._endpoint)
-        stack.callback(self._heartbeat.close)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time what happens, and the longest answer meanwhile."""
-        self._heartbeat.longest_s()
-        begun_s = time.perf_counter()
+        """Time what happens, and the longest stall of the pagestore's event loop meanwhile.
+
+        stall_cpu_ms: the longest by the processor time that the loop's thread took in it. machine_ms: by how much a
+        process that does nothing was woken late. leases_lost: how often the node had to register again.
+        """
+        self._noise.longest_s()
+        begun_s, lost = time.time(), self._leases_lost()
         yield
-        seconds = time.perf_counter() - begun_s
+        time.sleep(_LAST_STALL_S)
+        ended_s = time.time()
+        stalls = stalls_between(self._stalls, begun_s, ended_s)
         found: dict[str, object] = {
-            "seconds": round(seconds, 2),
-            "longest_answer_ms": round(self._heartbeat.longest_s() * 1e3, 1),
-            "resident_mib": self._resident_mib(),
+            "step": name,
+            "seconds": round(ended_s - begun_s - _LAST_STALL_S, 2),
+            "stall_ms": round(max((one.late_s for one in stalls), default=0.0) * 1e3, 1),
+            "stall_cpu_ms": round(max((one.cpu_s for one in stalls), default=0.0) * 1e3, 1),
+            "machine_ms": round(self._noise.longest_s() * 1e3, 1),
+            "leases_lost": self._leases_lost() - lost,
+            "resident_mib": resident_bytes(self._process) >> 20,
+            "load": round(os.getloadavg()[0], 1),
         }
-        self.steps[name] = found
-        print(name, json.dumps(found), flush=True)
+        self._steps.append(found)
+        print(json.dumps(found), flush=True)
+        if self._result is not None:
+            self._result.write_text(json.dumps(self._document, indent=2) + "\n")
+        for one in sorted(stalls, key=lambda stall: -stall.cpu_s)[:_STALLS_SHOWN]:
+            if one.stack:
+                figures = f"{one.late_s * 1e3:.0f} ms late, {one.cpu_s * 1e3:.0f} ms of cpu, "
+                print(f"  {figures}{one.collecting_s * 1e3:.0f} ms collecting: {one.stack}", flush=True)
+
+    def _leases_lost(self) -> int:
+        return self._log.read_text().count("registering it again") if self._log.exists() else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process)
 
     def read_real_pages(self) -> None:
         """Every one of them verifies."""
@@ -279,24 +314,27 @@ class Run:
         if failures:
             raise RuntimeError(f"{len(failures)} pages were not taken: {failures[0]}")
 
-    async def change_policy(self) -> None:
-        """Set a quota; nodes hear of it with their next renewal."""
+    async def change_policy(self, policy: KeyspacePolicy) -> None:
+        """Nodes hear of it with their next renewal."""
         index = IndexClient(self._config)
         opened = await index.open_keyspace(NAME, SPEC)
         if opened.keyspace != KEYSPACE:
             raise RuntimeError("the index names the keyspace otherwise than the directory: clear its tenant settings")
-        await index.set_keyspace_policy(NAME, KeyspacePolicy(quota_bytes=1 << 50))
+        await index.set_keyspace_policy(NAME, policy)
         await index.close()
         await asyncio.sleep(5.0)
+
+    def _metrics(self) -> dict[str, float]:
+        """Those without labels."""
+        with urllib.request.urlopen(self._metrics_url, timeout=STEP_TIMEOUT_S) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("kvpool")]
+        return {words[0]: float(words[1]) for words in lines if len(words) == 2}
 
     def wait_reconciled(self) -> None:
         """Until a comparison with the index has ended without anything to tell."""
 
         def rounds_and_ranges() -> tuple[float, float]:
-            with urllib.request.urlopen(self._metrics_url, timeout=STEP_TIMEOUT_S) as answer:
-                lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("kvpool")]
-            values = {words[0]: float(words[1]) for words in lines if len(words) == 2}
-            prefix = "kvpool_pagestore_reconcile_"
+            values, prefix = self._metrics(), "kvpool_pagestore_reconcile_"
             return values.get(f"{prefix}rounds_total", 0.0), values.get(f"{prefix}ranges_total", 0.0)
 
         seen = rounds_and_ranges()
@@ -313,44 +351,119 @@ class Run:
 
         until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing")
 
+    async def lower_quota(self) -> None:
+        """To nine tenths of what the tier may hold; until so much is gone."""
+        limit_bytes = self.chunks.count * len(SHARDS) * charged_bytes(PAGE_BYTES) * 9 // 10
+        await self.change_policy(KeyspacePolicy(quota_bytes=limit_bytes))
+
+        def is_met() -> bool:
+            time.sleep(1.0)
+            return self._metrics()["kvpool_pagestore_disk_pages"] * charged_bytes(PAGE_BYTES) <= limit_bytes
+
+        until(is_met, STEP_TIMEOUT_S, "a quota that is met")
+
     async def clear(self) -> None:
         control = PageStoreControl(self._endpoint, ClientConfig())
         await control.clear(KEYSPACE, timeout_s=STEP_TIMEOUT_S)
         await control.close()
 
-    def _resident_mib(self) -> int:
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssAnon"))
+    async def begin_drain(self) -> None:
+        """It ends at once: there is no other node. The node is taken back into service."""
+        control = PageStoreControl(self._endpoint, ClientConfig())
+        try:
+            async for _ in control.drain(timeout_s=STEP_TIMEOUT_S):
+                pass
+        except DrainBlocked:
+            pass
+        async for _ in control.drain(cancel=True, timeout_s=STEP_TIMEOUT_S):
+            pass
+        await control.close()
+
+
+def resident_bytes(process: subprocess.Popen[bytes]) -> int:
+    """Of a process, but for what it shares (the arena)."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 @contextmanager
 def pagestore(
-    directory: Path, capacity_bytes: int, index_endpoint: str, scratch: Path
+    directory: Path, flags: Sequence[str], index_endpoint: str, scratch: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, object]]]:
-    """A pagestore that serves; it is killed at the end."""
-    ready = scratch / "pagestore.json"
-    command = [sys.executable, "-m", "kvpool_pagestore.main", "--data-dir", str(directory), "--ready-file", str(ready)]
-    command += ["--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--disk-bytes", str(capacity_bytes)]
-    command += ["--arena-bytes", str(256 << 20), "--index-endpoints", index_endpoint, "--log-level", "warning"]
-    command += ["--reconcile-interval-ms", "10000", "--parent-pid", str(os.getpid())]
-    with subprocess.Popen(command) as process:
+    """A pagestore that serves, with a watch over its event loop; it is killed at the end."""
+    ready, log = scratch / "pagestore.json", scratch / "pagestore.log"
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "bench.loop_watch", str(scratch / "stalls"), "kvpool_pagestore.main"]
+    command += ["--data-dir", str(directory), "--ready-file", str(ready)]
+    command += ["--listen", "127.0.0.1:0", "--bulk-listen", "127.0.0.1:0", "--arena-bytes", str(256 << 20), *flags]
+    command += ["--index-endpoints", index_endpoint, "--log-level", "warning"]
+    command += ["--reconcile-interval-ms", "10000", "--sweep-interval-ms", "4000", "--parent-pid", str(os.getpid())]
+    with log.open("wb") as out, subprocess.Popen(command, stderr=out) as process:
         try:
             yield process, ready_document(process, ready, START_TIMEOUT_S)
         finally:
             process.kill()
 
 
-def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
+def empty_bytes(index_endpoint: str, scratch: Path) -> int:
+    """What a pagestore takes that has nothing."""
+    flags = ["--disk-bytes", str(1 << 30)]
+    with pagestore(scratch / "empty", flags, index_endpoint, scratch) as (process, _):
+        time.sleep(2.0)
+        return resident_bytes(process)
+
+
+def staged_page_bytes(index_endpoint: str, scratch: Path) -> float:
+    """What a small page in staging takes, its bytes in the arena not counted."""
+    with pagestore(scratch / "staging", ["--disk-bytes", "0"], index_endpoint, scratch) as (process, document):
+        transfer = PageTransferClient(str(document["bulk_endpoint"]), frame_bytes=1 << 20)
+        part = STAGED_PAGES // 8
+
+        def write(first: int) -> None:
+            items, refused = list[PageToWrite](), list[object]()
+            for number in range(first, first + part):
+                chunk_hash = (number + 1).to_bytes(HASH_BYTES, "big")
+                metadata = PageMetadata(parent_hash=bytes(HASH_BYTES), chunk_index=0, group_head_hash=chunk_hash)
+                key = PageKey(SMALL_KEYSPACE, chunk_hash, 0)
+                page = bytearray(page_bytes(SMALL_PAYLOAD_BYTES))
+                seal(page, key, SMALL_SPEC.codec, SMALL_PAYLOAD_BYTES)
+                items.append(PageToWrite(key=key, page=memoryview(page), metadata=metadata))
+
+            def on_page(number: int, admission: Admission, error: object) -> None:
+                if admission is not Admission.RESERVED:
+                    refused.append(error or admission)
+
+            transfer.write_pages([(SMALL_KEYSPACE, SMALL_SPEC)], items, on_page, timeout_s=STEP_TIMEOUT_S)
+            if refused:
+                raise RuntimeError(f"{len(refused)} pages were not taken: {refused[0]}")
+
+        write(0)  # what the first pages take comes once
+        before_bytes = resident_bytes(process)
+        for first in range(part, 8 * part, part):
+            write(first)
+        transfer.close()
+        return (resident_bytes(process) - before_bytes) / (7 * part)
+
+
+def run(directory: Path, skipped: Sequence[str], result: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name, ExitStack() as stack:
         scratch = Path(name)
         drop_caches(directory)
         redis = stack.enter_context(running_redis(scratch))
         index = stack.enter_context(running_index(scratch, redis.endpoint))
         asyncio.run(_open(index.endpoint))
-        bench = Run(directory, stack, index, scratch)
-        print("restart to serving", json.dumps(bench.steps["restart to serving"]), flush=True)
+        staged = staged_page_bytes(index.endpoint, scratch)
+        empty = empty_bytes(index.endpoint, scratch)
+        print(f"{staged:.0f} bytes a staged page, {empty >> 20} MiB empty", flush=True)
+        document: dict[str, object] = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": f"{os.cpu_count()}-core virtual machine, shared with other work",
+            "bytes_a_staged_page": round(staged),
+        }
+        bench = Run(directory, stack, index, scratch, document, result)
         with bench.step("idle for 5 s"):
             time.sleep(5.0)
+        document["bytes_a_chunk"] = round((bench.resident_bytes - empty) / bench.chunks.count)
         with bench.step("read real pages"):
             bench.read_real_pages()
         with bench.step("first eviction"):
@@ -358,21 +471,20 @@ def run(directory: Path, skipped: Sequence[str]) -> dict[str, object]:
         with bench.step("evictions that follow"):
             bench.write_pages(64, 512)
         with bench.step("policy change"):
-            asyncio.run(bench.change_policy())
+            asyncio.run(bench.change_policy(KeyspacePolicy(quota_bytes=1 << 50)))
         if "reconcile" not in skipped:
             with bench.step("reconcile"):
                 bench.wait_reconciled()
+        with bench.step("replication sweep, for 30 s"):
+            asyncio.run(bench.change_policy(KeyspacePolicy(replication_factor=2)))
+            time.sleep(25.0)
+        with bench.step("drain begin"):
+            asyncio.run(bench.begin_drain())
+        with bench.step("a quota of nine tenths"):
+            asyncio.run(bench.lower_quota())
         if "clear" not in skipped:
             with bench.step("clear"):
                 asyncio.run(bench.clear())
-        return {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()}-core virtual machine, shared with other work",
-            "chunks": bench.chunks.count,
-            "pages": bench.chunks.count * len(SHARDS),
-            "load": round(os.getloadavg()[0], 1),
-            "steps": bench.steps,
-        }
 
 
 async def _open(index_endpoint: str) -> None:
@@ -404,10 +516,7 @@ def main() -> None:
         make(arguments.directory, arguments.chunks)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with us
-    document = run(arguments.directory, arguments.skip)
-    print(json.dumps(document, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    run(arguments.directory, arguments.skip, arguments.json)
 
 
 if __name__ == "__main__":

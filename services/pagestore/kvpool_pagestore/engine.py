@@ -114,7 +114,7 @@ class PageStoreEngine:
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics
         )
-        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, metrics)
+        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, tasks, metrics)
         self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
         self.retained = make_retained(config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics)
         self._make_calls(config, parts, policies, metrics)
@@ -173,7 +173,7 @@ class PageStoreEngine:
         await self.policies.load()
         await self._disk.load()
         self.policies.repeat()  # the quotas of keyspaces that only the disk knew
-        self.quotas.enforce()
+        await self.quotas.enforce()
         await self.movement.load()
         value = await self._disk.load_value(_INCARNATION)
         return int.from_bytes(value, "little") if value is not None else 0

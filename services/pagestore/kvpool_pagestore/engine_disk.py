@@ -135,6 +135,10 @@ class DiskTier:
             self.forget(key)
         self._tasks.start(self._delete(list(keys), self._deletions.begin()), "delete-pages")
 
+    async def deleted(self) -> None:
+        """Return when what was discarded by now is gone from the disk, or has failed to go."""
+        await self._deletions.settled()
+
     async def delete(self, keys: Sequence[PageKey]) -> None:
         """Forget pages at once; they are gone from the disk when this returns. Raises StoreFault: they go later."""
         for key in keys:

@@ -111,9 +111,10 @@ def make_quotas(
     ledger: Ledger,
     disk: DiskTier | None,
     write_back: WriteBack | None,
+    tasks: EngineTasks,
     metrics: PageStoreMetrics,
 ) -> Quotas:
-    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, metrics)
+    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, tasks, metrics)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import closing
 
@@ -12,10 +13,14 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_disk import DiskTier
+from kvpool_pagestore.engine_tasks import EngineTasks
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 
-_SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top
+_SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top,
+_SPARE_BYTES = 4 << 20  # but no more than this
+_AT_ONCE = 128  # pages in staging or chunks on disk given up between two turns of the loop: each takes 20 to 150 us
+_MANY = 1 << 62
 
 
 class Quotas:
@@ -28,13 +33,16 @@ class Quotas:
         ledger: Ledger,
         disk: DiskTier | None,
         write_back: WriteBack | None,
+        tasks: EngineTasks,
         metrics: PageStoreMetrics,
     ) -> None:
         self._book = QuotaBook(tenants)
         self._keyspaces = keyspaces
         self._ledger = ledger
         self._disk = disk
+        self._tasks = tasks
         self._metrics = metrics
+        self._lowered: set[bytes] = set()  # keyspaces of which a quota is being met
         ledger.on_held = lambda record, size_bytes: self._add(record.key.keyspace, size_bytes)
         ledger.admit = self._admit_slot
         if disk is not None:
@@ -48,12 +56,15 @@ class Quotas:
         return self._book.used_bytes(keyspace)
 
     def set_limit(self, keyspace: bytes, limit_bytes: int) -> None:
-        """A keyspace's own quota has changed; what is too much is given up at once, as far as it is not in use."""
+        """A keyspace's own quota has changed; what is too much is given up soon, as far as it is not in use."""
         self._know(keyspace)
         self._book.limit(keyspace, limit_bytes)
-        self._make_room(keyspace, 0, None)
+        if self._book.knows(keyspace) and self._book.shortfalls(keyspace, 0):
+            self._lowered.add(keyspace)
+            if len(self._lowered) == 1:
+                self._tasks.start(self._lower(), "lower-quotas")
 
-    def enforce(self) -> None:
+    async def enforce(self) -> None:
         """Give up whatever is beyond a quota."""
         tenants = set[str]()
         for one in self._keyspaces.all():
@@ -61,7 +72,7 @@ class Quotas:
             for shortfall in self._book.shortfalls(one.keyspace, 0):
                 if shortfall.tenant not in tenants:  # once for all of its keyspaces, also where it cannot be met
                     tenants.update(filter(None, (shortfall.tenant,)))
-                    self._give_up(shortfall, None)
+                    await self._give_up_in_steps(one.keyspace, shortfall.tenant)
 
     # Inside
 
@@ -86,6 +97,27 @@ class Quotas:
             self._add(key.keyspace, size_bytes)
         return refused
 
+    async def _lower(self) -> None:
+        try:
+            while self._lowered:
+                keyspace = next(iter(self._lowered))
+                for shortfall in self._book.shortfalls(keyspace, 0):
+                    await self._give_up_in_steps(keyspace, shortfall.tenant)
+                self._lowered.discard(keyspace)
+        finally:
+            self._lowered.clear()
+
+    async def _give_up_in_steps(self, keyspace: bytes, tenant: str) -> None:
+        """Meet the keyspace's own quota, or its tenant's: any number of pages may have to go."""
+        while left := [one for one in self._book.shortfalls(keyspace, 0) if one.tenant == tenant]:
+            used_bytes = self._book.used_for(left[0])
+            self._give_up(left[0], None, most=_AT_ONCE)
+            if self._book.used_for(left[0]) >= used_bytes:
+                return  # all of it is in use
+            if self._disk is not None:
+                await self._disk.deleted()
+            await asyncio.sleep(0)
+
     def _make_room(self, keyspace: bytes, more_bytes: int, spare: PageKey | None) -> QuotaExceeded | None:
         self._know(keyspace)
         if not self._book.knows(keyspace):
@@ -100,34 +132,46 @@ class Quotas:
             return QuotaExceeded(f"{left[0].owner} is used up by pages that are in use, pinned or not yet durable")
         return None
 
-    def _give_up(self, shortfall: Shortfall, spare: PageKey | None) -> None:
+    def _give_up(self, shortfall: Shortfall, spare: PageKey | None, most: int = _MANY) -> None:
         """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
-        what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone."""
+        what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone.
+
+        most: pages in staging, or chunks on disk; call again then.
+        """
         used_bytes = self._book.used_for(shortfall)
-        aim_bytes = used_bytes - shortfall.size_bytes - used_bytes // _SPARE_PART
+        aim_bytes = used_bytes - shortfall.size_bytes - min(used_bytes // _SPARE_PART, _SPARE_BYTES)
 
         disk = self._disk
-        if disk is not None:
-            self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare or key not in disk)
-        self._give_up_stored(shortfall, aim_bytes, spare)
-        self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare)
+        if disk is not None and self._give_up_staged(
+            shortfall, aim_bytes, lambda key: key == spare or key not in disk, most
+        ):
+            return
+        if not self._give_up_stored(shortfall, aim_bytes, spare, most):
+            self._give_up_staged(shortfall, aim_bytes, lambda key: key == spare, most)
 
-    def _give_up_staged(self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
+    def _give_up_staged(
+        self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool], most: int
+    ) -> bool:
+        """Whether it were as many as may be."""
         with closing(self._ledger.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
-            while self._book.used_for(shortfall) > aim_bytes:
-                slot = next(victims, None)
+            for _ in range(most):
+                slot = next(victims, None) if self._book.used_for(shortfall) > aim_bytes else None
                 if slot is None:
-                    return
+                    return False
                 self._ledger.give_up(slot)
+        return True
 
-    def _give_up_stored(self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None) -> None:
-        """Pages on disk, by the disk's eviction policy held to these keyspaces."""
+    def _give_up_stored(self, shortfall: Shortfall, aim_bytes: int, spare: PageKey | None, most: int) -> bool:
+        """Pages on disk, by the disk's eviction policy held to these keyspaces; whether it were as many as may be."""
         disk = self._disk
         over_bytes = self._book.used_for(shortfall) - aim_bytes
         if disk is None or disk.fault or over_bytes <= 0:
-            return
-        chunks = disk.map.oldest(over_bytes, lambda key: key == spare or disk.is_read(key), shortfall.keyspaces)
+            return False
+        chunks = disk.map.oldest(
+            over_bytes, lambda key: key == spare or disk.is_read(key), shortfall.keyspaces, max_chunks=most
+        )
         keys = [key for chunk in chunks for key in chunk.keys]
         if keys:
             self._metrics.evicted_pages.labels("disk").inc(len(keys))
             disk.discard(keys)
+        return len(chunks) >= most

@@ -166,3 +166,29 @@ def test_what_a_scan_finds_counts_as_what_was_added(pages: list[tuple[PageKey, i
 
 def found(key: PageKey, kept: PageMetadata) -> StoredPage:
     return StoredPage.of(key=key, page_bytes=SIZES[0], metadata=kept)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(0, 3)), max_size=24, unique_by=lambda one: one[0]
+    ),
+    st.booleans(),
+)
+def test_chunks_go_whatever_parents_and_positions_clients_name(
+    claims: list[tuple[int, int, int]], is_restart: bool
+) -> None:
+    disk = new_map()
+    for number, parent, index in claims:
+        claimed = replace(metadata(number), parent_hash=page_key(parent).chunk_hash, chunk_index=index)
+        if is_restart:
+            disk.add_found([found(page_key(number), claimed)])
+        else:
+            disk.add(page_key(number), claimed)
+    assert len(disk.oldest(10**6, lambda key: False)) == len(claims)
+
+
+def test_two_chunks_that_name_each_other_as_parents_can_go() -> None:
+    disk = new_map()
+    for number, parent in ((1, 2), (2, 1)):
+        disk.add(page_key(number), replace(metadata(number), parent_hash=page_key(parent).chunk_hash))
+    assert len(disk.oldest(10**6, lambda key: False)) == 2

@@ -341,5 +341,5 @@ async def test_policies_of_many_keyspaces_are_loaded_without_looking_at_all_for_
                 await open_session(running, keyspaces=keyspaces[start : start + 10])
             monkeypatch.setattr(QuotaBook, "shortfalls", counted)
             running.engine.policies.repeat()
-            running.engine.quotas.enforce()
+            await running.engine.quotas.enforce()
             assert looks <= 4 * count

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -132,6 +134,24 @@ async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None
         async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
             assert running.engine.quotas.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
             assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
+
+
+async def test_a_lowered_quota_gives_up_a_bounded_number_of_pages_in_one_turn_of_the_loop() -> None:
+    with new_world() as world:
+        quota(world, 0)
+        async with running_engine(world, disk_bytes=1 << 30) as running:
+            peer = await open_session(running)
+            for first in range(0, 300, 10):
+                await store(running, peer, range(16 * first, 16 * (first + 10), 16))
+                await running.engine.flush(TENANT, b"")
+            counts = [len(list(world.memory.scan()))]
+            assert counts == [300]
+            quota(world, PAGE_BYTES, version=2)
+            running.engine.policies.version_seen(2)
+            while counts[-1]:
+                await asyncio.sleep(0)
+                counts.append(running.engine.gauges().disk_pages)
+            assert max(before - after for before, after in pairwise(counts)) <= 128
 
 
 async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:

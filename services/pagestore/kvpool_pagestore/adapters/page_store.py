@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _LOAD_ROWS: Final = 1 << 14
 _SCAN_ROWS: Final = 2048
 _FORGOTTEN_ROWS: Final = 256  # under the lock at once
-_UNSYNCED_PAGES: Final = 1 << 14  # of a keyspace that is cleared: each takes 300 bytes until it is synced
+_UNSYNCED_PAGES: Final = 1 << 14  # deleted, of which each takes 300 bytes until that is synced
 _PROBE_NAME: Final = "probe"
 _Freed = list[tuple[PageKey, Extents]]
 
@@ -279,6 +279,8 @@ class _Pages:
             if len(batch):
                 self.database.write(batch, sync=False)
                 self._unsynced += freed
+        if len(self._unsynced) >= _UNSYNCED_PAGES:
+            self._sync()
 
     def forget_keyspace(self, keyspace: bytes) -> None:
         """Delete all pages of a keyspace, some at a time; synced, because an operator asked for it.

@@ -276,7 +276,7 @@ class DiskMap:
     def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
         keyspace = name[:_HASH_BYTES]
         parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
-        enter(name, parent, domain=keyspace, retention=retention_of(metadata))
+        enter(name, parent, position=metadata.chunk_index, domain=keyspace, retention=retention_of(metadata))
 
     def _keep(self, row: int, metadata: PageMetadata) -> None:
         at = slice(row * _HASH_BYTES, (row + 1) * _HASH_BYTES)

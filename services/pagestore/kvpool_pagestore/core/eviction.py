@@ -26,6 +26,7 @@ from kvpool_pagestore.core.retained import EXPIRED_PRIORITY, PLAIN, Retention
 
 _PRESENT, _HELD = 1, 2  # flags of a row; without _PRESENT it only stands for a parent of keys that are inside
 _MAX_USES = 255
+_UNKNOWN, _MAX_POSITION = -1, (1 << 31) - 1
 _LOG_USES = [0.0, *(log2(uses) for uses in range(1, _MAX_USES + 1))]
 _FIRST_WEIGHT, _LEAST_WEIGHT, _MOST_WEIGHT, _WEIGHT_STEP = 1 / 23, 1 / 64, 1.0, 1 + 1 / 60
 _SAME_USE_SHARE = 128  # uses within this part of the keys inside are one: shards of a chunk, a look-up and its load
@@ -119,7 +120,9 @@ class EvictionPolicy(Generic[K]):
         self._rows: KeyRows[K] = rows if rows is not None else DictRows()
         self._ghosts, self._window = _Ghosts(), _LruWindow()
         self._weight, self._was_full, self._count, self._now_us = _FIRST_WEIGHT, False, 0, 0
-        self._parent, self._children, self._before, self._after, self._shelf = (array("i") for _ in range(5))
+        self._parent, self._children, self._before, self._after, self._shelf, self._position = (
+            array("i") for _ in range(6)
+        )
         self._last_use, self._score, self._rank = (array("q") for _ in range(3))  # rank: -1 while it cannot go
         self._uses, self._flags = bytearray(), bytearray()
         self._retained: dict[int, Retention] = {}  # rows whose retention is not plain
@@ -136,10 +139,20 @@ class EvictionPolicy(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return self._find(key) >= 0
 
-    def insert(self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN) -> None:
+    def insert(
+        self,
+        key: K,
+        parent: K | None = None,
+        *,
+        position: int = _UNKNOWN,
+        domain: Hashable = None,
+        retention: Retention = PLAIN,
+    ) -> None:
         """A key came in; it counts as used now. Again for a key that is inside: touched and retained as said here.
 
         parent: the key before it in its chain, inside or not; None for the first of a chain. It never changes.
+        position: of the key in its chain, 0 for the first. A parent whose position is not the one before is ignored,
+        so that parents form no cycle whatever clients say. Without positions the caller must see to that.
         domain: a label by which `evict` can be held to a part of the keys, such as the keyspace.
         """
         row = self._find(key)
@@ -147,18 +160,24 @@ class EvictionPolicy(Generic[K]):
             self.touch(key)
             self.retain(key, retention)
             return
-        row = self._enter(key, parent, domain, retention)
+        row = self._enter(key, parent, position, domain, retention)
         self._uses[row], last = self._ghosts.take(_number(key), self._window.now)
         self._use(row, last, is_hit=False)
 
     def restore(
-        self, key: K, parent: K | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+        self,
+        key: K,
+        parent: K | None = None,
+        *,
+        position: int = _UNKNOWN,
+        domain: Hashable = None,
+        retention: Retention = PLAIN,
     ) -> None:
         """`insert` of a key that was inside before a restart, in any order: not a use."""
         if self._find(key) >= 0:
-            self.insert(key, parent, domain=domain, retention=retention)
+            self.insert(key, retention=retention)
             return
-        row = self._enter(key, parent, domain, retention)
+        row = self._enter(key, parent, position, domain, retention)
         self._uses[row], self._last_use[row], self._score[row] = 1, 0, self._window.now
         self._place(row)
 
@@ -233,28 +252,26 @@ class EvictionPolicy(Generic[K]):
         row = self._rows.find(key)
         return row if row >= 0 and self._flags[row] & _PRESENT else NO_ROW
 
-    def _new(self, key: K) -> int:
+    def _new(self, key: K, position: int) -> int:
         row = self._rows.add(key)
         if row == len(self._flags):  # a part of the columns at a time
             self._parent.extend([NO_ROW] * _TURN)
             self._rank.extend([NO_ROW] * _TURN)
-            for column in (self._children, self._before, self._after, self._shelf, self._last_use, self._score):
+            for column in (self._children, self._before, self._after, self._shelf, self._position):
                 column.extend([0] * _TURN)
+            self._last_use.extend([0] * _TURN)
+            self._score.extend([0] * _TURN)
             self._uses += bytes(_TURN)
             self._flags += bytes(_TURN)
+        self._position[row] = min(position, _MAX_POSITION)
         return row
 
-    def _enter(self, key: K, parent: K | None, domain: Hashable, retention: Retention) -> int:
+    def _enter(self, key: K, parent: K | None, position: int, domain: Hashable, retention: Retention) -> int:
         row = self._rows.find(key)
         if row < 0:
-            row = self._new(key)
+            row = self._new(key, position)
         if parent is not None and self._parent[row] < 0 and parent != key:  # a stand-in has its own
-            above = self._rows.find(parent)
-            if above < 0:
-                above = self._new(parent)
-            self._parent[row] = above
-            self._children[above] += 1
-            self._place(above)
+            self._append(row, parent, position)
         number = self._shelf_of.get(domain)
         if number is None:
             self._shelf_count += 1
@@ -266,6 +283,19 @@ class EvictionPolicy(Generic[K]):
         if retention is not PLAIN:
             self._note(row, retention)
         return row
+
+    def _append(self, row: int, parent: K, position: int) -> None:
+        """Put a row after its parent in its chain, unless that would contradict what was said of either before."""
+        above = self._rows.find(parent)
+        if position >= 0:
+            before = self._position[above] if above >= 0 else position - 1
+            if not 0 < position <= _MAX_POSITION or self._position[row] != position or before != position - 1:
+                return
+        if above < 0:
+            above = self._new(parent, position - 1 if position > 0 else _UNKNOWN)
+        self._parent[row] = above
+        self._children[above] += 1
+        self._place(above)
 
     def _leave(self, row: int) -> None:
         if self._rank[row] >= 0:

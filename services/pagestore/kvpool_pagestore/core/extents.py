@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES: Final = 4096
+_START_BITS: Final = 40
+_START_MASK: Final = (1 << _START_BITS) - 1
+_SLACK: Final = 64  # entries that a heap may have too many before it is built again
 
 
 class Extent(NamedTuple):
@@ -33,6 +38,14 @@ def blocks_of(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES)
 
 
+@dataclass(slots=True)
+class _Same:
+    """Free extents of one size: a heap of places, beside some that are no longer so."""
+
+    heap: list[int] = field(default_factory=list)
+    extent_count: int = 0
+
+
 class FreeExtents:
     """Free extents; neighbours are joined. An extent is either free here or somebody's.
 
@@ -41,9 +54,10 @@ class FreeExtents:
     """
 
     def __init__(self) -> None:
-        self._by_start: dict[tuple[int, int], int] = {}  # count by file and start
-        self._by_end: dict[tuple[int, int], int] = {}  # start by file and end
-        self._by_count: list[tuple[int, int, int]] = []  # sorted: count, file, start
+        self._by_start: dict[int, int] = {}  # count by place; integers alone, which the garbage collector passes over
+        self._by_end: dict[int, int] = {}  # start by place of the end
+        self._counts: list[int] = []  # of free extents, each once, ascending
+        self._of_count: dict[int, _Same] = {}
         self.block_count = 0
 
     def take(self, count: int) -> list[Extent]:
@@ -52,8 +66,8 @@ class FreeExtents:
             raise ValueError(f"{count} blocks are asked for, {self.block_count} are free")
         taken: list[Extent] = []
         while count:
-            at = bisect_left(self._by_count, (count, -1, -1))
-            size, file, start = self._by_count[min(at, len(self._by_count) - 1)]
+            size = self._counts[min(bisect_left(self._counts, count), len(self._counts) - 1)]
+            file, start = self._first(size)
             used = min(size, count)
             self._remove(file, start, size)
             if size > used:
@@ -66,13 +80,13 @@ class FreeExtents:
         """These are free. Give what was taken once: two pages would share it else, which is noticed only now and then
         (ValueError)."""
         for file, start, count in extents:
-            if (file, start) in self._by_start or (file, start + count) in self._by_end:
+            if _place(file, start) in self._by_start or _place(file, start + count) in self._by_end:
                 raise ValueError(f"blocks {start} to {start + count} of file {file} are free already")
-            before = self._by_end.get((file, start))
+            before = self._by_end.get(_place(file, start))
             if before is not None:
                 self._remove(file, before, start - before)
                 start, count = before, count + start - before
-            after = self._by_start.get((file, start + count))
+            after = self._by_start.get(_place(file, start + count))
             if after is not None:
                 self._remove(file, start + count, after)
                 count += after
@@ -99,13 +113,35 @@ class FreeExtents:
         return []
 
     def _insert(self, file: int, start: int, count: int) -> None:
-        self._by_start[file, start] = count
-        self._by_end[file, start + count] = start
-        insort(self._by_count, (count, file, start))
+        self._by_start[_place(file, start)] = count
+        self._by_end[_place(file, start + count)] = start
+        same = self._of_count.get(count)
+        if same is None:
+            same = self._of_count[count] = _Same()
+            insort(self._counts, count)
+        heappush(same.heap, _place(file, start))
+        same.extent_count += 1
         self.block_count += count
 
     def _remove(self, file: int, start: int, count: int) -> None:
-        del self._by_start[file, start]
-        del self._by_end[file, start + count]
-        del self._by_count[bisect_left(self._by_count, (count, file, start))]
+        del self._by_start[_place(file, start)]
+        del self._by_end[_place(file, start + count)]
+        same = self._of_count[count]
+        same.extent_count -= 1
+        if not same.extent_count:
+            del self._of_count[count], self._counts[bisect_left(self._counts, count)]
+        elif len(same.heap) > 2 * same.extent_count + _SLACK:
+            same.heap = list({at for at in same.heap if self._by_start.get(at) == count})
+            heapify(same.heap)
         self.block_count -= count
+
+    def _first(self, count: int) -> tuple[int, int]:
+        """File and start of the first extent of so many blocks; there is one."""
+        heap = self._of_count[count].heap
+        while self._by_start.get(heap[0]) != count:
+            heappop(heap)
+        return heap[0] >> _START_BITS, heap[0] & _START_MASK
+
+
+def _place(file: int, start: int) -> int:
+    return file << _START_BITS | start

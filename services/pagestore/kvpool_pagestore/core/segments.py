@@ -367,7 +367,10 @@ class SegmentTable:
         slot.name = key.keyspace + key.chunk_hash + shard
         size_class.slots[slot.name] = slot
         parent = key.keyspace + metadata.parent_hash + shard if metadata.chunk_index else None
-        size_class.pages.insert(slot.name, parent, domain=key.keyspace, retention=retention_of(metadata))
+        retention = retention_of(metadata)
+        size_class.pages.insert(
+            slot.name, parent, position=metadata.chunk_index, domain=key.keyspace, retention=retention
+        )
         if evictable:
             self._set_idle(slot, size_class, True)
         else:
