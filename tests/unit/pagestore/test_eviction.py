@@ -156,3 +156,16 @@ def test_a_key_that_names_itself_as_parent_can_go(parent: int) -> None:
     policy: EvictionPolicy[int] = EvictionPolicy()
     policy.insert(1, parent)
     assert policy.evict() == 1
+
+
+def test_a_domain_in_which_nothing_could_go_for_a_while_gives_up_its_keys_later() -> None:
+    policy: EvictionPolicy[tuple[str, int]] = EvictionPolicy()
+    for number in range(600):
+        policy.insert(("chain", number), ("chain", number - 1) if number else None, domain="chain")
+    policy.insert(("held", 0), domain="held")
+    policy.hold(("held", 0))
+    assert policy.evict() == ("chain", 599)
+    for number in reversed(range(599)):  # each end of the chain that is left ranks lower than all before it
+        assert policy.evict(domains=["chain"]) == ("chain", number)
+    policy.release(("held", 0))
+    assert policy.evict() == ("held", 0)
