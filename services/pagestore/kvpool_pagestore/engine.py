@@ -192,6 +192,7 @@ class PageStoreEngine:
         self._draining = True
         await self.preparation.stop()
         self.retained.stop()
+        await self.quotas.stop()
         await self.movement.stop()
         await self.sessions.stop()
         try:
