@@ -166,3 +166,29 @@ def test_what_a_scan_finds_counts_as_what_was_added(pages: list[tuple[PageKey, i
 
 def found(key: PageKey, kept: PageMetadata) -> StoredPage:
     return StoredPage.of(key=key, page_bytes=SIZES[0], metadata=kept)
+
+
+def test_chunks_whose_parents_a_client_made_a_circle_go_like_others() -> None:
+    for numbers in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        for first_index in (0, 1, 5):
+            disk = new_map()
+            for number in numbers:
+                kept = replace(
+                    metadata(number),
+                    parent_hash=page_key((number - 1) % 3).chunk_hash,
+                    chunk_index=first_index + number,
+                )
+                disk.add(page_key(number), kept)
+            assert sorted(chosen(disk, 10**6)) == [first_index, first_index + 1, first_index + 2]
+            for number in numbers:
+                disk.remove(page_key(number))
+            assert not list(disk.names())
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 4)), max_size=20))
+def test_whatever_clients_say_of_parents_a_full_disk_can_be_emptied(chunks: list[tuple[int, int, int]]) -> None:
+    disk = new_map()
+    for number, parent, index in chunks:
+        disk.add(page_key(number), replace(metadata(0), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
+    held = len({number for number, _, _ in chunks})
+    assert len(disk.oldest(10**6, lambda key: False)) == held

@@ -265,18 +265,28 @@ class DiskMap:
             return row
         self._enter(name, metadata, enter)
         row = self._rows.find(name)
+        self._keep(row, metadata)
+        return row
+
+    def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
+        """A chunk hangs below the chunk before it, as their numbers say: clients could make circles, of which none goes.
+
+        A row that stands for a parent has the number that its first child expects.
+        """
+        keyspace, index = name[:_HASH_BYTES], metadata.chunk_index
+        own = self._rows.find(name)
+        parent = keyspace + metadata.parent_hash if index and (own < 0 or self._indexes[own] == index) else None
+        above = self._rows.find(parent) if parent is not None else NO_ROW
+        if above >= 0 and self._indexes[above] != index - 1:
+            parent = None
+        enter(name, parent, domain=keyspace, retention=retention_of(metadata))
         while len(self._indexes) < len(self._rows):
             self._indexes.extend([0] * _PART_ROWS)
             self._prompt_tokens.extend([0] * _PART_ROWS)
             self._parents += bytes(_PART_ROWS * _HASH_BYTES)
             self._heads += bytes(_PART_ROWS * _HASH_BYTES)
-        self._keep(row, metadata)
-        return row
-
-    def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
-        keyspace = name[:_HASH_BYTES]
-        parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
-        enter(name, parent, domain=keyspace, retention=retention_of(metadata))
+        if above < 0 and parent is not None:
+            self._indexes[self._rows.find(parent)] = index - 1
 
     def _keep(self, row: int, metadata: PageMetadata) -> None:
         at = slice(row * _HASH_BYTES, (row + 1) * _HASH_BYTES)
