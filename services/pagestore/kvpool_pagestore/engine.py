@@ -192,7 +192,6 @@ class PageStoreEngine:
         self._draining = True
         await self.preparation.stop()
         self.retained.stop()
-        await self.quotas.stop()
         await self.movement.stop()
         await self.sessions.stop()
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import closing
 
 from kvpool.core.errors import QuotaExceeded
@@ -13,13 +12,10 @@ from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.quota import QuotaBook, Shortfall, TenantQuotas
 from kvpool_pagestore.core.slots import PageRecord
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_tasks import background, cancelled
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 
-_SPARE_PART = 64  # of what is used, one part in so many is given up on top, so that not every page has to ask for room
-_CHUNKS_A_TURN = 256  # given up of each tier between two turns of the event loop: a chunk takes some 40 us
-_DOMAINS_A_CHUNK = 64  # looking for a victim among so many keyspaces takes as long as giving it up
+_SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top
 
 
 class Quotas:
@@ -39,8 +35,6 @@ class Quotas:
         self._ledger = ledger
         self._disk = disk
         self._metrics = metrics
-        self._over: dict[bytes, None] = {}  # keyspaces that may have more to give up
-        self._trimming: asyncio.Task[None] | None = None
         ledger.on_held = lambda record, size_bytes: self._add(record.key.keyspace, size_bytes)
         ledger.admit = self._admit_slot
         if disk is not None:
@@ -54,11 +48,10 @@ class Quotas:
         return self._book.used_bytes(keyspace)
 
     def set_limit(self, keyspace: bytes, limit_bytes: int) -> None:
-        """A keyspace's own quota has changed; what is too much is given up soon, as far as it is not in use."""
+        """A keyspace's own quota has changed; what is too much is given up at once, as far as it is not in use."""
         self._know(keyspace)
         self._book.limit(keyspace, limit_bytes)
-        if self._make_room(keyspace, 0, None) is not None:
-            self._trim_later(keyspace)
+        self._make_room(keyspace, 0, None)
 
     def enforce(self) -> None:
         """Give up whatever is beyond a quota."""
@@ -69,31 +62,8 @@ class Quotas:
                 if shortfall.tenant not in tenants:  # once for all of its keyspaces, also where it cannot be met
                     tenants.update(filter(None, (shortfall.tenant,)))
                     self._give_up(shortfall, None)
-                    self._trim_later(one.keyspace)
-
-    async def stop(self) -> None:
-        """Give up no more in the background."""
-        self._over.clear()
-        await cancelled(self._trimming)
 
     # Inside
-
-    def _trim_later(self, keyspace: bytes) -> None:
-        """Go on in later turns of the event loop until the quotas of a keyspace are kept, or nothing more may go."""
-        self._over[keyspace] = None
-        if self._trimming is None:
-            self._trimming = background(self._trim(), "trim-to-quotas")
-
-    async def _trim(self) -> None:
-        try:
-            while self._over:
-                await asyncio.sleep(0)
-                keyspace = next(iter(self._over))
-                before = self._book.shortfalls(keyspace, 0)
-                if self._make_room(keyspace, 0, None) is None or self._book.shortfalls(keyspace, 0) == before:
-                    self._over.pop(keyspace, None)
-        finally:
-            self._trimming = None
 
     def _know(self, keyspace: bytes) -> None:
         if not self._book.knows(keyspace):
@@ -132,9 +102,7 @@ class Quotas:
 
     def _give_up(self, shortfall: Shortfall, spare: PageKey | None) -> None:
         """Pages of the shortfall's keyspaces, by the eviction policies of the tiers held to them: copies in staging of
-        what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone.
-
-        Of each so many as fit one turn of the event loop: more only after a quota was lowered, see `_trim`."""
+        what is on disk, which lose nothing; then pages on disk; then pages that are in staging alone."""
         used_bytes = self._book.used_for(shortfall)
         aim_bytes = used_bytes - shortfall.size_bytes - used_bytes // _SPARE_PART
 
@@ -146,8 +114,8 @@ class Quotas:
 
     def _give_up_staged(self, shortfall: Shortfall, aim_bytes: int, spared: Callable[[PageKey], bool]) -> None:
         with closing(self._ledger.space.victims(shortfall.keyspaces, lambda slot: spared(slot.page.key))) as victims:
-            for _ in range(_most(shortfall.keyspaces)):
-                slot = next(victims, None) if self._book.used_for(shortfall) > aim_bytes else None
+            while self._book.used_for(shortfall) > aim_bytes:
+                slot = next(victims, None)
                 if slot is None:
                     return
                 self._ledger.give_up(slot)
@@ -158,18 +126,8 @@ class Quotas:
         over_bytes = self._book.used_for(shortfall) - aim_bytes
         if disk is None or disk.fault or over_bytes <= 0:
             return
-        chunks = disk.map.oldest(
-            over_bytes,
-            lambda key: key == spare or disk.is_read(key),
-            shortfall.keyspaces,
-            max_chunks=_most(shortfall.keyspaces),
-        )
+        chunks = disk.map.oldest(over_bytes, lambda key: key == spare or disk.is_read(key), shortfall.keyspaces)
         keys = [key for chunk in chunks for key in chunk.keys]
         if keys:
             self._metrics.evicted_pages.labels("disk").inc(len(keys))
             disk.discard(keys)
-
-
-def _most(keyspaces: Sized) -> int:
-    """Chunks of so many keyspaces that are given up in one turn."""
-    return max(1, _CHUNKS_A_TURN // (1 + len(keyspaces) // _DOMAINS_A_CHUNK))

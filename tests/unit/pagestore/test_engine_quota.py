@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -134,25 +132,6 @@ async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None
         async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
             assert running.engine.quotas.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
             assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
-
-
-async def test_a_lowered_quota_gives_up_many_pages_over_many_turns_of_the_loop() -> None:
-    with new_world() as world:
-        quota(world, 0)
-        async with running_engine(world, arena_bytes=64 * SLOT_BYTES) as running:
-            peer = await open_session(running)
-            for start in range(0, 600, 20):
-                await store(running, peer, range(start, start + 20))
-                await running.engine.flush(TENANT, b"")
-            used = running.engine.quotas.used_bytes
-            assert used(KEYSPACE) >= 600 * PAGE_BYTES
-            running.engine.quotas.set_limit(KEYSPACE, 10 * PAGE_BYTES)
-            turns = [600 * PAGE_BYTES]
-            while turns[-1] > 10 * PAGE_BYTES:
-                turns.append(used(KEYSPACE))
-                assert len(turns) < 10_000
-                await asyncio.sleep(0)
-            assert max(before - after for before, after in pairwise(turns)) <= 256 * BOTH_BYTES
 
 
 async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:
