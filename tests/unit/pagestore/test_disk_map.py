@@ -185,10 +185,26 @@ def test_chunks_whose_parents_a_client_made_a_circle_go_like_others() -> None:
             assert not list(disk.names())
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 4)), max_size=20))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(-1, 4)), max_size=30))
 def test_whatever_clients_say_of_parents_a_full_disk_can_be_emptied(chunks: list[tuple[int, int, int]]) -> None:
     disk = new_map()
+    held: set[int] = set()
     for number, parent, index in chunks:
-        disk.add(page_key(number), replace(metadata(0), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
-    held = len({number for number, _, _ in chunks})
-    assert len(disk.oldest(10**6, lambda key: False)) == held
+        if index < 0:
+            disk.remove(page_key(number))
+            held.discard(number)
+        else:
+            disk.add(page_key(number), replace(metadata(0), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
+            held.add(number)
+    assert len(disk.oldest(10**6, lambda key: False)) == len(held)
+
+
+def test_a_circle_is_not_closed_by_a_chunk_that_comes_back_with_another_number() -> None:
+    disk = new_map()
+    below, above = page_key(1), page_key(2)
+    disk.add(below, replace(metadata(0), parent_hash=above.chunk_hash, chunk_index=2))  # expects 1 of its parent
+    for _ in range(2):
+        disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
+        disk.remove(above)
+    disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
+    assert sorted(chosen(disk, 10**6)) == [2, 3]

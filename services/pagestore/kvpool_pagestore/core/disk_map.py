@@ -25,6 +25,7 @@ _NAME_BYTES: Final = 32  # of a chunk: keyspace id and chunk hash, which a packe
 _HASH_BYTES: Final = 16
 _ASKED: Final = Struct("<qiqq")  # ttl_ms, priority, pinned_until_us, expires_us
 _PART_ROWS: Final = 256
+_LEVEL_MASK: Final = (1 << 32) - 1
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
@@ -82,6 +83,7 @@ class DiskMap:
         self._policy: EvictionPolicy[bytes] = EvictionPolicy(self._rows)  # a keyspace is a domain
         self._parents, self._heads = bytearray(), bytearray()
         self._indexes, self._prompt_tokens = array("q"), array("q")
+        self._levels = array("I")  # of all rows, those that stand for parents included: see `_enter`
         self._asked: dict[int, bytes] = {}  # by row, packed: only of chunks whose retention is not plain
         self._chosen: list[bytes] = []  # by the last call of `oldest`
         self.page_count = 0
@@ -269,24 +271,28 @@ class DiskMap:
         return row
 
     def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
-        """A chunk hangs below the chunk before it, as their numbers say: clients could make circles, of which none goes.
+        """Bring a chunk to the policy, below its parent if their numbers agree.
 
-        A row that stands for a parent has the number that its first child expects.
+        Clients could make circles, of which nothing could go. So a row has one level for all its time: the number of
+        its chunk, or the one that the first child expects while it only stands for a parent. Each link goes one up.
         """
-        keyspace, index = name[:_HASH_BYTES], metadata.chunk_index
+        keyspace, level = name[:_HASH_BYTES], metadata.chunk_index & _LEVEL_MASK
         own = self._rows.find(name)
-        parent = keyspace + metadata.parent_hash if index and (own < 0 or self._indexes[own] == index) else None
+        parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
         above = self._rows.find(parent) if parent is not None else NO_ROW
-        if above >= 0 and self._indexes[above] != index - 1:
+        if (own >= 0 and self._levels[own] != level) or (above >= 0 and self._levels[above] != level - 1 & _LEVEL_MASK):
             parent = None
         enter(name, parent, domain=keyspace, retention=retention_of(metadata))
         while len(self._indexes) < len(self._rows):
             self._indexes.extend([0] * _PART_ROWS)
             self._prompt_tokens.extend([0] * _PART_ROWS)
+            self._levels.extend([0] * _PART_ROWS)
             self._parents += bytes(_PART_ROWS * _HASH_BYTES)
             self._heads += bytes(_PART_ROWS * _HASH_BYTES)
+        if own < 0:
+            self._levels[self._rows.find(name)] = level
         if above < 0 and parent is not None:
-            self._indexes[self._rows.find(parent)] = index - 1
+            self._levels[self._rows.find(parent)] = level - 1 & _LEVEL_MASK
 
     def _keep(self, row: int, metadata: PageMetadata) -> None:
         at = slice(row * _HASH_BYTES, (row + 1) * _HASH_BYTES)
