@@ -80,3 +80,32 @@ async def _spoil(store: RedisIndexStore, chain: Chain) -> None:
         with contextlib.suppress(StoreUnavailable):  # not a hash
             if await lane.call(key, b"HEXISTS", key, field):
                 await lane.call(key, b"HSET", key, field, b"abc")
+
+
+async def test_a_record_that_is_spoiled_later_is_passed_over() -> None:
+    """What was read of a node before does not vouch for its record now."""
+    info = json.dumps({"node_id": "22" * 16, "kind": 1, "endpoint": "h:1"}).encode()
+    with running_redis() as redis:
+        store = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
+        async with running_index(store, config=IndexConfig(lease_ttl_ms=600_000)) as index:
+            node = await FakeNode(index.stub).register()
+            await put(store, b"HSET", b"kvpool:{n}:infos", b"\x22" * 16, info)
+            endless = struct.pack("<QIQIQBB", (1 << 64) - 1, 77, 1, 1, 1 << 52, 1, 0)
+            for record, is_there in ((RECORD, True), (RECORD[:25], False), (RECORD, True), (endless, False)):
+                await put(store, b"HSET", b"kvpool:{n}:records", b"\x22" * 16, record)
+                nodes = (await index.stub.ListNodes(index_pb2.ListNodesRequest())).nodes
+                expected = {node.node_id, b"\x22" * 16} if is_there else {node.node_id}
+                assert {each.info.node_id for each in nodes} == expected
+        await store.close()
+
+
+async def test_a_chunk_value_that_no_index_wrote_is_replaced_by_the_next_change() -> None:
+    with running_redis() as redis:
+        store = RedisIndexStore(redis.url, timeout_s=TIMEOUT_S)
+        async with running_index(store, config=IndexConfig(lease_ttl_ms=600_000)) as index:
+            chain, node = Chain(await open_keyspace(index.stub)), await FakeNode(index.stub).register()
+            await node.announce(chain.added(range(3)))
+            await _spoil(store, chain)
+            await node.announce(chain.added(range(3)))
+            assert (await index.stub.Match(chain.query())).matched_chunks == 3
+        await store.close()

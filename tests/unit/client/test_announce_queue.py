@@ -35,7 +35,7 @@ class Content:
         parts: dict[PartSpan, list[LocationChange]] | None = None,
     ) -> None:
         self._changes = changes
-        self._parts = parts or {}
+        self._parts = parts if parts is not None else {}
 
     def cell_of(self, change: LocationChange) -> int | PartSpan:
         span = PartSpan(change.keyspace, change.group_head_hash, part_of(change.chunk_hash))
@@ -103,6 +103,22 @@ def test_acknowledged_counts_only_what_is_surely_there() -> None:
     assert second is not None
     changes.acknowledge(second.sequence)
     assert changes.acknowledged == 3
+
+
+def test_what_was_dropped_is_acknowledged_with_the_parts_of_a_group_that_is_kept_apart_since() -> None:
+    held = [change(7, added=1)]
+    parts: dict[PartSpan, list[LocationChange]] = {}
+    changes = queue(parts=parts, pending_max=1)
+    changes.add([change(7, added=1), change(8, added=1)])  # too many: range 0 is to be replaced instead
+    span = PartSpan(bytes(16), bytes(16), 7)
+    parts[span] = held
+    changes.replace([span])
+    for expected in (None, span):
+        batch = changes.next_batch()
+        assert batch is not None and batch.part == expected
+        assert changes.acknowledged == 0
+        changes.acknowledge(batch.sequence)
+    assert changes.acknowledged == 2
 
 
 def test_a_batch_that_is_not_full_waits_for_the_one_before() -> None:

@@ -192,3 +192,45 @@ def test_two_chunks_that_name_each_other_as_parents_can_go() -> None:
     for number, parent in ((1, 2), (2, 1)):
         disk.add(page_key(number), replace(metadata(number), parent_hash=page_key(parent).chunk_hash))
     assert len(disk.oldest(10**6, lambda key: False)) == 2
+
+
+def test_chunks_whose_parents_a_client_made_a_circle_go_like_others() -> None:
+    for numbers in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        for first_index in (0, 1, 5):
+            disk = new_map()
+            for number in numbers:
+                kept = replace(
+                    metadata(number),
+                    parent_hash=page_key((number - 1) % 3).chunk_hash,
+                    chunk_index=first_index + number,
+                )
+                disk.add(page_key(number), kept)
+            assert sorted(chosen(disk, 10**6)) == [first_index, first_index + 1, first_index + 2]
+            for number in numbers:
+                disk.remove(page_key(number))
+            assert not list(disk.names())
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(-1, 4)), max_size=30))
+def test_whatever_clients_say_of_parents_a_full_disk_can_be_emptied(chunks: list[tuple[int, int, int]]) -> None:
+    disk = new_map()
+    held: set[int] = set()
+    for number, parent, index in chunks:
+        if index < 0:
+            disk.remove(page_key(number))
+            held.discard(number)
+        else:
+            disk.add(page_key(number), replace(metadata(0), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
+            held.add(number)
+    assert len(disk.oldest(10**6, lambda key: False)) == len(held)
+
+
+def test_a_circle_is_not_closed_by_a_chunk_that_comes_back_with_another_number() -> None:
+    disk = new_map()
+    below, above = page_key(1), page_key(2)
+    disk.add(below, replace(metadata(0), parent_hash=above.chunk_hash, chunk_index=2))  # expects 1 of its parent
+    for _ in range(2):
+        disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
+        disk.remove(above)
+    disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
+    assert sorted(chosen(disk, 10**6)) == [2, 3]

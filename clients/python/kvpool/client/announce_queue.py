@@ -184,7 +184,11 @@ class AnnounceQueue:
 
     def replace(self, cells: Iterable[Cell]) -> None:
         """Have all that the node holds in these cells replace what the index knows of them."""
-        self._cells.update(dict.fromkeys(cells))
+        for cell in cells:
+            self._cells[cell] = None
+            # Its group may be kept apart only since changes were dropped: they were those of its range then.
+            if isinstance(cell, PartSpan) and _range_of(cell) in self._dropped:
+                self._dropped.add(cell)
 
     def limit_items(self, items_max: int) -> None:
         """Put at most so many changes into a batch, and into a span of buckets that is replaced, from now on."""

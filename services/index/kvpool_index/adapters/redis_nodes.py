@@ -22,6 +22,7 @@ from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
     INCARNATION_AHEAD,
+    MAX_INCARNATION,
     OF_ANOTHER_PROCESS,
     REFRESH_STEP_NODES,
     NodeRecord,
@@ -44,7 +45,7 @@ _DECLARE: Final = load_script("declare_dead")
 _BIND: Final = load_script("bind_keyspace")
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
-_REGISTRATION: Final = slice(0, 20)  # incarnation, ordinal, epoch: whoever registers changes them
+_REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; whoever registers changes them
 _NO_INFO: Final[tuple[bytes, NodeInfo | None]] = (b"", None)
 _RENEWED_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 _ORDINAL: Final = struct.Struct("<I")
@@ -170,7 +171,7 @@ class RedisNodeDirectory:
         changed: list[bytes] = []
         for number, (node_id, packed) in enumerate(records.items(), start=1):
             before = self._known.get(node_id, _NO_INFO)
-            if before[0] == packed[_REGISTRATION]:
+            if before[0] == _registration(packed):
                 known[node_id] = before
             else:
                 changed.append(node_id)
@@ -181,7 +182,7 @@ class RedisNodeDirectory:
             infos = await self._lane.call(self._infos, b"HMGET", self._infos, *part)
             for node_id, info in zip(part, infos, strict=True):
                 if info is not None:
-                    known[node_id] = (records[node_id][_REGISTRATION], self._info(node_id, records[node_id], info))
+                    known[node_id] = (_registration(records[node_id]), self._info(node_id, records[node_id], info))
         self._known = known
 
     def _info(self, node_id: bytes, packed: bytes, info: bytes) -> NodeInfo | None:
@@ -189,6 +190,8 @@ class RedisNodeDirectory:
             found = unpack_info(info, _RECORD.unpack(packed)[0])
             if found.node_id != node_id:
                 raise ValueError("it names another node")
+            if found.incarnation > MAX_INCARNATION:
+                raise ValueError("its incarnation is none that an index grants")
         except (ValueError, struct.error, InvalidRequest, RecursionError) as error:
             self._stats.malformed["node"] += 1
             _log.debug("the record of node %s is passed over: %s", node_id.hex(), error)
@@ -317,6 +320,11 @@ def _refusal(status: int, incarnation: int) -> KvPoolError | None:
     if status == -1:
         return StaleIncarnation(f"a newer incarnation than {incarnation} of this node is registered")
     return LeaseLost(_LOST) if status == 0 else None
+
+
+def _registration(packed: bytes) -> bytes:
+    """What of a record tells one registration from another; all of it if no index wrote it."""
+    return packed[:_REGISTRATION_BYTES] if len(packed) == _RECORD.size else packed
 
 
 def _node_record(info: NodeInfo, packed: bytes, load: bytes | None, now_us: int) -> NodeRecord:

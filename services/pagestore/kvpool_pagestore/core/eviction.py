@@ -387,10 +387,17 @@ class EvictionPolicy(Generic[K]):
                 shelf.offered = rank
                 heappush(self._heap, (rank, number))
                 if len(self._heap) > 2 * len(self._shelves) + _TURN:
-                    self._heap = [(one.offered, at) for at, one in self._shelves.items() if one.ranks]
-                    heapify(self._heap)
+                    self._rebuild_heap()
         self._before[row], self._after[row], self._rank[row] = last, NO_ROW, rank
         shelf.last[rank] = row
+
+    def _rebuild_heap(self) -> None:
+        self._heap = []
+        for number, shelf in self._shelves.items():
+            shelf.offered = shelf.ranks[0] if shelf.ranks else _NEVER
+            if shelf.ranks:
+                self._heap.append((shelf.offered, number))
+        heapify(self._heap)
 
     def _unlink(self, row: int) -> None:
         rank, before, after = self._rank[row], self._before[row], self._after[row]

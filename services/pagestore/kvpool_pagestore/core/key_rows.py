@@ -63,7 +63,7 @@ class DictRows(Generic[K]):
 
 
 class PackedRows:
-    """Of keys of one length that end in a hash: some 10 bytes each beside the key itself.
+    """Of keys of one length: some 10 bytes each beside the key itself.
 
     A hash table with chains that grows by one bucket at a time (linear hashing), so that no step takes long.
     """
@@ -121,7 +121,7 @@ class PackedRows:
         return bytes(self._keys[row * self._key_bytes : (row + 1) * self._key_bytes])
 
     def _bucket(self, key: bytes) -> int:
-        number = int.from_bytes(key[-8:])
+        number = hash(key)  # of this process: clients choose chunk hashes, and could choose those of one bucket
         bucket = number & (self._mask << 1 | 1)
         return bucket if bucket < len(self._first) else number & self._mask
 

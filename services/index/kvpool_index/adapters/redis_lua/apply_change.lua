@@ -37,12 +37,12 @@ if got[2] then
   if not KEYS[4] then
     return {-2, 0, ""}
   end
-  chunk_count, home = unpack("<I4", got[2]), KEYS[4]
+  chunk_count, home = #got[2] == 4 and unpack("<I4", got[2]) or 0, KEYS[4]
   value = redis.call("HGET", home, field) or ""
 end
 
 local version, old_fences = 0, ""
-if meta ~= "" then
+if #meta >= 8 and #meta % 8 == 0 then  -- else no index wrote it
   version, old_fences = unpack("<I8", meta), sub(meta, 9)
 end
 
@@ -68,11 +68,22 @@ if fence > 0 then
   end
 end
 
+-- Where the entry at `i` of a value ends; nil if it is cut off: no index wrote it, and it is left out.
+local function entry_end(of_value, i)
+  local flags, last = string.byte(of_value, i + 4), i + 4
+  for t = 0, 2 do
+    if flags and band(flags, lshift(17, t)) == lshift(17, t) then
+      last = last + 8
+    end
+  end
+  return flags and last <= #of_value and last or nil
+end
+
 local before, after, mine_before, count, found = "", "", "", 0, false
 local grid_known = grid_low ~= 0 or grid_high ~= 0
 local low, high, kept = {0, 0, 0}, {0, 0, 0}, {}
 local i = 1
-while i <= #value do
+while entry_end(value, i) do
   local start, other, flags = i, unpack("<I4B", value, i)
   local mine = other == ordinal
   i = i + 5
@@ -135,7 +146,7 @@ end
 -- Numbers here are doubles, so that a digest is folded as two of 32 bits.
 local function fold(digest_key, digest_field, high, low)
   local digest = redis.call("HGET", digest_key, digest_field)
-  if digest then
+  if digest and #digest == 8 then
     local before_high, before_low = unpack(">I4I4", digest)
     high, low = bxor(high, before_high), bxor(low, before_low)
   end
@@ -173,17 +184,14 @@ meta = pack("<I8", version) .. fences
 -- Puts a chunk's fingerprints into the digests of its part: by ordinal, high and low half.
 local function add_digests(digests, of_field, of_value)
   local i = 1
-  while i <= #of_value do
-    local start, other, flags = i, sub(of_value, i, i + 3), string.byte(of_value, i + 4)
-    i = i + 5
-    for t = 4, 6 do
-      if band(flags, lshift(1, t)) ~= 0 then
-        i = i + 8
-      end
-    end
+  local last = entry_end(of_value, i)
+  while last do
+    local other = sub(of_value, i, i + 3)
     local digest = digests[other] or {0, 0}
-    local high, low = fingerprint(of_field, sub(of_value, start + 4, i - 1))
+    local high, low = fingerprint(of_field, sub(of_value, i + 4, last))
     digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
+    i = last + 1
+    last = entry_end(of_value, i)
   end
 end
 
@@ -223,7 +231,7 @@ end
 local is_first, is_last = false, false
 if chunk_count then
   if result == "" then
-    chunk_count = chunk_count - 1
+    chunk_count = math.max(chunk_count - 1, 0)
     is_last = chunk_count == 0
     redis.call("HDEL", home, field)
   else
