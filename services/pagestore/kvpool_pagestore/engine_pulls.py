@@ -276,9 +276,13 @@ class Pulls:
         now_s, delay_s = self._clock.monotonic_s(), self._delay.delay_s
         for peer in list(self._peers.values()):
             late = [stream for stream in peer.streams if now_s - stream.moved_s >= delay_s]
-            for stream in late:
-                if now_s - stream.moved_s >= self._limits.stall_s and not stream.stalled:
+            hung = [stream for stream in late if now_s - stream.moved_s >= self._limits.stall_s]
+            for stream in hung:
+                if not stream.stalled:
                     self._give_up(stream)
+            if hung and len(hung) == len(peer.streams):
+                self._give_up_waiting(peer)
+            for stream in late:
                 for page, _ in list(stream.pages.values()):
                     self._hedge(page)
             if len(late) == len(peer.streams):  # pages that only wait for one of them are as late
@@ -298,6 +302,13 @@ class Pulls:
         quietest = min(streams, key=lambda stream: stream.moved_s)
         if now_s - quietest.moved_s >= _QUIET_S:
             self._give_up(quietest)
+
+    def _give_up_waiting(self, peer: PulledPeer) -> None:
+        """Pages that no stream of a silent peer has asked for yet: the next one would be as silent, and as long."""
+        waiting, peer.waiting = peer.waiting, deque()
+        for page, source in waiting:
+            silent = DeadlineExceeded(f"{source.bulk_endpoint} sent nothing for {self._limits.stall_s:g} s")
+            self._settle(page, None, silent, False)
 
     def _give_up(self, stream: PullStream) -> None:
         stream.stalled = True

@@ -143,6 +143,17 @@ async def test_without_another_source_a_silent_one_is_given_up() -> None:
             assert not world.index.stale  # silent is not wrong
 
 
+async def test_pages_that_wait_for_a_silent_source_are_given_up_with_it() -> None:
+    with stuck_world() as (world, peers):
+        async with running_engine(world, hedge_ms=10, pull_stall_ms=50, pull_streams_per_peer=1) as running:
+            peer = await open_session(running)
+            pages = [wanted(number, remote_source(1)) for number in range(60)]  # more than one stream asks for
+            answers = await acquire(running, peer, pages)
+            assert all(isinstance(answer.error, DeadlineExceeded) for answer in answers)
+            assert peers.calls == [remote_source(1)]  # the rest did not wait for its silence once more
+            await eventually(lambda: running.engine.gauges().arena_used_bytes == 0)
+
+
 async def test_hedging_can_be_turned_off() -> None:
     with stuck_world() as (world, peers):
         async with running_engine(world, hedge_ms=0, pull_stall_ms=60) as running:
