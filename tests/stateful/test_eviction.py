@@ -26,9 +26,15 @@ class WithoutChains(EvictionPolicy[int]):
     """Knows no parents."""
 
     def insert(
-        self, key: int, parent: int | None = None, *, domain: Hashable = None, retention: Retention = PLAIN
+        self,
+        key: int,
+        parent: int | None = None,
+        *,
+        position: int = 0,
+        domain: Hashable = None,
+        retention: Retention = PLAIN,
     ) -> None:
-        super().insert(key, domain=domain, retention=retention)
+        super().insert(key, position=position, domain=domain, retention=retention)
 
 
 class WithoutChainsMachine(EvictionMachine):
