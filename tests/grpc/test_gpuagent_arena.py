@@ -16,9 +16,9 @@ import pytest
 from kvpool.client.pagestore import SessionPlan
 from kvpool.client.segments import MapHook
 from kvpool.core.errors import KvPoolError, LeaseLost, ServiceUnavailable
+from kvpool.core.ipc import MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec, encode_keyspace, keyspace_id
 from kvpool.core.page import HEADER_BYTES
-from kvpool.core.segment import MappedSegment
 from kvpool.core.spans import PageSpan
 from kvpool.testing import eventually
 from kvpool_gpuagent.adapters.arena_pool import ArenaLink, ArenaPool

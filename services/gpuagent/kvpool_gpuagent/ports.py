@@ -13,10 +13,9 @@ import numpy.typing as npt
 from kvpool.core.cluster import ChainMatch, ChainQuery
 from kvpool.core.errors import KvPoolError
 from kvpool.core.grid import ShardGrid
-from kvpool.core.ipc import IpcEvent, IpcMemory
+from kvpool.core.ipc import IpcEvent, IpcMemory, MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.segment import MappedSegment
 from kvpool.core.spans import PageSpan
 from kvpool_gpuagent.core.pages import AcquiredPages, CopyBatch, PageSlots, ReservedPages
 

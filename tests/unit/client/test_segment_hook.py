@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client.segments import SegmentMap
 from kvpool.core.errors import InvalidRequest, ServiceUnavailable
-from kvpool.core.segment import MappedSegment
+from kvpool.core.ipc import MappedSegment
 from tests.unit.client.store_peer import Memory
 
 

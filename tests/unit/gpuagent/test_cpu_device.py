@@ -13,9 +13,9 @@ import pytest
 from kvpool.core import layout_presets
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.grid import ShardGrid
+from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import page_bytes
 from kvpool.core.payload import payload_bytes
-from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters import cpu_device
 from kvpool_gpuagent.adapters.cpu_device import CpuDevice
 from kvpool_gpuagent.ports import MappedHandle

@@ -18,9 +18,9 @@ from kvpool.client.page_items import AcquireItem, ReserveItem, Slot
 from kvpool.client.pagestore import PageStoreSession, SessionPlan
 from kvpool.client.sync import BackgroundLoop
 from kvpool.core.cluster import PageMetadata
+from kvpool.core.ipc import MappedSegment
 from kvpool.core.page import HEADER_BYTES, PageKey, page_bytes, seal, verify
 from kvpool.core.payload import payload_bytes
-from kvpool.core.segment import MappedSegment
 
 PAYLOAD_BYTES = payload_bytes(SPEC, GRID, FIRST_SHARD)
 PAGE_BYTES = page_bytes(PAYLOAD_BYTES)

@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.client.fds import FetchedFd, fetch_fd
 from kvpool.core.cluster import SESSION_FILE_NUMBER
 from kvpool.core.errors import InvalidRequest, LeaseLost, ServiceUnavailable
-from kvpool.core.segment import MappedSegment
+from kvpool.core.ipc import MappedSegment
 from kvpool.core.spans import Int64s
 
 

@@ -14,10 +14,9 @@ from functools import partial
 
 from kvpool.core.errors import InvalidRequest, NotServed
 from kvpool.core.grid import ShardGrid
-from kvpool.core.ipc import IpcEvent
+from kvpool.core.ipc import IpcEvent, MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
-from kvpool.core.segment import MappedSegment
 from kvpool_gpuagent.adapters.copy_threads import CopyThreads
 from kvpool_gpuagent.adapters.cpu_cache import CpuCache, close_mappings
 from kvpool_gpuagent.adapters.link_speed import cpu_link

@@ -11,11 +11,10 @@ import numpy as np
 
 from kvpool.core.errors import KvPoolError, NotServed
 from kvpool.core.grid import ShardGrid, shards_in
-from kvpool.core.ipc import IpcEvent
+from kvpool.core.ipc import IpcEvent, MappedSegment
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.layout import EngineLayout
 from kvpool.core.plane_table import PlaneTable
-from kvpool.core.segment import MappedSegment
 from kvpool.cuda.driver import CudaError
 from kvpool.cuda.ipc import IpcMappings, open_event
 from kvpool_gpuagent.adapters.cuda_runtime import CudaRuntime
