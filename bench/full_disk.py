@@ -243,7 +243,8 @@ class Run:
         """Time what happens, and the longest stall of the pagestore's event loop meanwhile.
 
         stall_cpu_ms: the longest by the processor time that the loop's thread took in it. machine_ms: by how much a
-        process that does nothing was woken late. leases_lost: how often the node had to register again.
+        process that does nothing was woken late. processor_s: of the pagestore since it started. leases_lost: how often
+        the node had to register again.
         """
         self._noise.longest_s()
         begun_s, lost = time.time(), self._leases_lost()
@@ -256,6 +257,7 @@ class Run:
             "seconds": round(ended_s - begun_s - _LAST_STALL_S, 2),
             "stall_ms": round(max((one.late_s for one in stalls), default=0.0) * 1e3, 1),
             "stall_cpu_ms": round(max((one.cpu_s for one in stalls), default=0.0) * 1e3, 1),
+            "processor_s": round(Server(self._process, "").cpu_s(), 1),
             "machine_ms": round(self._noise.longest_s() * 1e3, 1),
             "leases_lost": self._leases_lost() - lost,
             "resident_mib": resident_bytes(self._process) >> 20,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
@@ -53,11 +53,12 @@ class Listing:
         """Part after part, each gathered in one turn of the event loop. keyspace: empty means all of the tenant's."""
         chosen = {one.keyspace for one in self._keyspaces.of_tenant(tenant) if keyspace in (b"", one.keyspace)}
         reads = dict(self._most_read(MAX_MOST_READ)) if most_read else {}
-        names = list(reads) if most_read else self._names()
-        names = [name for name in names if name[:16] in chosen][: most_read or None]
-        for start in range(0, len(names), _CHUNKS_A_PART):
+        parts = (
+            self._first([name for name in reads if name[:16] in chosen][:most_read]) if most_read else self._all(chosen)
+        )
+        for names in parts:
             now_us = self._clock.wall_us()
-            found = (self._chunk(name, reads.get(name, 0.0)) for name in names[start : start + _CHUNKS_A_PART])
+            found = (self._chunk(name, reads.get(name, 0.0)) for name in names)
             part = [
                 chunk
                 for chunk in found
@@ -67,10 +68,27 @@ class Listing:
                 yield part
             await asyncio.sleep(0)
 
-    def _names(self) -> list[bytes]:
-        staged = (page.key.keyspace + page.key.chunk_hash for page in self._ledger.ready_pages())
-        names = self._disk.map.names() if self._disk is not None and self._disk.is_readable else []
-        return list(dict.fromkeys([*names, *staged]))
+    def _first(self, names: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+        for start in range(0, len(names), _CHUNKS_A_PART):
+            yield names[start : start + _CHUNKS_A_PART]
+
+    def _all(self, chosen: Collection[bytes]) -> Iterator[Sequence[bytes]]:
+        """Names of the chunks of keyspaces, each once, some at a time: a disk may have millions."""
+        disk_map = self._disk.map if self._disk is not None and self._disk.is_readable else None
+        listed = set[bytes]()
+        for keyspace in chosen:
+            keys, seen = self._ledger.keys_of(keyspace), set[bytes]()
+            for start in range(0, len(keys), _CHUNKS_A_PART):
+                hashes = dict.fromkeys(key.chunk_hash for key in keys[start : start + _CHUNKS_A_PART])
+                new = [one for one in hashes if one not in seen]
+                seen.update(new)
+                names = [keyspace + one for one in new]
+                if disk_map is not None:  # those on disk come with the disk
+                    names = [name for name in names if disk_map.location(keyspace, name[16:]) is None]
+                listed.update(names)
+                yield names
+        for names in disk_map.name_parts(_CHUNKS_A_PART) if disk_map is not None else ():
+            yield [name for name in names if name[:16] in chosen and name not in listed]
 
     def _chunk(self, name: bytes, page_reads_per_minute: float) -> ListedChunk | None:
         keyspace_id, chunk_hash = name[:16], name[16:_NAME_BYTES]

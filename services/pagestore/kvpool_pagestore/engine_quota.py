@@ -19,7 +19,7 @@ from kvpool_pagestore.metrics import PageStoreMetrics
 
 _SPARE_PART = 64  # looking for victims costs a walk: one part in this many of what is used is given up on top,
 _SPARE_BYTES = 4 << 20  # but no more than this
-_AT_ONCE = 128  # pages in staging or chunks on disk given up between two turns of the loop: each takes 20 to 150 us
+_AT_ONCE = 64  # pages in staging or chunks on disk given up between two turns of the loop: each takes 20 to 150 us
 _MANY = 1 << 62
 
 

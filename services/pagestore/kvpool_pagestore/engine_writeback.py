@@ -235,7 +235,7 @@ class WriteBack:
         self._metrics.written_pages.labels("written" if error is None else "failed").inc()
         if error is not None:
             self._tell_failure(key, error, now_s)
-            self._queue.failed(page, error, now_s)
+            self._queue.failed(page, error, now_s, is_disk_out=bool(self._disk.fault))
             return
         self._queue.written(page)
         self._metrics.write_back_lag.observe(now_s - page.committed_s)

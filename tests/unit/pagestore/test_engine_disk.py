@@ -136,6 +136,19 @@ async def test_a_failing_disk_costs_durability_but_not_service() -> None:
             assert running.engine.gauges().disk_pages > 1
 
 
+async def test_pages_that_failed_hold_no_slots_for_tries_while_the_disk_is_out_of_service() -> None:
+    with new_world() as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            world.memory.fault = StoreFault("the disk is gone")
+            for number in range(100, 140):
+                assert await store(running, peer, [number]) == [None]
+                await eventually(lambda: running.engine.gauges().arena_dirty_bytes == 0)
+            assert running.metric("written_pages_total", outcome="failed") == 40  # one try each
+            world.memory.fault = None
+            await eventually(lambda: running.engine.gauges().disk_pages > 0)
+
+
 async def test_flush_waits_for_what_is_dirty_when_it_is_called() -> None:
     with new_world() as world:
         async with running_engine(world) as running:

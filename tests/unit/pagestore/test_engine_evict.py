@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvpool.core.grid import ShardGrid
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.core.retention import PINNED_FOREVER_US
+from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.engine_evict import Evicted, EvictPreview, WantedGone
 from kvpool_pagestore.engine_listing import ListedChunk
 from tests.fixtures.pagestore import (
@@ -24,6 +25,7 @@ from tests.fixtures.pagestore import (
     TENANT,
     Running,
     World,
+    metadata,
     new_world,
     page_key,
     running_engine,
@@ -258,3 +260,28 @@ async def test_a_look_at_a_whole_keyspace_lets_others_have_their_turn(monkeypatc
             background.cancel()
             assert preview.chunk_count == sum(turns.values()) == 12
             assert max(turns.values()) <= 2, "one page of each chunk was stored"
+
+
+async def test_a_list_of_a_large_disk_looks_at_some_chunks_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, true_parts = 0, DiskMap.name_parts
+
+    def counted(self: DiskMap, row_count: int) -> Iterator[list[bytes]]:
+        nonlocal looked
+        for names in true_parts(self, row_count):
+            looked += len(names)
+            yield names
+
+    with new_world() as world:
+        async with running_engine(world) as running:
+            disk_map = running.engine._disk.map if running.engine._disk is not None else None
+            assert disk_map is not None
+            await store(running, await open_session(running), [0])
+            await running.engine.flush(TENANT, b"")
+            for number in range(1, 2000):
+                disk_map.add(page_key(number), metadata(number))
+            monkeypatch.setattr(DiskMap, "name_parts", counted)
+            parts = running.engine.listing.chunks(TENANT, b"", most_read=0, pinned_only=False)
+            first = await anext(parts)
+            assert 0 < len(first) <= looked <= 256
+            rest = [chunk async for part in parts for chunk in part]
+            assert len({chunk.chunk_hash for chunk in [*first, *rest]}) == len(first) + len(rest) == 2000

@@ -151,7 +151,7 @@ async def test_a_lowered_quota_gives_up_a_bounded_number_of_pages_in_one_turn_of
             while counts[-1]:
                 await asyncio.sleep(0)
                 counts.append(running.engine.gauges().disk_pages)
-            assert max(before - after for before, after in pairwise(counts)) <= 128
+            assert max(before - after for before, after in pairwise(counts)) <= 64
 
 
 async def test_a_quota_is_kept_over_a_restart_without_an_index() -> None:

@@ -231,3 +231,17 @@ def test_a_deep_queue_is_not_walked_for_each_batch(monkeypatch: pytest.MonkeyPat
         assert len(waiting.next_batch(float(now_s))) == 4
         waiting.batch_ended()
     assert len(looks) == 400
+
+
+def test_a_page_that_failed_on_a_disk_out_of_service_is_tried_when_the_disk_is_back_or_a_caller_waits() -> None:
+    waiting = queue(slot(1), slot(16))
+    for page in waiting.next_batch(1.0):
+        waiting.failed(page, StoreFault("gone"), 1.0, is_disk_out=True)
+    waiting.batch_ended()
+    assert waiting.next_batch(1e9) == [] and waiting.next_due_s(1e9) is None
+    waiting.urge([page for page in waiting.pending if numbers([page]) == [1]], 1e9)
+    (page,) = waiting.next_batch(1e9)
+    waiting.failed(page, StoreFault("gone"), 1e9, is_disk_out=True)
+    waiting.batch_ended()
+    waiting.hurry(2e9)
+    assert numbers(waiting.next_batch(2e9)) == [1, 16]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from math import inf
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
@@ -183,7 +184,7 @@ class WriteQueue:
         """When `next_batch`, which had nothing now, is worth asking again; None if only a change can help."""
         if self.batches_in_flight >= self._limits.max_batches:
             return None
-        delayed = self._delayed[0][0] if self._delayed else None
+        delayed = self._delayed[0][0] if self._delayed and self._delayed[0][0] < inf else None
         pause_s = self._pace.wait_s(0, now_s) if self._pace is not None and in_budget else 0.0
         if pause_s:
             oldest = next(iter(self._fresh.values()), None)
@@ -199,14 +200,18 @@ class WriteQueue:
         page.durable = True
         self._done(page)
 
-    def failed(self, page: DirtyPage, error: KvPoolError, now_s: float) -> None:
-        """It could not be written: tried again later, with growing distance."""
+    def failed(self, page: DirtyPage, error: KvPoolError, now_s: float, *, is_disk_out: bool = False) -> None:
+        """It could not be written: tried again later, with growing distance.
+
+        is_disk_out: not before `hurry` or `urge`. Tries would hold the slots of any number of pages that are clean by
+        now, and with them all of the arena.
+        """
         del self._writing[page.number]
         page.failures += 1
         page.error = error
         # The exponent is bounded: a disk that is gone for a week must not make this overflow.
         delay_s = self._limits.retry_first_s * 2.0 ** min(page.failures - 1, 32)
-        page.due_s = now_s + min(delay_s, self._limits.retry_last_s)
+        page.due_s = inf if is_disk_out else now_s + min(delay_s, self._limits.retry_last_s)
         page.state, page.urgent = WriteState.WAITING, False  # who waited has the error
         heapq.heappush(self._delayed, (page.due_s, page.number, page))
 
