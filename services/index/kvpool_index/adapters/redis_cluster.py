@@ -42,6 +42,7 @@ class ClusterLane(RedisLane):
         *,
         scripts: Sequence[Script] = (),
         wait_s: float = 0.0,
+        try_again: bool = True,
     ) -> list[Reply]:
         ends_at_s = asyncio.get_running_loop().time() + self._options.timeout_s + wait_s
         await self._slots.load()
@@ -52,7 +53,7 @@ class ClusterLane(RedisLane):
         sends = [self._send(owner, commands, keys, part, replies, scripts, wait_s) for owner, part in parts.items()]
         await _all(sends)
         if any(map(is_error, replies)):
-            await self._redirect(commands, keys, replies, scripts, wait_s, ends_at_s)
+            await self._redirect(commands, keys, replies, scripts, wait_s, ends_at_s, try_again=try_again)
         return replies
 
     async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
@@ -143,12 +144,16 @@ class ClusterLane(RedisLane):
         scripts: Sequence[Script],
         wait_s: float,
         ends_at_s: float,
+        *,
+        try_again: bool = True,
     ) -> None:
         """Send again what was not run because its slot has moved, is on the move or was split by a move."""
         try:
             async with asyncio.timeout_at(ends_at_s):
                 for round_number in itertools.count():
                     moves = self._moves(keys, replies)
+                    if not try_again:
+                        moves = {at: move for at, move in moves.items() if not move[2]}
                     if not moves:
                         return
                     if round_number >= _QUICK_ROUNDS or any(pause for _, _, pause in moves.values()):

@@ -26,11 +26,13 @@ class RedisLane(ABC):
         *,
         scripts: Sequence[Script] = (),
         wait_s: float = 0.0,
+        try_again: bool = True,
     ) -> list[Reply]:
         """Send packed commands, in one pipelined round to each master they concern; replies in order.
 
         keys: for each command a key that says where it goes (of several keys in one slot, any one). An error reply is
-        returned as a value. scripts and wait_s: see RedisLink.exchange.
+        returned as a value. scripts and wait_s: see RedisLink.exchange. try_again: whether to wait for the end of a
+        move of a slot that keeps a command of several keys from being run.
         """
 
     async def exchange_reachable(self, commands: Sequence[bytes], keys: Sequence[bytes]) -> list[Reply]:
@@ -102,6 +104,7 @@ class OneMasterLane(RedisLane):
         *,
         scripts: Sequence[Script] = (),
         wait_s: float = 0.0,
+        try_again: bool = True,
     ) -> list[Reply]:
         replies = await self._link.exchange(commands, scripts=scripts, wait_s=wait_s, replicas=self._replicas)
         for reply in replies:

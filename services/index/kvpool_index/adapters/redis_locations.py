@@ -1,5 +1,8 @@
 """Chunk values in Redis: one hash for each chain group, changed by one script that keeps the digests up to date.
 
+A group of very many chunks is split into parts, each of which is one more key. Whoever changes a chunk names the keys,
+so that it has to know whether the group is split; the script refuses if it is otherwise, and the change is sent again.
+
 A group's key carries its digest range as a hash tag, so that groups and digests of a range lie in one slot: the script
 changes both at once, and a failover that loses writes takes both back alike.
 """
@@ -8,12 +11,13 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
 from kvpool.core.cluster import ChainQuery
-from kvpool.core.errors import InvalidRequest, LeaseLost
+from kvpool.core.errors import InvalidRequest, LeaseLost, StoreUnavailable
 from kvpool.core.location_digest import (
     BUCKETS_PER_RANGE,
     FIELD_BYTES,
@@ -30,6 +34,7 @@ from kvpool_index.adapters.redis_lua import load_script
 from kvpool_index.adapters.redis_nodes import RedisNodeDirectory
 from kvpool_index.adapters.redis_reads import (
     MARK,
+    UNDIGESTED,
     part_keys,
     range_tag,
     read_groups,
@@ -42,6 +47,7 @@ from kvpool_index.core.entries import EVERY_SHARD, Operation, held_by, ordinals_
 from kvpool_index.core.events import ChunkState
 from kvpool_index.core.groups import (
     HASH_BYTES,
+    SPLIT_CHUNKS,
     ChunkOperation,
     GroupRead,
     NamedChunk,
@@ -54,11 +60,13 @@ from kvpool_index.core.groups import (
 from kvpool_index.ports import StreamFence
 
 _APPLY: Final = load_script("apply_change")
+_SPLIT: Final = load_script("split_group")
 _CORRECT: Final = load_script("correct_digest")
-_FENCED: Final = -1
 _CHANGED: Final = 1
-_SPLIT: Final = -2
-_SPLIT_GROUPS_KNOWN: Final = 8192  # remembered, so that their changes take one round
+_TOO_LARGE: Final = 2  # changed, and the group is to be split
+_FENCED: Final = -1
+_IS_SPLIT: Final = -2
+_IS_WHOLE: Final = -3
 _PART_OPERATIONS: Final = 512
 _SCAN_COUNT: Final = b"512"
 _FEW_COUNT: Final = b"32"  # groups; what one step decodes is nothing to a match beside it
@@ -69,8 +77,11 @@ _STEP_CHUNKS: Final = 2048
 _GLOB: Final = frozenset(b"*?[]\\^-")
 _ANY_TAG: Final = b"{???}"
 _DIGEST_BYTES: Final = 8
+_REMEMBERED: Final = 4096  # split groups, 0.2 KiB each
+_DIGESTED_AT_ONCE: Final = 16  # parts, 12 ms of Redis's time if each of their chunks is at 64 nodes
 _CURSOR_DIGITS: Final = 20  # of SSCAN
 _ORDINAL: Final = struct.Struct("<I")
+_NOTHING: Final = Operation(ordinal=0, full_shards=0).pack(0)
 
 
 class RedisLocationStore:
@@ -95,7 +106,7 @@ class RedisLocationStore:
         self._group_keys = [key_prefix + b":g:" + range_tag(number) for number in range(RANGE_COUNT)]
         self._split_keys = [split_groups_key(key_prefix, number) for number in range(RANGE_COUNT)]
         self._tombstone_ms = b"%d" % tombstone_ms
-        self._known_split: dict[bytes, None] = {}  # keyspace and head of groups that were split when last changed
+        self._split_places: dict[bytes, None] = {}  # keyspace and head of groups that were split, the latest last
 
     async def read(self, keyspace: bytes, groups: Sequence[GroupRead]) -> list[bytes | None]:
         replies = await self._reads.exchange(*read_groups(self._key_prefix, keyspace, groups))
@@ -161,7 +172,7 @@ class RedisLocationStore:
     async def apply(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkState]:
         states: list[ChunkState] = []
         for part in _parts(operations):
-            answers = await self._run(part, fence)
+            answers = await self._change(part, fence)
             if any(status == _FENCED for status, _, _ in answers):
                 raise LeaseLost("a later announce stream of this node has taken over")
             states += [_state(each, answer) for each, answer in zip(part, answers, strict=True)]
@@ -170,11 +181,51 @@ class RedisLocationStore:
     async def remove(self, operations: Sequence[ChunkOperation]) -> list[ChunkState | None]:
         states: list[ChunkState | None] = []
         for part in _parts(operations):
-            replies = await self._run(part, None)
             states += [
-                _state(each, reply) if reply[0] == _CHANGED else None for each, reply in zip(part, replies, strict=True)
+                _state(each, answer) if answer[0] in (_CHANGED, _TOO_LARGE) else None
+                for each, answer in zip(part, await self._change(part, None), strict=True)
             ]
         return states
+
+    async def _change(self, operations: Sequence[ChunkOperation], fence: StreamFence | None) -> list[Any]:
+        """Run the script for each, in one round unless it turns out which groups are split; its answers in order."""
+        checks, check_keys = self._nodes.fence_commands(fence) if fence is not None else ([], [])
+        number = fence.number if fence is not None else 0
+        answers: list[Any] = [None] * len(operations)
+        pending = list(range(len(operations)))
+        while pending:
+            chosen = [operations[at] for at in pending]
+            commands = [*checks, *(self._command(each, number) for each in chosen)]
+            replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, chosen)], _APPLY)
+            if fence is not None:
+                self._nodes.check_fence(fence, replies[: len(checks)])
+            for at, answer in zip(pending, replies[len(checks) :], strict=True):
+                answers[at] = answer
+            pending = [at for at in pending if answers[at][0] in (_IS_SPLIT, _IS_WHOLE)]
+            for at in pending:
+                self._remember(_place(operations[at]), is_split=answers[at][0] == _IS_SPLIT)
+        large = {_place(each) for each, answer in zip(operations, answers, strict=True) if answer[0] == _TOO_LARGE}
+        for place in large:
+            await self._split(place)
+        return answers
+
+    async def _split(self, place: bytes) -> None:
+        """Split a group, unless that has to wait: a later change will ask for it again."""
+        number = range_of(place)
+        sets = [self._group_keys[number], self._split_keys[number]]
+        keys = [self._prefixes[number] + place, *sets, *part_keys(self._key_prefix, place)]
+        command = pack_script(_SPLIT, keys, b"%d" % SPLIT_CHUNKS)
+        with suppress(StoreUnavailable):
+            (reply,) = await self._changes.exchange([command], keys[:1], scripts=[_SPLIT], try_again=False)
+            if checked(reply):
+                self._remember(place, is_split=True)
+
+    def _remember(self, place: bytes, *, is_split: bool) -> None:
+        self._split_places.pop(place, None)
+        if is_split:
+            self._split_places[place] = None
+            if len(self._split_places) > _REMEMBERED:
+                del self._split_places[next(iter(self._split_places))]
 
     async def drop(self, keyspace: bytes, ordinal: int | None) -> AsyncIterator[list[ChunkState]]:
         pattern = _escaped(self._prefix) + _ANY_TAG + _escaped(keyspace) + b"*"
@@ -215,12 +266,10 @@ class RedisLocationStore:
         sets = self._split_keys[number]
         cursor, places = await self._changes.call(sets, b"SSCAN", sets, after or b"0", b"COUNT", _FEW_COUNT)
         found: list[SplitGroup] = []
-        field = _ORDINAL.pack(ordinal)
         for start in range(0, len(places), _FEW_GROUPS):
             some = places[start : start + _FEW_GROUPS]
             keys = [sets + place + part.to_bytes() for place in some for part in range(PART_COUNT)]
-            replies = await self._changes.exchange([pack(b"HGET", key, field) for key in keys], keys)
-            digests = [int.from_bytes(checked(reply) or b"", "big") for reply in replies]
+            digests = await self._part_digests(ordinal, keys)
             found += [
                 SplitGroup(place[:HASH_BYTES], place[HASH_BYTES:], digests[at * PART_COUNT : (at + 1) * PART_COUNT])
                 for at, place in enumerate(some)
@@ -229,12 +278,33 @@ class RedisLocationStore:
 
     async def part_digest(self, ordinal: int, span: PartSpan) -> int | None:
         group, part = self._span_keys(span)
-        commands = [pack(b"HEXISTS", group, MARK), pack(b"HGET", part, _ORDINAL.pack(ordinal))]
-        is_split, digest = map(checked, await self._changes.exchange(commands, [group, part]))
-        return int.from_bytes(digest or b"", "big") if is_split else None
+        if not await self._changes.call(group, b"HEXISTS", group, MARK):
+            return None
+        (digest,) = await self._part_digests(ordinal, [part])
+        return digest
+
+    async def _part_digests(self, ordinal: int, keys: Sequence[bytes]) -> list[int]:
+        """One node's digests of parts, which are computed where they have not been since the group was split."""
+        field = _ORDINAL.pack(ordinal)
+        commands = [pack(b"HMGET", key, field, UNDIGESTED) for key in keys]
+        while True:
+            replies = [checked(reply) for reply in await self._changes.exchange(commands, keys)]
+            missing = [key for key, (_, mark) in zip(keys, replies, strict=True) if mark is not None]
+            if not missing:
+                return [int.from_bytes(digest or b"", "big") for digest, _ in replies]
+            for start in range(0, len(missing), _DIGESTED_AT_ONCE):
+                some = missing[start : start + _DIGESTED_AT_ONCE]
+                # Any change of a part does so, also one that changes nothing.
+                nothing = [
+                    self._script(key[-1 - 2 * HASH_BYTES : -1], key[-1:].ljust(FIELD_BYTES, b"\0"), _NOTHING, key)
+                    for key in some
+                ]
+                await self._changes.run_all(nothing, some, _APPLY)
 
     async def correct_part_digest(self, ordinal: int, span: PartSpan, found: int, wanted: int) -> bool:
         group, part = self._span_keys(span)
+        if await self._part_digests(ordinal, [part]) != [found]:
+            return False
         keys = [part, self._digest_keys[range_of(span.group_head)], group]
         arguments = (_ORDINAL.pack(ordinal), _packed(found), _packed(wanted))
         return bool(await self._changes.run(_CORRECT, keys, *arguments))
@@ -306,38 +376,19 @@ class RedisLocationStore:
                 if cursor == b"0":
                     break
 
-    async def _run(self, operations: Sequence[ChunkOperation], fence: StreamFence | None) -> list[Any]:
-        """What the script answers, one round for all; two for groups that are not yet known to be split."""
-        checks, check_keys = self._nodes.fence_commands(fence) if fence is not None else ([], [])
-        number = fence.number if fence is not None else 0
-        commands = [*checks, *(self._command(each, number) for each in operations)]
-        replies = await self._changes.run_all(commands, [*check_keys, *map(self._key, operations)], _APPLY)
-        if fence is not None:
-            self._nodes.check_fence(fence, replies[: len(checks)])
-        answers = replies[len(checks) :]
-        again = [at for at, answer in enumerate(answers) if answer[0] == _SPLIT]
-        if again:
-            for at in again:
-                self._note_split(operations[at].keyspace + operations[at].group_head)
-            for at, answer in zip(again, await self._run([operations[at] for at in again], fence), strict=True):
-                answers[at] = answer
-        return answers
-
-    def _note_split(self, place: bytes) -> None:
-        self._known_split.pop(place, None)
-        self._known_split[place] = None
-        if len(self._known_split) > _SPLIT_GROUPS_KNOWN:
-            del self._known_split[next(iter(self._known_split))]
-
     def _command(self, each: ChunkOperation, fence: int) -> bytes:
-        field = each.chunk_hash[:FIELD_BYTES]
-        number = range_of(each.group_head)
-        keys = [self._key(each), self._digest_keys[number], self._group_keys[number]]
-        place = each.keyspace + each.group_head
-        if place in self._known_split:
-            keys.append(self._split_keys[number] + place + field[:1])
-        operation = each.operation.pack(fence)
-        return pack_script(_APPLY, keys, field, operation, self._tombstone_ms, self._split_keys[number])
+        place, field = _place(each), each.chunk_hash[:FIELD_BYTES]
+        part = None
+        if place in self._split_places:
+            part = self._split_keys[range_of(place)] + place + field[:1]
+        return self._script(place, field, each.operation.pack(fence), part)
+
+    def _script(self, place: bytes, field: bytes, operation: bytes, part: bytes | None) -> bytes:
+        """The command that changes a chunk. part: the key of the chunk's part of a split group."""
+        number = range_of(place)
+        keys = [self._prefixes[number] + place, self._digest_keys[number]]
+        keys += [self._group_keys[number]] if part is None else [self._split_keys[number], part]
+        return pack_script(_APPLY, keys, field, operation, self._tombstone_ms)
 
     def _span_keys(self, span: PartSpan) -> tuple[bytes, bytes]:
         """The keys of a group and of one of its parts."""
@@ -346,7 +397,11 @@ class RedisLocationStore:
         return self._prefixes[number] + place, self._split_keys[number] + place + span.part.to_bytes()
 
     def _key(self, each: ChunkOperation) -> bytes:
-        return self._prefixes[range_of(each.group_head)] + each.keyspace + each.group_head
+        return self._prefixes[range_of(each.group_head)] + _place(each)
+
+
+def _place(each: ChunkOperation) -> bytes:
+    return each.keyspace + each.group_head
 
 
 def _parts(operations: Sequence[ChunkOperation]) -> Iterator[Sequence[ChunkOperation]]:

@@ -18,6 +18,9 @@ from kvpool_index.core.groups import HASH_BYTES, GroupRead
 MARK: Final = b"s"
 """The field of a split group that counts its chunks."""
 
+UNDIGESTED: Final = b"u"
+"""The field of a part whose digests are yet to be computed."""
+
 _MARK_WORD: Final = b"$1\r\ns\r\n"
 _TAG_BYTES: Final = 3  # hexadecimal digits of a digest range, in a key's hash tag
 _FIELD_WORD: Final = b"$%d\r\n%b\r\n" % (FIELD_BYTES, bytes(FIELD_BYTES))

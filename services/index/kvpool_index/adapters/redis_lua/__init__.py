@@ -1,6 +1,6 @@
 """The scripts that change what Redis holds. Each touches the keys of one slot.
 
-Each runs in constant time, but when it splits a group: see apply_change.lua.
+Each runs in constant time, but split_group. All keys that a script touches are named by its caller.
 """
 
 import hashlib

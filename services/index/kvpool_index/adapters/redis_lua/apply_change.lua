@@ -3,42 +3,97 @@
 -- KEYS[1]  the chain group, a hash: 8-byte chunk field -> value; "" -> u64 version, then (u32 ordinal, u32 fence) pairs.
 --          The key ends with the keyspace id and the hash of the group's head
 -- KEYS[2]  digests of the group's range, a hash in the same slot: u32 ordinal -> u64 (big-endian), see location_digest.py
--- KEYS[3]  groups of the range that have a chunk and are not split, a set in the same slot: keyspace id and head of each
--- KEYS[4]  if the group is known to be split, the chunk's part of it: a hash in the same slot, 8-byte chunk field -> value,
---          and u32 ordinal -> u64 digest of the node's chunks in this part. The key is ARGV[4], keyspace id and head of the
---          group, and the first byte of the field. It is given only then: while a slot moves, a Cluster refuses scripts of
---          whose keys only some are there
+-- KEYS[3]  groups of the range that have a chunk, a set in the same slot: keyspace id and head of each. Of a split group:
+--          those that are split, others: those that are not
+-- KEYS[4]  of a split group only: the chunk's part of it, a hash in the same slot. 8-byte chunk field -> value, and u32
+--          ordinal -> u64 digest of the node's chunks in this part, unless it has "u": then they are yet to be computed
 --
--- A group of more than SPLIT_CHUNKS chunks is split: from then on its hash has no chunks, but "s" -> u32 number of its
--- chunks, until it is empty and its time is over. That one change moves so many chunks, all others are of constant time.
+-- A group of more than SPLIT_CHUNKS chunks is to be split, see split_group.lua: from then on its hash has no chunks, but
+-- "s" -> u32 number of its chunks, until it is empty and its time is over. All keys are named by the caller: in a slot
+-- that is moving between members of a Cluster, only those are checked for being here.
 --
 -- ARGV[1]  field of the chunk
 -- ARGV[2]  u32 ordinal, u32 fence (0: not of an announce stream), u64 all_shards of the grid (0: not known),
 --          then u64 added and u64 removed for gpu, staging and disk
 -- ARGV[3]  milliseconds for which an emptied group remembers its version and fences
--- ARGV[4]  key of the range's groups that are split and have a chunk, a set in the same slot: keyspace id and head of each
--- Returns  {status, version, value}; status 1 changed, 0 as it was, -1 refused: a later stream of the node was here,
---          -2 the group is split: send the change again with KEYS[4]
+-- Returns  {status, version, value}; status 1 changed, 2 changed, and the group is to be split, 0 as it was, -1 refused: a
+--          later stream of the node was here, -2 nothing was done: it is split, -3 nothing was done: it is not split
 local band, bor, bnot, bxor, lshift, tobit = bit.band, bit.bor, bit.bnot, bit.bxor, bit.lshift, bit.tobit
 local spread = unpack
 local unpack, pack, sub = struct.unpack, struct.pack, string.sub
 local MAX_ENTRIES, MAX_FENCES = 64, 256
-local SPLIT_CHUNKS = 1024
+local SPLIT_CHUNKS, SPLIT_AGAIN_CHUNKS = 1024, 64
 
 local key, field = KEYS[1], ARGV[1]
 local place = sub(key, -32)
-local home = key  -- where the chunk's value is
+local home = KEYS[4] or key  -- where the chunk's value is
 -- 1 ordinal, 2 fence, 3 and 4 grid; of tier t: 5 + 4t and on, added and removed; always the low half first
 local op = {unpack("<I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4I4", ARGV[2])}
 local ordinal, fence, grid_low, grid_high = op[1], op[2], op[3], op[4]
 local got = redis.call("HMGET", key, "", "s", field)
 local meta, chunk_count, value = got[1] or "", nil, got[3] or ""
-if got[2] then
-  if not KEYS[4] then
-    return {-2, 0, ""}
+
+local function fingerprint(of_field, held)
+  local hex = redis.sha1hex(place .. of_field .. held)
+  return tonumber(sub(hex, 1, 8), 16), tonumber(sub(hex, 9, 16), 16)
+end
+
+-- Where the entry at `i` of a value ends; nil if it is cut off: no index wrote it, and it is left out.
+local function entry_end(of_value, i)
+  local flags, last = string.byte(of_value, i + 4), i + 4
+  for t = 0, 2 do
+    if flags and band(flags, lshift(17, t)) == lshift(17, t) then
+      last = last + 8
+    end
   end
-  chunk_count, home = #got[2] == 4 and unpack("<I4", got[2]) or 0, KEYS[4]
-  value = redis.call("HGET", home, field) or ""
+  return flags and last <= #of_value and last or nil
+end
+
+-- Puts a chunk's fingerprints into the digests of its part: by ordinal, high and low half.
+local function add_digests(digests, of_field, of_value)
+  local i = 1
+  local last = entry_end(of_value, i)
+  while last do
+    local other = sub(of_value, i, i + 3)
+    local digest = digests[other] or {0, 0}
+    local high, low = fingerprint(of_field, sub(of_value, i + 4, last))
+    digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
+    i = last + 1
+    last = entry_end(of_value, i)
+  end
+end
+
+local function compute_digests(part)
+  local digests, pairs_of_part = {}, {}
+  local flat = redis.call("HGETALL", part)
+  for i = 1, #flat, 2 do
+    if #flat[i] == 8 then
+      add_digests(digests, flat[i], flat[i + 1])
+    end
+  end
+  for of_node, digest in pairs(digests) do
+    if tobit(digest[1]) ~= 0 or tobit(digest[2]) ~= 0 then
+      pairs_of_part[#pairs_of_part + 1] = of_node
+      pairs_of_part[#pairs_of_part + 1] = pack(">I4I4", digest[1], digest[2])
+    end
+  end
+  for i = 1, #pairs_of_part, 512 do  -- a call takes a few thousand words
+    redis.call("HSET", part, spread(pairs_of_part, i, math.min(i + 511, #pairs_of_part)))
+  end
+  redis.call("HDEL", part, "u")
+end
+
+if got[2] and not KEYS[4] then
+  return {-2, 0, ""}
+elseif KEYS[4] and not got[2] then
+  return {-3, 0, ""}
+elseif got[2] then
+  chunk_count = #got[2] == 4 and unpack("<I4", got[2]) or 0
+  local in_part = redis.call("HMGET", home, field, "u")
+  value = in_part[1] or ""
+  if in_part[2] then
+    compute_digests(home)
+  end
 end
 
 local version, old_fences = 0, ""
@@ -66,17 +121,6 @@ if fence > 0 then
     end
     fences = fences .. pack("<I4I4", ordinal, fence)
   end
-end
-
--- Where the entry at `i` of a value ends; nil if it is cut off: no index wrote it, and it is left out.
-local function entry_end(of_value, i)
-  local flags, last = string.byte(of_value, i + 4), i + 4
-  for t = 0, 2 do
-    if flags and band(flags, lshift(17, t)) == lshift(17, t) then
-      last = last + 8
-    end
-  end
-  return flags and last <= #of_value and last or nil
 end
 
 local before, after, mine_before, count, found = "", "", "", 0, false
@@ -157,11 +201,6 @@ local function fold(digest_key, digest_field, high, low)
   end
 end
 
-local function fingerprint(of_field, held)
-  local hex = redis.sha1hex(place .. of_field .. held)
-  return tonumber(sub(hex, 1, 8), 16), tonumber(sub(hex, 9, 16), 16)
-end
-
 if mine_before ~= mine_after then
   local digest_field = pack("<I4", ordinal)
   local high, low = 0, 0
@@ -181,57 +220,10 @@ local now = redis.call("TIME")
 version = math.max(version + 1, tonumber(now[1]) * 1000000 + tonumber(now[2]))
 meta = pack("<I8", version) .. fences
 
--- Puts a chunk's fingerprints into the digests of its part: by ordinal, high and low half.
-local function add_digests(digests, of_field, of_value)
-  local i = 1
-  local last = entry_end(of_value, i)
-  while last do
-    local other = sub(of_value, i, i + 3)
-    local digest = digests[other] or {0, 0}
-    local high, low = fingerprint(of_field, sub(of_value, i + 4, last))
-    digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
-    i = last + 1
-    last = entry_end(of_value, i)
-  end
-end
-
-local function split()
-  local part_keys, parts = ARGV[4] .. place, {}
-  local flat = redis.call("HGETALL", key)
-  for i = 1, #flat, 2 do
-    if #flat[i] == 8 then
-      local byte = sub(flat[i], 1, 1)
-      local part = parts[byte] or {pairs = {}, digests = {}}
-      parts[byte] = part
-      part.pairs[#part.pairs + 1] = flat[i]
-      part.pairs[#part.pairs + 1] = flat[i + 1]
-      add_digests(part.digests, flat[i], flat[i + 1])
-    end
-  end
-  redis.call("DEL", key)
-  for byte = 0, 255 do  -- none is there, unless the store lost the group but not its parts
-    redis.call("UNLINK", part_keys .. string.char(byte))
-  end
-  for byte, part in pairs(parts) do
-    for of_node, digest in pairs(part.digests) do
-      if tobit(digest[1]) ~= 0 or tobit(digest[2]) ~= 0 then
-        part.pairs[#part.pairs + 1] = of_node
-        part.pairs[#part.pairs + 1] = pack(">I4I4", digest[1], digest[2])
-      end
-    end
-    for i = 1, #part.pairs, 512 do  -- a call takes a few thousand words
-      redis.call("HSET", part_keys .. byte, spread(part.pairs, i, math.min(i + 511, #part.pairs)))
-    end
-  end
-  redis.call("HSET", key, "", meta, "s", pack("<I4", SPLIT_CHUNKS + 1))
-  redis.call("SREM", KEYS[3], place)
-  redis.call("SADD", ARGV[4], place)
-end
-
-local is_first, is_last = false, false
+local is_first, is_last, is_large = false, false, false
 if chunk_count then
   if result == "" then
-    chunk_count = math.max(chunk_count - 1, 0)
+    chunk_count = chunk_count - 1
     is_last = chunk_count == 0
     redis.call("HDEL", home, field)
   else
@@ -251,19 +243,15 @@ else
   if value == "" then
     local held = redis.call("HLEN", key) - 1
     is_first = held == 1
-    if held > SPLIT_CHUNKS then
-      split()
-    end
+    -- Not each time: the slot may be moving, and then it cannot be split.
+    is_large = held > SPLIT_CHUNKS and (held - SPLIT_CHUNKS) % SPLIT_AGAIN_CHUNKS == 1
   end
 end
-if is_first or is_last then
-  local groups = chunk_count and ARGV[4] or KEYS[3]
-  if is_first then
-    redis.call("PERSIST", key)
-    redis.call("SADD", groups, place)
-  else
-    redis.call("PEXPIRE", key, ARGV[3])
-    redis.call("SREM", groups, place)
-  end
+if is_first then
+  redis.call("PERSIST", key)
+  redis.call("SADD", KEYS[3], place)
+elseif is_last then
+  redis.call("PEXPIRE", key, ARGV[3])
+  redis.call("SREM", KEYS[3], place)
 end
-return {1, version, result}
+return {is_large and 2 or 1, version, result}

@@ -8,7 +8,7 @@
 if (redis.call("HGET", KEYS[1], ARGV[1]) or "") ~= ARGV[2] then
   return 0
 end
-if KEYS[3] and redis.call("HEXISTS", KEYS[3], "s") == 0 then
+if KEYS[3] and (redis.call("HEXISTS", KEYS[3], "s") == 0 or redis.call("HEXISTS", KEYS[1], "u") == 1) then
   return 0
 end
 local function set(key, digest)
