@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kvpool.cli.output import CommandFailed, size_from_text
 from kvpool.cli.replay import write_result
-from kvpool.cli.replay_trace import Trace, blocks_from_text, read_trace
+from kvpool.cli.replay_trace import Trace, read_trace
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
 GDSF, LRU, BELADY = POLICIES = ("gdsf", "lru", "belady")
@@ -27,6 +27,24 @@ DEFAULT = GDSF
 
 Requests = Sequence[Sequence[int]]
 """The blocks of each request, from the head of its chain on."""
+
+
+def blocks_from_text(text: str, unique_blocks: int, block_bytes: int) -> int:
+    """Blocks of a capacity: "5000", "5%" of the trace's unique blocks, or "64GiB". Raises CommandFailed."""
+    try:
+        if text.endswith("%"):
+            blocks = round(unique_blocks * float(text.removesuffix("%")) / 100)
+        elif text.endswith("B"):
+            if not block_bytes:
+                raise CommandFailed(f"--capacity {text} is in bytes: say --block-bytes too")
+            blocks = size_from_text(text.removesuffix("B") if text[:-1].isdecimal() else text) // block_bytes
+        else:
+            blocks = int(text)
+    except (ValueError, OverflowError) as error:
+        raise CommandFailed(f"--capacity {text} is neither blocks (5000), a share (5%) nor bytes (64GiB)") from error
+    if blocks < 1:
+        raise CommandFailed(f"--capacity {text} is less than one block")
+    return blocks
 
 
 class Cache(Protocol):

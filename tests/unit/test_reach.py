@@ -27,12 +27,13 @@ UNUSED_ON_PURPOSE: Mapping[str, str] = {
     "kvpool/core/fault_points.py:disarm_all": "fault points are for tests",
     "kvpool/kernels/": "a reference and a wrapper beside each kernel, by which it is tested and measured",
     "kvpool/client/sync_peer_pulls.py:SyncPeerPulls": "pulls from caches of peers are to be called by connectors",
-    "kvpool/client/index.py:IndexClient.reconcile_split_groups": "the call of ReconcileSplitGroups",
     "kvpool_server/config.py:option_texts": "docs/configuration.md is made of it",
     "kvpool_server/fds.py:FdServer.connection_count": "seen by tests: how many connections are held",
     "kvpool_server/fds.py:PeerCredentials.gid": "one of the three numbers that the kernel gives",
     "kvpool_index/core/entries.py:encode_entry": "what decode_value reads, for tests and bench/",
     "kvpool_index/engine.py:IndexEngine.watch_reader": "seen by tests: how far the log was read",
+    "kvpool/cli/replay_trace.py:Trace.unique_blocks": "what bench/ gives capacities as shares of",
+    "kvpool_pagestore/core/staged_pages.py:StagedPages.ready_pages": "what models and the simulator compare with",
     "kvpool_pagestore/core/slots.py:Slot.used_at": "goes with the map of slots",
 }
 

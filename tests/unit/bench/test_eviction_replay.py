@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.eviction_replay import POLICIES, Lru, belady, main, replay, replay_trace
+from bench.eviction_replay import POLICIES, Lru, belady, blocks_from_text, main, replay, replay_trace
 from bench.eviction_traces import SYNTHETIC
+from kvpool.cli.output import CommandFailed
 from kvpool.cli.replay_trace import Trace
 from kvpool_pagestore.core.eviction import EvictionPolicy
 
@@ -74,3 +75,21 @@ def test_people_get_lines_and_a_file_gets_json(tmp_path: Path, capsys: pytest.Ca
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none"), "--capacity", "5"]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"), [("5000", 5000), ("5%", 50), ("0.25%", 2), ("1MiB", 256), ("8192B", 2), ("1.5GiB", 393216)]
+)
+def test_capacities(text: str, blocks: int) -> None:
+    assert blocks_from_text(text, unique_blocks=1000, block_bytes=4096) == blocks
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-5", "5 %x", "0.01%", "1KiB", "nan%", "inf%", "1e400%", "GiB"])
+def test_capacities_that_are_none(text: str) -> None:
+    with pytest.raises(CommandFailed, match="--capacity"):
+        blocks_from_text(text, unique_blocks=1000, block_bytes=4096)
+
+
+def test_a_capacity_in_bytes_wants_the_size_of_a_block() -> None:
+    with pytest.raises(CommandFailed, match="--block-bytes"):
+        blocks_from_text("1GiB", unique_blocks=1000, block_bytes=0)

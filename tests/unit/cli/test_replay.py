@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.cli.main import main
 from kvpool.cli.output import CommandFailed
-from kvpool.cli.replay_trace import blocks_from_text, read_trace
+from kvpool.cli.replay_trace import read_trace
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
 
@@ -34,24 +34,6 @@ def test_a_replay_without_a_cluster_wants_the_source_checkout(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["replay", str(trace_file(tmp_path, [1])), "--capacity", "5"]) == 1
     assert "source checkout" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "blocks"), [("5000", 5000), ("5%", 50), ("0.25%", 2), ("1MiB", 256), ("8192B", 2), ("1.5GiB", 393216)]
-)
-def test_capacities(text: str, blocks: int) -> None:
-    assert blocks_from_text(text, unique_blocks=1000, block_bytes=4096) == blocks
-
-
-@pytest.mark.parametrize("text", ["", "x", "0", "-5", "5 %x", "0.01%", "1KiB", "nan%", "inf%", "1e400%", "GiB"])
-def test_capacities_that_are_none(text: str) -> None:
-    with pytest.raises(CommandFailed, match="--capacity"):
-        blocks_from_text(text, unique_blocks=1000, block_bytes=4096)
-
-
-def test_a_capacity_in_bytes_wants_the_size_of_a_block() -> None:
-    with pytest.raises(CommandFailed, match="--block-bytes"):
-        blocks_from_text("1GiB", unique_blocks=1000, block_bytes=0)
 
 
 @pytest.mark.parametrize(

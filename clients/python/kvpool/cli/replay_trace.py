@@ -1,4 +1,4 @@
-"""Reading traces of prefix requests, and capacities in whatever unit they are said."""
+"""Reading traces of prefix requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool.cli.output import CommandFailed, size_from_text
+from kvpool.cli.output import CommandFailed
 
 _COUNTS = ("timestamp", "input_length", "output_length")
 
@@ -44,24 +44,6 @@ def read_trace(name: str, limit: int = 0) -> Trace:
     if not requests:
         raise CommandFailed(f"{name} has no requests; each line wants a JSON object with hash_ids")
     return Trace(requests)
-
-
-def blocks_from_text(text: str, unique_blocks: int, block_bytes: int) -> int:
-    """Blocks of a capacity: "5000", "5%" of the trace's unique blocks, or "64GiB". Raises CommandFailed."""
-    try:
-        if text.endswith("%"):
-            blocks = round(unique_blocks * float(text.removesuffix("%")) / 100)
-        elif text.endswith("B"):
-            if not block_bytes:
-                raise CommandFailed(f"--capacity {text} is in bytes: say --block-bytes too")
-            blocks = size_from_text(text.removesuffix("B") if text[:-1].isdecimal() else text) // block_bytes
-        else:
-            blocks = int(text)
-    except (ValueError, OverflowError) as error:
-        raise CommandFailed(f"--capacity {text} is neither blocks (5000), a share (5%) nor bytes (64GiB)") from error
-    if blocks < 1:
-        raise CommandFailed(f"--capacity {text} is less than one block")
-    return blocks
 
 
 @contextmanager

@@ -8,16 +8,16 @@ changes both at once, and a failover that loses writes takes both back alike.
 """
 
 import asyncio
+import logging
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
 from kvpool.core.cluster import ChainQuery
-from kvpool.core.errors import InvalidRequest, LeaseLost, StoreUnavailable
+from kvpool.core.errors import InvalidRequest, LeaseLost, Overloaded, StoreUnavailable
 from kvpool.core.location_digest import (
     BUCKETS_PER_RANGE,
     FIELD_BYTES,
@@ -58,6 +58,8 @@ from kvpool_index.core.groups import (
     whole_groups,
 )
 from kvpool_index.ports import StreamFence
+
+_log = logging.getLogger(__name__)
 
 _APPLY: Final = load_script("apply_change")
 _SPLIT: Final = load_script("split_group")
@@ -215,10 +217,12 @@ class RedisLocationStore:
         sets = [self._group_keys[number], self._split_keys[number]]
         keys = [self._prefixes[number] + place, *sets, *part_keys(self._key_prefix, place)]
         command = pack_script(_SPLIT, keys, b"%d" % SPLIT_CHUNKS)
-        with suppress(StoreUnavailable):
+        try:
             (reply,) = await self._changes.exchange([command], keys[:1], scripts=[_SPLIT], try_again=False)
             if checked(reply):
                 self._remember(place, is_split=True)
+        except (StoreUnavailable, Overloaded) as error:
+            _log.info("splitting a group is put off: %s", error)
 
     def _remember(self, place: bytes, *, is_split: bool) -> None:
         self._split_places.pop(place, None)

@@ -49,40 +49,6 @@ local function entry_end(of_value, i)
   return flags and last <= #of_value and last or nil
 end
 
--- Puts a chunk's fingerprints into the digests of its part: by ordinal, high and low half.
-local function add_digests(digests, of_field, of_value)
-  local i = 1
-  local last = entry_end(of_value, i)
-  while last do
-    local other = sub(of_value, i, i + 3)
-    local digest = digests[other] or {0, 0}
-    local high, low = fingerprint(of_field, sub(of_value, i + 4, last))
-    digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
-    i = last + 1
-    last = entry_end(of_value, i)
-  end
-end
-
-local function compute_digests(part)
-  local digests, pairs_of_part = {}, {}
-  local flat = redis.call("HGETALL", part)
-  for i = 1, #flat, 2 do
-    if #flat[i] == 8 then
-      add_digests(digests, flat[i], flat[i + 1])
-    end
-  end
-  for of_node, digest in pairs(digests) do
-    if tobit(digest[1]) ~= 0 or tobit(digest[2]) ~= 0 then
-      pairs_of_part[#pairs_of_part + 1] = of_node
-      pairs_of_part[#pairs_of_part + 1] = pack(">I4I4", digest[1], digest[2])
-    end
-  end
-  for i = 1, #pairs_of_part, 512 do  -- a call takes a few thousand words
-    redis.call("HSET", part, spread(pairs_of_part, i, math.min(i + 511, #pairs_of_part)))
-  end
-  redis.call("HDEL", part, "u")
-end
-
 if got[2] and not KEYS[4] then
   return {-2, 0, ""}
 elseif KEYS[4] and not got[2] then
@@ -92,7 +58,31 @@ elseif got[2] then
   local in_part = redis.call("HMGET", home, field, "u")
   value = in_part[1] or ""
   if in_part[2] then
-    compute_digests(home)
+    local digests, found = {}, {}  -- high and low half by ordinal; fields and values of the hash
+    local flat = redis.call("HGETALL", home)
+    for at = 1, #flat, 2 do
+      local of_field, of_value = flat[at], flat[at + 1]
+      local i = 1
+      local last = #of_field == 8 and entry_end(of_value, i)
+      while last do
+        local other = sub(of_value, i, i + 3)
+        local digest = digests[other] or {0, 0}
+        local high, low = fingerprint(of_field, sub(of_value, i + 4, last))
+        digests[other] = {bxor(digest[1], high), bxor(digest[2], low)}
+        i = last + 1
+        last = entry_end(of_value, i)
+      end
+    end
+    for other, digest in pairs(digests) do
+      if tobit(digest[1]) ~= 0 or tobit(digest[2]) ~= 0 then
+        found[#found + 1] = other
+        found[#found + 1] = pack(">I4I4", digest[1], digest[2])
+      end
+    end
+    for at = 1, #found, 512 do  -- a call takes a few thousand words
+      redis.call("HSET", home, spread(found, at, math.min(at + 511, #found)))
+    end
+    redis.call("HDEL", home, "u")
   end
 end
 
