@@ -30,6 +30,7 @@ class Nemesis:
         self._clients = clients
         self._operations = operations
         self.done: list[str] = []
+        self._operators: list[asyncio.Task[None]] = []
 
     async def run(self, count: int, within_s: float) -> None:
         """Plant `count` faults one after the other."""
@@ -38,11 +39,14 @@ class Nemesis:
             await asyncio.sleep(world.some_s(2 * within_s / count))
             fault = self._choose()
             self._say(fault.__name__)
+            world.events_may_lack |= fault in self._faults_of_the_log()
             await fault()
 
     def end(self) -> None:
         """No more faults: everything runs again, and what was sent arrives."""
         world = self._world
+        for operator in self._operators:
+            operator.cancel()  # `revive` starts what they have drained
         disarm_all()
         world.network.faults.none()
         world.network.partitions.clear()
@@ -73,6 +77,11 @@ class Nemesis:
                 self._world.loop.spawn(store.process, _cancelled(drain), "cancel drain")
 
     # Faults
+
+    def _faults_of_the_log(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        """An index that fails between a change and its event leaves that out: the same batch is no change any more."""
+        broken = (self._crash_index, self._pause_index, self._kill_at_point, self._partition)
+        return (*broken, self._redis_down, self._wipe_redis, self._roll_redis_back)
 
     def _choose(self) -> Callable[[], Coroutine[Any, Any, None]]:
         rng = self._world.rng
@@ -225,7 +234,7 @@ class Nemesis:
     async def _drain(self) -> None:
         """An operator drains a node while clients go on; a drained one is started again, sometimes with a new disk."""
         store = self._a_store()
-        self._world.loop.spawn(self._world.loop.world, self._drain_one(store), "operator")
+        self._operators.append(self._world.loop.spawn(self._world.loop.world, self._drain_one(store), "operator"))
         await asyncio.sleep(self._world.some_s(2.0))
 
     async def _drain_one(self, store: PageStoreNode) -> None:

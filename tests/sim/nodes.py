@@ -63,6 +63,7 @@ class World:
     agents: set[str] = field(default_factory=set)  # clients, by name, that trust the arena as agents do
     prepares: bool = False  # nodes make their segments before they are needed
     copies: int = 1  # of each page that nodes keep
+    events_may_lack: bool = False  # a fault was planted by which events of changes get lost
     drains_done: int = 0
     lease_ttl_ms: int = 3000
     heal_s: float = 40.0  # within it the index must agree with the nodes, once nothing goes wrong any more
