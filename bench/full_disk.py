@@ -343,7 +343,6 @@ class Run:
 
         def is_quiet() -> bool:
             nonlocal seen
-            time.sleep(1.0)
             now = rounds_and_ranges()
             if now[0] > seen[0] and now[1] == seen[1]:
                 return True
@@ -351,7 +350,7 @@ class Run:
                 seen = now
             return False
 
-        until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing")
+        until(is_quiet, STEP_TIMEOUT_S, "a comparison with the index that finds nothing", poll_s=1.0)
 
     async def lower_quota(self) -> None:
         """To nine tenths of what the tier may hold; until so much is gone."""
@@ -359,10 +358,9 @@ class Run:
         await self.change_policy(KeyspacePolicy(quota_bytes=limit_bytes))
 
         def is_met() -> bool:
-            time.sleep(1.0)
             return self._metrics()["kvpool_pagestore_disk_pages"] * charged_bytes(PAGE_BYTES) <= limit_bytes
 
-        until(is_met, STEP_TIMEOUT_S, "a quota that is met")
+        until(is_met, STEP_TIMEOUT_S, "a quota that is met", poll_s=1.0)
 
     async def clear(self) -> None:
         control = PageStoreControl(self._endpoint, ClientConfig())

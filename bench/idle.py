@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from bench.process_usage import cpu_s
 from kvpool.cli.output import table
 from kvpool.cli.state import ClusterState, read_state
 
@@ -29,12 +29,6 @@ def resident_mib(pid: int) -> float:
     """RssAnon + RssFile."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssFile:"))) / 1024
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time of a process so far, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(state: ClusterState, seconds: float) -> list[tuple[str, str, float, float]]:

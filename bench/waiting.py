@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_POLL_INTERVAL_S = 0.01  # nobody tells: it is looked for again and again
+_POLL_INTERVAL_S = 0.01  # no event says so
 
 
-def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+def until(condition: Callable[[], object], timeout_s: float, what: str, *, poll_s: float = _POLL_INTERVAL_S) -> None:
     """Return when the condition holds. Raises TimeoutError, saying what was waited for."""
     ends_at_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends_at_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(_POLL_INTERVAL_S)
+        time.sleep(poll_s)
 
 
 def ready_document(process: subprocess.Popen[Any], ready_file: Path, timeout_s: float = 30.0) -> dict[str, Any]:
