@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_POLL_INTERVAL_S = 0.01  # no event says so
+_POLL_INTERVAL_S = 0.01  # no event reports it
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str, *, poll_s: float = _POLL_INTERVAL_S) -> None:

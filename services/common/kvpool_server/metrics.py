@@ -84,7 +84,7 @@ class _Server(ThreadingHTTPServer):
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
-            self.shutdown_request(request)  # whoever scrapes tries again; a thread for each would be without bound
+            self.shutdown_request(request)  # the scraper tries again; a thread for each would be without bound
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

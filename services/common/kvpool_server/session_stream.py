@@ -340,7 +340,7 @@ class SessionStream(Generic[RequestT, ResponseT]):
         self._send(response)
 
     def _send(self, response: ResponseT) -> None:
-        """Queue an answer without waiting: whoever holds slots never hangs on a slow reader."""
+        """Queue an answer without waiting: no holder of slots hangs on a slow reader."""
         if len(self._outbox) >= OUTBOX_MAX:
             self._end(End(Overloaded("the peer does not read its answers"), abnormal=True))
         else:

@@ -331,7 +331,7 @@ class ChunkDirectory:
                         self._note(keyspace, chunk_hash, head, is_added=True)
                         continue
                     kept.add(chunk_hash)
-                    # The index tells chunks of a group apart by their fields alone.
+                    # The index distinguishes chunks of a group by their fields alone.
                     place = keyspace + head + chunk_hash[:FIELD_BYTES]
                     known = held_at.get(place)
                     held_at[place] = held if known is None else _union(known, held)

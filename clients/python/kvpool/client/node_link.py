@@ -40,7 +40,7 @@ _LOST: tuple[type[KvPoolError], ...] = (LeaseLost, NodeUnknown)
 class NodeLinkConfig:
     """Bounds of a node's link to the index."""
 
-    pending_max: int = 65_536  # chunks and tiers that wait to be announced; more: forgotten and told with their ranges
+    pending_max: int = 65_536  # chunks and tiers that wait to be announced; more: announced with their ranges
     batch_max: int = 512
     in_flight_max: int = 2  # batches sent and not acknowledged; a second one only if it is full
     linger_s: float = 0.02  # changes of one chunk that come within it are merged
@@ -134,7 +134,7 @@ class NodeLink:
     ) -> NodeLease:
         """Register, trying again until it succeeds; then keep the lease and announce in the background.
 
-        timeout_s: None waits for the index for ever. adopt: makes the granted incarnation the node's own; nothing is
+        timeout_s: None waits without a limit. adopt: makes the granted incarnation the node's own; nothing is
         announced under it before. raises: DeadlineExceeded; StaleIncarnation, InvalidRequest and the like at once; what
         `adopt` raises, after which it may be called again.
         """

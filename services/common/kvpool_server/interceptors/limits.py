@@ -1,7 +1,7 @@
 """How many calls a grpc.aio server has open at once, of one peer and of all, and how long a request may take to come.
 
 gRPC calls the handler of a unary call only when the request has come: a peer that opens calls and sends nothing would
-have them open for ever, with neither handler nor deadline. So the handlers of unary requests are served as those of a
+have them open always, with neither handler nor deadline. So the handlers of unary requests are served as those of a
 stream of one request, which begin at once.
 """
 

@@ -45,7 +45,7 @@ _DECLARE: Final = load_script("declare_dead")
 _BIND: Final = load_script("bind_keyspace")
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
-_REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; whoever registers changes them
+_REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; a registration changes them
 _NO_INFO: Final[tuple[bytes, NodeInfo | None]] = (b"", None)
 _RENEWED_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 _ORDINAL: Final = struct.Struct("<I")

@@ -2,7 +2,7 @@
 
 A segment has no name: its memory lives for as long as this process or a peer has its descriptor or maps it. So that a
 process that follows a killed one knows what peers keep alive, each session has a record of the segments that its peer
-got, beside the file whose lock tells whether that peer lives.
+got, beside the file whose lock shows whether that peer lives.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MemfdArena:
     def create_segment(self, segment_id: int, size_bytes: int) -> None:
         def reserve(mapping: _Mapping) -> bool:
             self._check_memory(size_bytes)
-            # Now, and not when it is touched, which would end whoever touches it when memory has run out.
+            # Now, and not when it is touched, which would end the process that touches it when memory has run out.
             os.posix_fallocate(mapping.fd, 0, size_bytes)
             return True
 

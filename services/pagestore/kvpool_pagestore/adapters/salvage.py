@@ -138,7 +138,7 @@ class _Claims:
 
 
 def _collect(database: RocksDatabase, files: ExtentFiles, sidecar: Sidecar, *, is_lost: bool) -> int:
-    """Write a row for every page that a trailer tells of; the highest number of a write."""
+    """Write a row for every page that a trailer names; the highest number of a write."""
     cleared, highest, found = sidecar.cleared_numbers(), 0, list[Trailer]()
     total_gib = sum(files.block_counts.values()) * BLOCK_BYTES >> 30
     for window_number, window in enumerate(files.block_ends(TRAILER_BYTES, TRAILER_MAGIC)):

@@ -6,7 +6,7 @@
 -- ARGV[1]  chunks that a group may have without being split
 -- Returns  1 if it was split
 --
--- Digests of the parts are left to whoever needs that of one: very many nodes may have each of the chunks. Field "u" of
+-- Digests of the parts are left to the change that needs that of one: very many nodes may have each of the chunks. Field "u" of
 -- a part says so.
 local spread = unpack
 local key = KEYS[1]
