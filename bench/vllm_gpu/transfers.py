@@ -48,7 +48,7 @@ class Shape:
     @property
     def row_elements(self) -> int:
         """Of a token and head: K and V, or a latent."""
-        return self.group.head_dim * (1 if self.group.kv_heads == 1 else 2)
+        return self.group.latent_dim or 2 * self.group.head_dim
 
 
 # LBNHC is what vLLM takes by itself; BLHNC is what kvpool's connector asks for.

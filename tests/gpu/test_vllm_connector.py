@@ -123,7 +123,8 @@ def test_what_one_rank_stored_two_ranks_of_another_engine_load(worker: Engines, 
     seed = worker.seed()
     for half in halves:
         assert worker.child.ask("store", rank=half, seed=seed, chunks=3)["stored"] == 3
-    assert loads(worker, whole, seed=seed, chunks=3, at=5)["loaded"] == 3
+    # Matchable only once the index has both halves.
+    eventually_sync(lambda: loads(worker, whole, seed=seed, chunks=3, at=5)["loaded"] == 3, RECOVERY_S)
     assert worker.child.ask("holds", rank=whole, seed=seed, chunks=3, at=5) == {"loaded": True, "beside": True}
 
 
