@@ -75,6 +75,7 @@ class SchedulerSide:
         self._volatile_tokens = volatile_tokens
         self._states: dict[str, _State] = {}
         self._computing: set[str] = set()  # in the last step
+        self._prefilling: set[str] = set()  # some of the prompt's chunks are not ordered to be stored yet
         self._adapters = Adapters(link.start)
         self._weights = weights or WeightsEpoch(lambda: None)
         self._epoch = self._weights.epoch()
@@ -106,6 +107,7 @@ class SchedulerSide:
         shareable = request.prompt_embeds is None and not request.resumable
         state = _State(request, shareable, lookup=Lookup(trace_of(request)))
         self._states[request.request_id] = state
+        self._prefilling.add(request.request_id)
         self._follow_weights()
         if not self._is_shareable(state) or request.num_tokens < self._settings.chunk_tokens:
             return
@@ -205,12 +207,14 @@ class SchedulerSide:
         for request_id in orders.preempted:
             if request_id in self._states:
                 self._states[request_id].stored_chunks = 0
+                self._prefilling.add(request_id)
         if self._settings.store == STORE_PREFILL:
-            for request_id, token_count in scheduled.items():
-                state = self._states.get(request_id)
-                if state is not None:
-                    computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
-                    self._store(orders.stores, state, computed, block_ids_of)
+            for request_id in [one for one in scheduled if one in self._prefilling]:
+                state, token_count = self._states[request_id], scheduled[request_id]
+                computed = min(state.request.num_computed_tokens + token_count, state.request.num_prompt_tokens)
+                self._store(orders.stores, state, computed, block_ids_of)
+                if state.stored_chunks >= self._lasting_chunks(state.request.num_prompt_tokens):
+                    self._prefilling.discard(request_id)
         return orders
 
     def finished(self, request: Request, block_ids: Sequence[int], status: str) -> bool:
@@ -218,6 +222,7 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
+        self._prefilling.discard(request.request_id)
         state.lookup.cancel()
         self._leases.end(request.request_id)
         if state.loading:
@@ -281,6 +286,7 @@ class SchedulerSide:
             return
         self._epoch = epoch
         self._leases.end_all()
+        self._prefilling = set(self._states)
         for state in self._states.values():
             state.lookup.cancel()
             state.lookup, state.chain, state.plan, state.stored_chunks = Lookup(state.lookup.trace), None, None, 0
@@ -330,8 +336,7 @@ class SchedulerSide:
 
     def _store(self, orders: list[StoreOrder], state: _State, computed_tokens: int, block_ids_of: BlockIdsOf) -> None:
         """Order a store of the leading full chunks that the pool is not known to have."""
-        lasting_tokens = computed_tokens - self._volatile_tokens
-        end_chunk, first_chunk = lasting_tokens // self._settings.chunk_tokens, state.stored_chunks
+        end_chunk, first_chunk = self._lasting_chunks(computed_tokens), state.stored_chunks
         pool = self._link.pool if self._settings.store != STORE_NEVER else None
         if end_chunk <= first_chunk or pool is None or self._now_s() < self._unready_until_s:
             return
@@ -348,6 +353,10 @@ class SchedulerSide:
             return
         if order is not None:
             orders.append(order)
+
+    def _lasting_chunks(self, computed_tokens: int) -> int:
+        """Whole chunks of which no drafter writes any more."""
+        return (computed_tokens - self._volatile_tokens) // self._settings.chunk_tokens
 
     def _load_ended(self, end: LoadEnd) -> None:
         gone = self._loads.ended(end)
