@@ -353,11 +353,12 @@ def _note_delays(engine: Engine, record: Recorder) -> None:
         record.add("load in press", "kvpool", statistics.median(loads), most=round(max(loads), 1), count=len(loads))
     for _, what, number, took_ms in calls:
         if what == "store ended" and number in ordered_s and number in computed_s:
-            delays.append(took_ms - (computed_s[number] - ordered_s[number]) * 1e3)
+            delays.append((took_ms - (computed_s[number] - ordered_s[number]) * 1e3, number))
     if delays:
-        delays.sort()
-        record.add("store delay p50", "kvpool", statistics.median(delays), count=len(delays))
-        record.add("store delay p99", "kvpool", delays[min(len(delays) - 1, int(len(delays) * 0.99))])
+        record.note("longest store delays, ms, with the number of the store", sorted(delays)[-6:])
+        sorted_ms = sorted(delay for delay, _ in delays)
+        record.add("store delay p50", "kvpool", statistics.median(sorted_ms), count=len(sorted_ms))
+        record.add("store delay p99", "kvpool", sorted_ms[min(len(sorted_ms) - 1, int(len(sorted_ms) * 0.99))])
 
 
 def _note_counters(engines: dict[str, Engine], record: Recorder) -> None:
