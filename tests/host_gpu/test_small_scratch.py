@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +50,18 @@ class SlowMover:
 
     def finish(self) -> None:
         return None
+
+
+class GatedMover(SlowMover):
+    """Its first burst is being enqueued until the gate opens."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__(needs_scratch=False)
+        self._gate = gate
+
+    def issue(self, batch: CopyBatch, scratch_address: int) -> SlowMover:
+        self._gate.wait(PATIENCE_S)
+        return super().issue(batch, scratch_address)
 
 
 def transfer(mover: SlowMover, pages: CopyBatch) -> Transfer:
@@ -101,6 +115,28 @@ async def test_bursts_of_runs_are_bounded_by_bytes_and_pages_and_need_no_scratch
         await asyncio.to_thread(lane.close)
     assert RUN_BURST_BYTES == 64 * MIB
     assert [burst.count for burst in mover.bursts] == [5, 5, 2, 2, 2, 1, 1, 1]
+
+
+async def test_batches_that_wait_go_by_their_order_and_equal_ones_as_they_came() -> None:
+    mover, runtime = SlowMover(needs_scratch=False, most_pages=1), HostRuntime(memory_bytes=0)
+    lane = make_lane(runtime, 64 * MIB, [])
+    gate = threading.Event()
+    monopoly = transfer(GatedMover(gate), batch(1))
+    orders = [0, 7, 5, 7, 0, 5]
+    waiting = [
+        transfer(mover, replace(batch(1), addresses=np.array([at]), order=order)) for at, order in enumerate(orders)
+    ]
+    try:
+        lane.submit(monopoly)  # its thread is busy with it until all others wait
+        for one in waiting:
+            lane.submit(one)
+        gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(one.settled for one in (monopoly, *waiting)))
+    finally:
+        gate.set()
+        await asyncio.to_thread(lane.close)
+    assert [int(burst.addresses[0]) for burst in mover.bursts] == [0, 4, 2, 5, 1, 3]
 
 
 async def test_a_lane_that_cannot_begin_says_so_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:

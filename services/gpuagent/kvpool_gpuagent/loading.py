@@ -28,6 +28,9 @@ ReportProgress = Callable[[int, Sequence[int]], None]
 _INTERNAL = "internal error in the agent; its log has the details"
 # The first window is small, so that copying begins early: it takes about as long as the next one's answer. Later ones
 # are large, as each costs a loop time that the thread which keeps the link busy waits for.
+# First windows go over the link before all others, so that small loads do not wait for large ones; of the others those
+# of the oldest load. Loads that share the link evenly would all end as late as the last one, and their engine would
+# compute nothing until then.
 FIRST_WINDOW_BYTES, WINDOW_BYTES = 64 << 20, 256 << 20
 
 
@@ -69,6 +72,8 @@ class LoadRun:
         # copied in them: other loads at the same time do not count.
         self.copying_s = 0.0
         self._copied, self._copied_before = copied, 0
+        copied.loads += 1
+        self._number = copied.loads
         self._copy_began_s = float("inf")
 
     async def run(
@@ -98,14 +103,15 @@ class LoadRun:
         while start < count:
             await places.acquire()
             end, pages = min(count, start + pages), largest
-            task = asyncio.ensure_future(self._load_window(slice(start, end), stop, ends_at_s))
+            order = self._number if start else 0
+            task = asyncio.ensure_future(self._load_window(slice(start, end), order, stop, ends_at_s))
             task.add_done_callback(lambda _: places.release())
             tasks.append(task)
             start = end
         await asyncio.gather(*tasks)
         return self._outcome()
 
-    async def _load_window(self, window: slice, stop: asyncio.Event, ends_at_s: float) -> None:
+    async def _load_window(self, window: slice, order: int, stop: asyncio.Event, ends_at_s: float) -> None:
         """Settle every page of a window: copied, or its chunk failed. Never raises."""
         positions, shards = self._positions[window], self._shards[window]
         wanted = positions < self._first_failed
@@ -115,7 +121,7 @@ class LoadRun:
             return
         unsettled = np.ones(positions.size, dtype=np.bool_)
         try:
-            await self._take_window(positions, shards, unsettled, stop, ends_at_s)
+            await self._take_window(positions, shards, order, unsettled, stop, ends_at_s)
         except KvPoolError as error:
             self._fail_pages(positions[unsettled], error)
         except Exception:
@@ -128,6 +134,7 @@ class LoadRun:
         self,
         positions: Int32s,
         shards: Bytes,
+        order: int,
         unsettled: np.ndarray[tuple[int], np.dtype[np.bool_]],
         stop: asyncio.Event,
         ends_at_s: float,
@@ -147,9 +154,8 @@ class LoadRun:
                     if answer.slots.count:
                         pages = answer.slots.pages
                         unsettled[pages] = False
-                        copies.append(
-                            asyncio.ensure_future(self._copy(answer.slots, positions[pages], shards[pages], stop))
-                        )
+                        copying = self._copy(answer.slots, positions[pages], shards[pages], order, stop)
+                        copies.append(asyncio.ensure_future(copying))
                     for page, cause in answer.failed:
                         unsettled[page] = False
                         if isinstance(cause, PageCorrupt):
@@ -165,7 +171,7 @@ class LoadRun:
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, stop: asyncio.Event) -> None:
+    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, order: int, stop: asyncio.Event) -> None:
         """Move what is still wanted of the pages, and release all of them."""
         loop = asyncio.get_running_loop()
         try:
@@ -178,7 +184,11 @@ class LoadRun:
                     self._copy_began_s, self._copied_before = began_s, self._copied.total
                 await self._cache.scatter(
                     CopyBatch(
-                        slots.addresses[wanted], shards[wanted], self._span.block_ids[chunks], self._skip_tokens[chunks]
+                        slots.addresses[wanted],
+                        shards[wanted],
+                        self._span.block_ids[chunks],
+                        self._skip_tokens[chunks],
+                        order,
                     )
                 )
                 self._count_pages(chunks, shards[wanted], slots.sources[wanted])

@@ -78,6 +78,17 @@ async def test_a_copy_names_the_pages_of_an_answer_their_blocks_and_what_to_skip
     bench.nothing_is_out()
 
 
+async def test_first_windows_go_before_all_others_and_these_by_the_age_of_their_load() -> None:
+    bench = Bench(window_pages=8)  # windows of four pages
+    bench.offer(range(6))
+    for number, order in ((0, 1), (3, 2)):
+        bench.cache.scatters.clear()
+        assert (await bench.load(range(number, number + 3))).loaded_chunks == 3
+        orders = [batch.order for batch in bench.cache.scatters for _ in range(batch.count)]
+        assert sorted(orders) == [0] * 4 + [order] * 8
+    bench.nothing_is_out()
+
+
 SPLITS = ShardGrid(layers=4, kv_heads=4, layer_groups=2, splits=(1, 2))  # of a group: shard 0 all heads, 1 and 2 halves
 WHOLE, HALVES, SECOND_HALF = 0b001001, 0b110110, 0b100100
 

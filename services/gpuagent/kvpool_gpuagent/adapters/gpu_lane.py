@@ -166,7 +166,10 @@ class Lane:
                     name = f"{self.name}-{role}"
                     self._threads.append(threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True))
                     self._threads[-1].start()
-            self._pending.append(transfer)
+            place = len(self._pending)
+            while place and self._pending[place - 1].batch.order > transfer.batch.order:
+                place -= 1
+            self._pending.insert(place, transfer)
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ class LoadSource(IntEnum):
 
 @dataclass(slots=True)
 class CopiedBytes:
-    """What all loads of an agent have copied so far: they share its link."""
+    """What all loads of an agent have copied so far: they share its link. loads: begun so far."""
 
     total: int = 0
+    loads: int = 0
 
 
 @dataclass(slots=True)

@@ -78,12 +78,14 @@ class CopyBatch:
     shards:      [N] uint8.
     block_ids:   [N, chunk_tokens / block_tokens] int64, each in [0, block_count), checked before.
     skip_tokens: [N] int64: a scatter leaves so many leading tokens of the chunk untouched.
+    order:       of batches that wait for the link, those with the lowest number go first, equal ones as they came.
     """
 
     addresses: Int64s
     shards: Bytes
     block_ids: Int64s
     skip_tokens: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    order: int = 0
 
     @property
     def count(self) -> int:
