@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -128,7 +127,9 @@ class Rig:
 
     def _start(self, module: str, *flags: str) -> dict[str, Any]:
         ready = self._directory / f"{module}.json"
-        command = [sys.executable, "-m", "bench.agent_path", "serve", module, "--ready-file", str(ready), *flags]
+        # The package first, as `-m` has it: gRPC is imported after what it says.
+        program = f"import {module}; from bench.agent_path import serve; raise SystemExit(serve({module!r}))"
+        command = [sys.executable, "-c", program, "--ready-file", str(ready), *flags]
         log = self._stack.enter_context((self._directory / f"{module}.log").open("wb"))
         process = subprocess.Popen([*command, "--log-level", "warning"], stderr=log, env=_environment(module))
         self._stack.callback(process.wait)
@@ -250,7 +251,10 @@ def one(client: Client, rounds: int) -> dict[str, float]:
         stores.append(stored_s - began_s)
         if number % 8 == 0:
             time.sleep(0.005)
-    return {"load p50 ms": round(statistics.median(loads) * 1e3, 3), "store p50 ms": round(statistics.median(stores) * 1e3, 3)}
+    return {
+        "load p50 ms": round(statistics.median(loads) * 1e3, 3),
+        "store p50 ms": round(statistics.median(stores) * 1e3, 3),
+    }
 
 
 @contextmanager
@@ -264,15 +268,10 @@ def running(disk_bytes: int) -> Iterator[Rig]:
 
 def main() -> int:
     """See above."""
-    if sys.argv[1:2] == ["serve"]:
-        module = sys.argv[2]
-        del sys.argv[1:3]
-        return serve(module)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
     parser.add_argument("--disk-bytes", type=int, default=0)
     parser.add_argument("--only", default="", help="one case")
-    parser.add_argument("--spy", default="", help="py-spy this service to FILE: agent=FILE")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with running(arguments.disk_bytes) as rig:
