@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     "kvpool.tracing.process": Rule(may_import=CORE, inside_functions=("kvpool.tracing",)),
     "kvpool.tracing.provider": Rule(may_import=("kvpool", *CORE, "kvpool.tracing", "opentelemetry")),  # its version
     "kvpool.tracing.*": Rule(may_import=(*CORE, "kvpool.tracing", "opentelemetry")),
-    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy")),
+    "kvpool.client.*": Rule(may_import=(*CORE, *WIRE, "kvpool.tracing.process", "numpy"), inside_functions=("uvloop",)),
     "kvpool.client.gpu.*": GPU_CLIENT,
     "kvpool.client.gpu_*": GPU_CLIENT,
     "kvpool.cuda.*": Rule(may_import=(*CORE, "numpy")),
@@ -81,7 +81,7 @@ ENGINE = Rule(may_import=(*CORE, *RUNTIME, "{X}.core", "{X}.ports", "{X}.metrics
 SERVICER = Rule(may_import=(*CORE, *RUNTIME, *WIRE, "kvpool_server.session_stream", "{X}", "numpy"))
 WIRING = Rule(may_import=(*CORE, *WIRE, "{X}", "kvpool_server", "kvpool.client", "prometheus_client"))
 SERVICE_RULES: dict[str, Rule] = {
-    "{X}": Rule(),
+    "{X}": Rule(may_import=("kvpool_server.loops",)),  # what must be said before gRPC is imported
     "{X}.core.*": Rule(may_import=(*CORE, "numpy", "blake3", "xxhash"), pure=True),
     "{X}.ports.*": Rule(may_import=(*CORE, "{X}.core", "numpy")),
     "{X}.config.*": Rule(

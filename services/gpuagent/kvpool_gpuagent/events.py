@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from kvpool.core.ipc import EngineEvent
 from kvpool_gpuagent.core.events import EventLedger
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 _FIRST_PAUSE_S = 0.0002  # the event loop rounds it up to a millisecond
 MAX_PAUSE_S = 0.002
@@ -46,7 +46,7 @@ class SessionEvents:
             self._ledger.use(event)
         return UsedEvent(event, self._ledger, self._on_waited)
 
-    async def use_announced(self, event: EngineEvent | None, stop: asyncio.Event, wait_s: float) -> UsedEvent:
+    async def use_announced(self, event: EngineEvent | None, stop: StopSignal, wait_s: float) -> UsedEvent:
         """The same for calls beside the session's stream: an announcement that is on its way there is waited for.
         Raises also Stopped, DeadlineExceeded."""
         if event is not None and self._ledger.is_ahead(event):
@@ -80,7 +80,7 @@ class UsedEvent:
         if event is not None and self._ledger.end_use(event):
             self._on_waited(event)
 
-    async def passed(self, ask: Callable[[int], Awaitable[bool]], stop: asyncio.Event, wait_s: float | None) -> None:
+    async def passed(self, ask: Callable[[int], Awaitable[bool]], stop: StopSignal, wait_s: float | None) -> None:
         """Return when the engine's work has ended. Raises Stopped, DeadlineExceeded, what `ask` raises.
 
         ask: ports.EngineCache.event_passed.

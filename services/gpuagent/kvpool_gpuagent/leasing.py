@@ -23,7 +23,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank, page_spa
 from kvpool_gpuagent.locations import ChainLocations
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import PagePool
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LeaseRun:
         self._shards = [list(shards_in(source[1])) for source in sources]
         self._slots: list[PageSlots] = []
 
-    async def take(self, stop: asyncio.Event, ends_at_s: float) -> LeaseOutcome:
+    async def take(self, stop: StopSignal, ends_at_s: float) -> LeaseOutcome:
         """Have chunks staged, leading ones first, and hold as many of them as the share allows. Never raises
         KvPoolError: what was not to be had ends the lease before it."""
         held = await self._take_range(range(self._share.held_chunks), stop, ends_at_s, keeps=True)
@@ -59,7 +59,7 @@ class LeaseRun:
         self._share.keep_only(held)
         return LeaseOutcome(held_chunks=held, staged_chunks=staged)
 
-    async def keep(self, stop: asyncio.Event, ends_at_s: float) -> None:
+    async def keep(self, stop: StopSignal, ends_at_s: float) -> None:
         """Hold what was taken until `stop`, the time's end, or the end of the pool's session."""
         waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._pool.broken)]
         try:
@@ -78,7 +78,7 @@ class LeaseRun:
             await self._pool.release(some)
         self._share.end()
 
-    async def _take_range(self, chunks: range, stop: asyncio.Event, ends_at_s: float, *, keeps: bool) -> int:
+    async def _take_range(self, chunks: range, stop: StopSignal, ends_at_s: float, *, keeps: bool) -> int:
         """How many leading chunks of the range came."""
         at = chunks.start
         while at < chunks.stop:
@@ -89,7 +89,7 @@ class LeaseRun:
                 break
         return at - chunks.start
 
-    async def _take_window(self, chunks: range, stop: asyncio.Event, ends_at_s: float, keeps: bool) -> int:
+    async def _take_window(self, chunks: range, stop: StopSignal, ends_at_s: float, keeps: bool) -> int:
         positions = np.repeat(
             np.arange(len(chunks), dtype=np.int32), [len(self._shards[position]) for position in chunks]
         )
@@ -124,7 +124,7 @@ class LeaseRun:
 
 @dataclass(slots=True)
 class _Running:
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: StopSignal = field(default_factory=StopSignal)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Task[None] | None = None  # once its request is answered
 

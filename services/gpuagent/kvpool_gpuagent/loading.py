@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, R
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class LoadRun:
         self._copy_began_s = float("inf")
 
     async def run(
-        self, report: ReportProgress, stop: asyncio.Event, ends_at_s: float, passed: EnginePassed
+        self, report: ReportProgress, stop: StopSignal, ends_at_s: float, passed: EnginePassed
     ) -> LoadOutcome:
         """Load what can be loaded; never raises. When it returns nothing touches the blocks any more.
 
@@ -103,15 +104,19 @@ class LoadRun:
         while start < count:
             await places.acquire()
             end, pages = min(count, start + pages), largest
-            order = self._number if start else 0
-            task = asyncio.ensure_future(self._load_window(slice(start, end), order, stop, ends_at_s))
+            loading = self._load_window(slice(start, end), self._number if start else 0, stop, ends_at_s)
+            if not start and end == count:
+                await loading  # mostly there is one: a task would cost more than it does
+                break
+            task = asyncio.ensure_future(loading)
             task.add_done_callback(lambda _: places.release())
             tasks.append(task)
             start = end
-        await asyncio.gather(*tasks)
+        if tasks:
+            await asyncio.gather(*tasks)
         return self._outcome()
 
-    async def _load_window(self, window: slice, order: int, stop: asyncio.Event, ends_at_s: float) -> None:
+    async def _load_window(self, window: slice, order: int, stop: StopSignal, ends_at_s: float) -> None:
         """Settle every page of a window: copied, or its chunk failed. Never raises."""
         positions, shards = self._positions[window], self._shards[window]
         wanted = positions < self._first_failed
@@ -136,16 +141,17 @@ class LoadRun:
         shards: Bytes,
         order: int,
         unsettled: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        stop: asyncio.Event,
+        stop: StopSignal,
         ends_at_s: float,
     ) -> None:
         """Clears what settles in `unsettled`; every slot that was yielded is released when this ends."""
         remaining_s = ends_at_s - asyncio.get_running_loop().time()
         if remaining_s <= 0:
             raise DeadlineExceeded("the load's time is up")
-        first, last = int(positions.min()), int(positions.max())
-        span = page_span(self._rank, self._span, range(first, last + 1), positions - first, shards, self._remote)
+        first, end = int(positions.min()), int(positions.max()) + 1
+        span = page_span(self._rank, self._span, range(first, end), positions - first, shards, self._remote)
         copies: list[asyncio.Task[None]] = []
+        alone: list[Coroutine[Any, Any, None]] = []  # of all pages at once, as mostly: it needs no task
 
         async def take() -> None:
             # May be cancelled: between two answers nothing is awaited, so that each has an owner.
@@ -154,8 +160,11 @@ class LoadRun:
                     if answer.slots.count:
                         pages = answer.slots.pages
                         unsettled[pages] = False
-                        copying = self._copy(answer.slots, positions[pages], shards[pages], order, stop)
-                        copies.append(asyncio.ensure_future(copying))
+                        copy = self._copy(answer.slots, positions[pages], shards[pages], order, stop)
+                        if copies or unsettled.any():
+                            copies.append(asyncio.ensure_future(copy))
+                        else:
+                            alone.append(copy)
                     for page, cause in answer.failed:
                         unsettled[page] = False
                         if isinstance(cause, PageCorrupt):
@@ -167,11 +176,13 @@ class LoadRun:
         try:
             await until_stopped(take(), stop, remaining_s)
         finally:
-            for result in await asyncio.gather(*copies, return_exceptions=True):
+            for copy in alone:
+                await copy
+            for result in await asyncio.gather(*copies, return_exceptions=True) if copies else ():
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, order: int, stop: asyncio.Event) -> None:
+    async def _copy(self, slots: PageSlots, positions: Int32s, shards: Bytes, order: int, stop: StopSignal) -> None:
         """Move what is still wanted of the pages, and release all of them."""
         loop = asyncio.get_running_loop()
         try:
@@ -205,9 +216,9 @@ class LoadRun:
 
     def _count_pages(self, chunks: Int32s, shards: Bytes, sources: Bytes) -> None:
         np.maximum.at(self._source_of, chunks, sources)
-        sizes = self._page_bytes[shards]
+        by_source = np.bincount(sources, self._page_bytes[shards], minlength=len(LoadSource) + 1)
         for source in LoadSource:
-            size_bytes = int(sizes[sources == int(source)].sum())
+            size_bytes = int(by_source[source])
             if size_bytes:
                 self.loaded_bytes[source] += size_bytes
                 self._copied.total += size_bytes
@@ -237,9 +248,9 @@ class LoadRun:
             copying_s=self.copying_s,
         )
         tokens = self._rank.spec.chunk_tokens - self._skip_tokens[: self._first_failed]
-        sources = self._source_of[: self._first_failed]
+        by_source = np.bincount(self._source_of[: self._first_failed], tokens, minlength=len(LoadSource) + 1)
         for source in LoadSource:
-            outcome.tokens[source] += int(tokens[sources == int(source)].sum())
+            outcome.tokens[source] += int(by_source[source])
         return outcome
 
 
@@ -272,8 +283,7 @@ class _Progress:
 
     def settled(self, shards: Bytes) -> int:
         """Pages of these shards settled. Layers to report now; 0 if there is nothing new to say."""
-        groups, counts = np.unique(shards // self._rank.grid.group_shards, return_counts=True)
-        self._left[groups] -= counts
+        self._left -= np.bincount(shards // self._rank.grid.group_shards, minlength=self._left.size)
         while self._groups and not self._left[self._groups[0]]:
             end = self._rank.grid.layers_of_group(self._groups.pop(0)).stop
             self._layers_in = end - self._rank.layout.first_layer

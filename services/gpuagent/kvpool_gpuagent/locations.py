@@ -14,7 +14,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, Rank
 from kvpool_gpuagent.core.sources import SourceRun, source_runs
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import IndexPort, PagePool
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 
 class SeenChunks:
@@ -55,7 +55,7 @@ class ChainLocations:
         group_head = hashes[held_chunks - held_chunks % GROUP_CHUNKS]
         return await self._lookup(hashes[held_chunks:], held_chunks, group_head)
 
-    async def sources_of(self, span: ChunkSpan, stop: asyncio.Event, ends_at_s: float) -> list[ChunkSource]:
+    async def sources_of(self, span: ChunkSpan, stop: StopSignal, ends_at_s: float) -> list[ChunkSource]:
         """Where each chunk was seen, and which of its shards to read; asks the index only for chunks that no recent
         match named. Never raises."""
         hashes = span.hashes

@@ -30,6 +30,7 @@ from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import Device, EngineCache, IndexPort, MappedHandle, PagePool
 from kvpool_gpuagent.storing import AskKept, StoreRun
 from kvpool_gpuagent.traced_cache import traced
+from kvpool_gpuagent.waiting import StopSignal
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class EngineMatch:
 class _Running:
     """Work on the engine's memory that can be told to stop."""
 
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: StopSignal = field(default_factory=StopSignal)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -55,7 +56,7 @@ class CacheUse:
     """Use of a session's cache by what is none of its own loads and stores; see EngineSession.lend."""
 
     cache: EngineCache
-    stop: asyncio.Event  # set when the session wants its end
+    stop: StopSignal  # set when the session wants its end
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -247,12 +248,12 @@ class EngineSession:
         return self._cache is not None and self._closing is None
 
     @contextmanager
-    def lend(self, stop: asyncio.Event | None = None) -> Iterator[CacheUse]:
+    def lend(self, stop: StopSignal | None = None) -> Iterator[CacheUse]:
         """The cache, as long as the block runs: a close of the session sets `stop` and waits for the block's end.
 
         stop: to be shared with other uses. Raises Stopped while the session closes, InvalidRequest before it is ready.
         """
-        use = CacheUse(self._ready_cache(), stop or asyncio.Event())
+        use = CacheUse(self._ready_cache(), stop or StopSignal())
         self._uses.add(use)
         try:
             yield use

@@ -19,7 +19,7 @@ from kvpool_gpuagent.core.requests import ChunkSpan, Rank, StoreOutcome, page_sp
 from kvpool_gpuagent.events import EnginePassed
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.ports import EngineCache, PagePool
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class StoreRun:
         self._written = np.zeros(span.chunk_count, dtype=np.int64)
         self._ended: KvPoolError | None = None  # why nothing more is stored
 
-    async def run(self, ask_kept: AskKept, stop: asyncio.Event, passed: EnginePassed) -> StoreOutcome:
+    async def run(self, ask_kept: AskKept, stop: StopSignal, passed: EnginePassed) -> StoreOutcome:
         """Store what can be stored. A failure of some pages fails their chunks, never the request.
 
         passed: awaited before anything is reserved, so that no slot waits behind an engine's work, and before the first
@@ -88,13 +88,18 @@ class StoreRun:
                 window = await self._reserve(chunks, stop)
                 stored = chunks.stop
                 asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                windows.append(asyncio.ensure_future(self._store_window(window, before, asked, ask_kept, stop)))
+                storing = self._store_window(window, before, asked, ask_kept, stop)
+                if not windows and stored == self._span.chunk_count:
+                    await storing  # mostly there is one: a task would cost more than it does
+                    break
+                windows.append(asyncio.ensure_future(storing))
                 windows[-1].add_done_callback(lambda _: places.release())
                 before = asked
         except Exception as error:
             self._end(error)
         finally:
-            await asyncio.gather(*windows)
+            if windows:
+                await asyncio.gather(*windows)
         if self._ended is not None:
             self._fail(range(stored, self._span.chunk_count), self._ended)
         self._count()
@@ -129,7 +134,7 @@ class StoreRun:
         before: asyncio.Future[bool],
         asked: asyncio.Future[bool],
         ask_kept: AskKept,
-        stop: asyncio.Event,
+        stop: StopSignal,
     ) -> None:
         """Copy a window out and commit it. Never raises. before, asked: whether the engine kept the blocks of all
         earlier windows, and of this one too."""
@@ -150,7 +155,7 @@ class StoreRun:
             if window.slots.count:
                 await self._pool.abort(window.take())
 
-    async def _reserve(self, chunks: range, stop: asyncio.Event) -> _Window:
+    async def _reserve(self, chunks: range, stop: StopSignal) -> _Window:
         positions = np.repeat(np.arange(len(chunks), dtype=np.int32), self._shards.size)
         span = page_span(self._rank, self._span, chunks, positions, np.tile(self._shards, len(chunks)))
         answer = await until_stopped(self._pool.reserve(span, self._span.chain_head), stop)
@@ -167,7 +172,7 @@ class StoreRun:
         if failed.size and window.slots.count:
             await self._pool.abort(window.take(failed))
 
-    async def _gather(self, window: _Window, stop: asyncio.Event) -> None:
+    async def _gather(self, window: _Window, stop: StopSignal) -> None:
         slots = window.slots
         if slots.count:
             batch = CopyBatch(

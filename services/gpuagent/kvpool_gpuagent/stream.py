@@ -35,6 +35,7 @@ from kvpool_server.session_stream import End, Role, SessionRules
 _log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_WAIT_S = 30.0
+GATHERED_AFTER_S = 0.005  # an engine that keeps its blocks hears of the copy alone when the commit takes longer
 _REQUESTS_PER_PLACE = 2  # matches ride along: so many requests are worked on for each load or store that may run
 
 _ROLES = {
@@ -153,10 +154,23 @@ class EngineHandler:
                 return await self._load(request, send, after)
 
     async def _store(self, request: Request, send: _Send, after: UsedEvent) -> Response:
-        async def ask_kept(chunk_count: int) -> bool:
-            return await self._ask_kept(request.request_id, chunk_count, send)
+        span, late = span_from_proto(request.store), list[asyncio.TimerHandle]()
 
-        outcome = await self._session.store(request.request_id, span_from_proto(request.store), ask_kept, after)
+        def say_gathered(chunk_count: int) -> None:
+            send(Response(gathered=gpuagent_pb2.EngineGathered(chunk_count=chunk_count)))
+
+        async def ask_kept(chunk_count: int) -> bool:
+            if not request.store.keeps_blocks:
+                return await self._ask_kept(request.request_id, chunk_count, say_gathered)
+            if chunk_count == span.chunk_count:
+                late.append(asyncio.get_running_loop().call_later(GATHERED_AFTER_S, say_gathered, chunk_count))
+            return True
+
+        try:
+            outcome = await self._session.store(request.request_id, span, ask_kept, after)
+        finally:
+            for timer in late:
+                timer.cancel()
         return Response(store_done=store_done_to_proto(outcome))
 
     async def _load(self, request: Request, send: _Send, after: UsedEvent) -> Response:
@@ -164,6 +178,8 @@ class EngineHandler:
         wait_s = load.wait_ms / 1e3 if load.wait_ms > 0 else DEFAULT_LOAD_WAIT_S
 
         def report(layers: int, failed: Sequence[int]) -> None:
+            if load.no_progress:
+                return
             progress = gpuagent_pb2.EngineLoadProgress(layers_loaded=layers, failed_chunks=failed)
             send(Response(load_progress=progress))
 
@@ -177,10 +193,10 @@ class EngineHandler:
         held = gpuagent_pb2.EngineLeaseHeld(held_chunks=outcome.held_chunks, staged_chunks=outcome.staged_chunks)
         return Response(lease_held=held)
 
-    async def _ask_kept(self, request_id: int, chunk_count: int, send: _Send) -> bool:
+    async def _ask_kept(self, request_id: int, chunk_count: int, say_gathered: Callable[[int], None]) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._kept[request_id] = (chunk_count, answer)
-        send(Response(gathered=gpuagent_pb2.EngineGathered(chunk_count=chunk_count)))
+        say_gathered(chunk_count)
         try:
             async with asyncio.timeout(self._config.kept_timeout_ms / 1e3):
                 return await answer

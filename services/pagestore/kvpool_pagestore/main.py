@@ -41,6 +41,7 @@ from kvpool_server.interceptors import (
 from kvpool_server.lifecycle import Stop, run_service
 from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
+from kvpool_server.loops import fast_loop_factory
 from kvpool_server.metrics import new_registry, start_metrics_server
 from kvpool_server.process import die_with_parent, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
@@ -59,7 +60,7 @@ def main() -> int:
         async with AsyncExitStack() as stack:
             await _serve(stop, _load(), stack)
 
-    return run_service(serve, service="pagestore", grace_s=60.0)
+    return run_service(serve, service="pagestore", grace_s=60.0, loop_factory=fast_loop_factory())
 
 
 def _load() -> PageStoreConfig:

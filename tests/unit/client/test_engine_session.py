@@ -112,8 +112,9 @@ async def test_match_tells_sources_and_estimates() -> None:
 async def test_store_blocks_are_free_once_gathered_window_by_window() -> None:
     async with engine() as one:
         session, stream = await one.open()
-        handle = await session.store(span(3))
+        handle = await session.store(span(3), kept=lambda count: True)
         request = await stream.next("store")
+        assert not request.store.keeps_blocks
         assert holds(handle)
         stream.send(gathered(request.request_id, 2))
         kept = await stream.next("kept")
@@ -123,6 +124,30 @@ async def test_store_blocks_are_free_once_gathered_window_by_window() -> None:
         await handle.wait_hold()
         stream.send(store_done(request.request_id, 3))
         assert (await handle.done(PATIENCE_S)).stored_chunks == 3
+
+
+async def test_an_engine_that_keeps_its_blocks_says_so_beforehand() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        handle, other = await session.store(span(2)), await session.store(span(1))
+        request, next_request = await stream.next("store"), await stream.next("store")
+        assert request.store.keeps_blocks
+        stream.send(gathered(request.request_id, 2))
+        await handle.wait_hold()  # the commit takes its time
+        assert holds(other)
+        stream.send(store_done(next_request.request_id, 1))
+        await other.wait_hold()
+        stream.send(store_done(request.request_id, 2))
+        assert (await handle.done(PATIENCE_S)).stored_chunks == 2
+
+
+async def test_only_who_looks_at_progress_asks_for_it() -> None:
+    async with engine() as one:
+        session, stream = await one.open()
+        await session.load(span(1), wait_s=3)
+        assert (await stream.next("load")).load.no_progress
+        await session.load(span(1), wait_s=3, on_progress=lambda layers, failed: None)
+        assert not (await stream.next("load")).load.no_progress
 
 
 async def test_an_engine_that_reused_blocks_says_so() -> None:

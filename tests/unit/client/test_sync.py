@@ -143,7 +143,6 @@ async def test_a_pool_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         request = await stream.next("store")
         gathered = gpuagent_pb2.EngineGathered(chunk_count=1)
         stream.send(Response(request_id=request.request_id, gathered=gathered))
-        await stream.next("kept")
         stream.send(Response(request_id=request.request_id, store_done=gpuagent_pb2.EngineStoreDone(stored_chunks=1)))
         await stream.next("close")
         stream.send(Response(closed=gpuagent_pb2.EngineClose()))

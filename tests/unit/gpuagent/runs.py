@@ -22,6 +22,7 @@ from kvpool_gpuagent.core.requests import ChunkSource, ChunkSpan, LoadOutcome, R
 from kvpool_gpuagent.loading import LoadRun
 from kvpool_gpuagent.metrics import AgentMetrics
 from kvpool_gpuagent.storing import StoreRun
+from kvpool_gpuagent.waiting import StopSignal
 from tests.fixtures.agent_fakes import Faults, MemoryCache, MemoryCluster, MemoryPool
 
 SPEC = KeyspaceSpec(model_id="m", model_revision="r", groups=(KvGroup(4, 4, 8),), dtype=Dtype.BF16, chunk_tokens=32)
@@ -81,7 +82,7 @@ class Bench:
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
     window_pages: int = 16
     grid: ShardGrid = GRID
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: StopSignal = field(default_factory=StopSignal)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()

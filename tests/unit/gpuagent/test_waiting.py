@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import DeadlineExceeded, Stopped
 from kvpool_gpuagent.adapters.budget import Budget
-from kvpool_gpuagent.waiting import until_stopped
+from kvpool_gpuagent.waiting import StopSignal, until_stopped
 
 
 async def value(result: int = 7) -> int:
@@ -22,11 +22,11 @@ async def never(ended: list[str]) -> int:
 
 
 async def test_work_that_ends_first_is_answered() -> None:
-    assert await until_stopped(value(), asyncio.Event()) == 7
+    assert await until_stopped(value(), StopSignal()) == 7
 
 
 async def test_a_stop_cancels_the_work_and_waits_for_it() -> None:
-    stop, ended = asyncio.Event(), list[str]()
+    stop, ended = StopSignal(), list[str]()
     waiting = asyncio.ensure_future(until_stopped(never(ended), stop))
     await asyncio.sleep(0)
     stop.set()
@@ -38,12 +38,12 @@ async def test_a_stop_cancels_the_work_and_waits_for_it() -> None:
 async def test_the_time_may_be_up() -> None:
     ended = list[str]()
     with pytest.raises(DeadlineExceeded):
-        await until_stopped(never(ended), asyncio.Event(), timeout_s=0.01)
+        await until_stopped(never(ended), StopSignal(), timeout_s=0.01)
     assert ended == ["cancelled"]
 
 
 async def test_after_a_stop_nothing_is_begun() -> None:
-    stop, ended = asyncio.Event(), list[str]()
+    stop, ended = StopSignal(), list[str]()
     stop.set()
     with pytest.raises(Stopped):
         await until_stopped(never(ended), stop)
@@ -51,7 +51,7 @@ async def test_after_a_stop_nothing_is_begun() -> None:
 
 
 async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
-    stop = asyncio.Event()
+    stop = StopSignal()
 
     async def stubborn() -> int:
         try:
@@ -69,9 +69,34 @@ async def test_a_result_that_comes_with_the_cancellation_is_not_lost() -> None:
 
 async def test_a_cancelled_caller_leaves_nothing_running() -> None:
     ended = list[str]()
-    waiting = asyncio.ensure_future(until_stopped(never(ended), asyncio.Event()))
+    waiting = asyncio.ensure_future(until_stopped(never(ended), StopSignal()))
     for _ in range(5):
         await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended == ["cancelled"]
+
+
+async def test_a_task_that_stops_its_own_wait_is_not_cancelled_after_it() -> None:
+    stop = StopSignal()
+
+    async def stops_itself() -> int:
+        stop.set()
+        return 3
+
+    assert await until_stopped(stops_itself(), stop) == 3
+    await asyncio.sleep(0)  # would raise
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+
+
+async def test_a_stop_and_a_caller_that_leaves_at_once_cancel_the_caller() -> None:
+    stop, ended = StopSignal(), list[str]()
+    waiting = asyncio.ensure_future(until_stopped(never(ended), stop))
+    await asyncio.sleep(0)
+    stop.set()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

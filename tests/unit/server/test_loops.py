@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -40,3 +41,11 @@ def test_grpc_polls_directly_unless_the_environment_says_otherwise(
         monkeypatch.delenv("GRPC_EXPERIMENTS")
     poll_grpc_directly()
     assert os.environ["GRPC_EXPERIMENTS"] == kept
+
+
+@pytest.mark.parametrize("service", ["kvpool_index", "kvpool_gpuagent"])
+def test_services_of_small_messages_choose_before_grpc_is_imported(service: str) -> None:
+    program = f"import os, sys, {service}; assert 'grpc' not in sys.modules; print(os.environ['GRPC_EXPERIMENTS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
+    assert said.stdout.strip() == "-event_engine_client,-event_engine_listener"

@@ -134,9 +134,9 @@ def _source(value: int) -> EngineSource:
 
 
 def store_to_proto(
-    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None
+    span: ChunkSpan, retention: Retention | None, after: EngineEvent | None = None, *, keeps_blocks: bool = False
 ) -> gpuagent_pb2.EngineStoreRequest:
-    """A store of consecutive chunks. raises: InvalidRequest naming what is wrong with the retention."""
+    """A store of consecutive chunks. keeps_blocks: the engine holds them, and is not to be asked. raises: InvalidRequest naming what is wrong with the retention."""
     wanted = retention or NO_RETENTION
     wanted.check()
     return gpuagent_pb2.EngineStoreRequest(
@@ -149,6 +149,7 @@ def store_to_proto(
         prompt_tokens=span.prompt_tokens,
         chain_head_hash=span.chain_head_hash,
         after=engine_event_to_proto(after) if after is not None else None,
+        keeps_blocks=keeps_blocks,
     )
 
 
@@ -163,9 +164,14 @@ def store_outcome_from_proto(message: gpuagent_pb2.EngineStoreDone) -> StoreOutc
 
 
 def load_to_proto(
-    span: ChunkSpan, wait_ms: int, after: EngineEvent | None = None, compute_us_per_token: float = 0.0
+    span: ChunkSpan,
+    wait_ms: int,
+    after: EngineEvent | None = None,
+    compute_us_per_token: float = 0.0,
+    *,
+    no_progress: bool = False,
 ) -> gpuagent_pb2.EngineLoadRequest:
-    """A load of consecutive chunks."""
+    """A load of consecutive chunks. no_progress: its end alone matters."""
     return gpuagent_pb2.EngineLoadRequest(
         chunk_hashes=span.chunk_hashes,
         block_ids=block_ids_to_bytes(span.block_ids),
@@ -176,6 +182,7 @@ def load_to_proto(
         wait_ms=wait_ms,
         after=engine_event_to_proto(after) if after is not None else None,
         compute_us_per_token=compute_us_per_token,
+        no_progress=no_progress,
     )
 
 

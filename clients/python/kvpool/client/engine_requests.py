@@ -106,16 +106,17 @@ class StoreHandle(_Transfer[StoreOutcome]):
         chunk_count: int,
         kept: Callable[[int], bool] | None,
     ) -> None:
-        """kept: asked, with the count of leading chunks, whether their blocks held their bytes until now; None: yes."""
+        """kept: asked, with the count of leading chunks, whether their blocks held their bytes until now; None: they do
+        until the hold ends, and the agent need not ask."""
         super().__init__(send, chunk_count)
         self._kept = kept
 
     def _take(self, response: gpuagent_pb2.EngineResponse) -> bool:
         if response.HasField("gathered"):
             count = response.gathered.chunk_count
-            kept = True if self._kept is None else self._kept(count)
-            answer = gpuagent_pb2.EngineKept(kept=kept, chunk_count=count)
-            self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
+            if self._kept is not None:
+                answer = gpuagent_pb2.EngineKept(kept=self._kept(count), chunk_count=count)
+                self._send(gpuagent_pb2.EngineRequest(request_id=self.request_id, kept=answer))
             if count >= self.chunk_count:
                 self.end_hold()
             self._changed.set()

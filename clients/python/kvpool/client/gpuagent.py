@@ -189,7 +189,8 @@ class EngineSession:
         to give back. raises: InvalidRequest for an event that is not taken.
         """
         handle = StoreHandle(self._stream.send_soon, span.chunk_count, kept)
-        await self._begin(_Request(store=store_to_proto(span, retention, after)), handle, after)
+        store = store_to_proto(span, retention, after, keeps_blocks=kept is None)
+        await self._begin(_Request(store=store), handle, after)
         return handle
 
     async def load(
@@ -205,7 +206,8 @@ class EngineSession:
 
         compute_us_per_token: what the engine would need to compute them, for the agent's metrics; 0 if unknown."""
         handle = LoadHandle(self._stream.send_soon, span.chunk_count, on_progress)
-        load = load_to_proto(span, max(1, round(wait_s * 1e3)), after, compute_us_per_token)
+        wait_ms = max(1, round(wait_s * 1e3))
+        load = load_to_proto(span, wait_ms, after, compute_us_per_token, no_progress=on_progress is None)
         await self._begin(_Request(load=load), handle, after)
         return handle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_RELEASE_DELAY_S = 0.002  # by then a busy session has sent something that the ends of reads could go with
 _PREPARE_POLL_S = 0.1  # some hundred MiB more are in place by then
 
 _RPC = rpc_attributes("PageStoreService", "Session")
@@ -62,6 +63,33 @@ class SessionPlan:
     trusts_arena: bool = False  # takes pages that nothing has summed yet, and does not verify what it reads
 
 
+class _EndedReads:
+    """Leases of reads that have ended: they go with the next request, or after a moment on their own."""
+
+    def __init__(self) -> None:
+        self._lease_ids: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, lease_ids: Sequence[int] | Int64s, send_later: Callable[[], None]) -> None:
+        """send_later: called after the moment if they have not gone."""
+        self._lease_ids.extend(_numbers(lease_ids))
+        if self._timer is None and self._lease_ids:
+            self._timer = asyncio.get_running_loop().call_later(_RELEASE_DELAY_S, send_later)
+
+    def go_with(self, message: _Request) -> None:
+        """Put them into a request that is about to be written. The server looks at those that it answers alone."""
+        if self._lease_ids and message.request_id:
+            message.released_lease_ids.extend(self.take())
+
+    def take(self) -> list[int]:
+        """All; there are none then."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        taken, self._lease_ids = self._lease_ids, []
+        return taken
+
+
 class PageStoreSession:
     """One session from `open` to `close` or to its break. Belongs to one event loop; `slot_view` works in any thread.
 
@@ -71,9 +99,16 @@ class PageStoreSession:
     """
 
     def __init__(
-        self, plan: SessionPlan, config: ClientConfig, stream: _Stream, fetch: FetchFd, on_map: MapHook | None
+        self,
+        plan: SessionPlan,
+        config: ClientConfig,
+        stream: _Stream,
+        ended_reads: _EndedReads,
+        fetch: FetchFd,
+        on_map: MapHook | None,
     ) -> None:
         """Use `open`."""
+        self._ended_reads = ended_reads
         self._plan = plan
         self._config = config
         self._stream = stream
@@ -95,9 +130,9 @@ class PageStoreSession:
         channel = open_channel(plan.endpoint, config)
         stub: PageStoreServiceAsyncStub = PageStoreServiceStub(channel)
         call = stub.Session(metadata=config.metadata)
-        session = cls(
-            plan, config, SessionStream(call, config, name="pagestore session", channel=channel), fetch, on_map
-        )
+        ended = _EndedReads()
+        stream: _Stream = SessionStream(call, config, name="pagestore session", channel=channel, on_write=ended.go_with)
+        session = cls(plan, config, stream, ended, fetch, on_map)
         try:
             await session._open()
         except BaseException:
@@ -245,7 +280,7 @@ class PageStoreSession:
 
     def abort_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
         """The same without waiting; a broken session needs none."""
-        self._stream.give_back_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids))))
+        self._stream.send_soon(_Request(abort=pagestore_pb2.AbortRequest(lease_ids=_numbers(lease_ids))))
 
     def acquire(self, items: Sequence[AcquireItem], *, wait_s: float, local_only: bool = False) -> Acquisition:
         """Ask for pages to read: `async with session.acquire(...) as results: async for result in results: ...`."""
@@ -288,8 +323,8 @@ class PageStoreSession:
         await self._stream.give_back(_Request(release=message), timeout_s)
 
     def release_soon(self, lease_ids: Sequence[int] | Int64s) -> None:
-        """The same without waiting; a broken session needs none."""
-        self._stream.give_back_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=_numbers(lease_ids))))
+        """The same without waiting, with the next request or in a moment; a broken session needs none."""
+        self._ended_reads.add(lease_ids, self._send_ended_reads)
 
     async def prepare(self, share_bytes: int, *, timeout_s: float | None = None) -> tuple[int, ...]:
         """Have segments assigned to the tenant ahead of use, and map them: all segments of the tenant.
@@ -328,6 +363,7 @@ class PageStoreSession:
         if self._closed:
             return True
         self._closed = True
+        self._send_ended_reads()
         if await self._unmap():
             return await self._stream.finish(_Request(close=pagestore_pb2.SessionClose()))
         await self._stream.abort("the session was closed while views of its slots live")
@@ -350,6 +386,11 @@ class PageStoreSession:
         if drained and not plan.previous_drained:
             _log.warning("views of arena slots outlive their session %s: its slots stay blocked", self.session_id.hex())
         return await PageStoreSession.open(plan, self._config, fetch=self._fetch, on_map=self._on_map)
+
+    def _send_ended_reads(self) -> None:
+        lease_ids = self._ended_reads.take()
+        if lease_ids:
+            self._stream.send_soon(_Request(release=pagestore_pb2.ReleaseRequest(lease_ids=lease_ids)))
 
     def _span(self, operation: str, page_count: int) -> Span:
         tracer = self._config.tracer

@@ -64,6 +64,13 @@ class PagestoreLink:
         """16 bytes: the pagestore; none before it was ever reached."""
         return self.session.node_id if self.session is not None else b""
 
+    def live_now(self, keyspace: bytes, spec: KeyspaceSpec) -> PageStoreSession | None:
+        """The session if it is open and knows the keyspace; else see `live`."""
+        session = self.session
+        if session is None or self._closed or session.broken.is_set() or self._keyspaces.get(keyspace) != spec:
+            return None
+        return session
+
     async def live(self, keyspace: bytes, spec: KeyspaceSpec) -> PageStoreSession:
         """The session, which knows the keyspace. Raises ServiceUnavailable and what opening raises."""
         session = await self._live()

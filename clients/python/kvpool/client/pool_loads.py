@@ -39,10 +39,11 @@ async def load_windows(
         shift = span.first_chunk_index
 
         def report(layers: int, failed: tuple[int, ...], shift: int = shift) -> None:
-            if terms.on_progress is not None and len(windows) == 1:
+            if terms.on_progress is not None:
                 terms.on_progress(layers, tuple(shift + position for position in failed))
 
-        outcome = await _load_span(session(), span, ends_at_s, report, handles, terms)
+        on_progress = report if terms.on_progress is not None and len(windows) == 1 else None
+        outcome = await _load_span(session(), span, ends_at_s, on_progress, handles, terms)
         loaded += outcome.loaded_chunks
         tokens += outcome.tokens
         copy_s += outcome.copy_s
@@ -57,7 +58,7 @@ async def _load_span(
     session: EngineSession,
     span: ChunkSpan,
     ends_at_s: float,
-    on_progress: OnProgress,
+    on_progress: OnProgress | None,
     handles: list[LoadHandle],
     terms: LoadTerms,
 ) -> LoadOutcome:

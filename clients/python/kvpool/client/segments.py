@@ -150,6 +150,12 @@ class SegmentMap:
 
     def addresses(self, segment_ids: Int64s, offsets: Int64s) -> Int64s:
         """Process addresses of bytes of segments, pair by pair. raises: as `view` does."""
+        if segment_ids.size and (segment_ids == segment_ids[0]).all():  # mostly: one prompt's slots lie together
+            address, mapping = self._addresses.get(int(segment_ids[0])), self._mappings.get(int(segment_ids[0]))
+            if address is not None and mapping is not None:
+                if int(offsets.min()) < 0 or int(offsets.max()) >= len(mapping):
+                    raise InvalidRequest("an offset is outside of its segment")
+                return offsets + address
         distinct, which = np.unique(segment_ids, return_inverse=True)
         missing = [one for one in distinct.tolist() if one not in self._mappings]
         if missing:

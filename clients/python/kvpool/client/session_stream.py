@@ -91,12 +91,14 @@ class SessionStream(Generic[RequestT, ResponseT]):
         channel: grpc.aio.Channel | None = None,
         on_broken: Callable[[KvPoolError], None] | None = None,
         on_unasked: Callable[[ResponseT], None] = lambda response: None,
+        on_write: Callable[[RequestT], None] = lambda request: None,
         request_id_of: Callable[[ResponseT], int] = attrgetter("request_id"),
     ) -> None:
         """channel: one of the stream's own, closed with it. on_unasked: takes messages that answer no pending request;
-        must neither block nor raise."""
+        must neither block nor raise. on_write: gets each message right before it goes out, and may add to it."""
         self._call, self._config, self._name, self._channel = call, config, name, channel
         self._on_broken, self._on_unasked, self._request_id_of = on_broken, on_unasked, request_id_of
+        self._on_write = on_write
         self._status = StreamStatus(call, config.tls)
         self._loop = asyncio.get_running_loop()
         self._outgoing: deque[RequestT] = deque()
@@ -200,11 +202,6 @@ class SessionStream(Generic[RequestT, ResponseT]):
             raise DeadlineExceeded(f"{self._name} did not answer within {limit_s:g} s") from None
         _accepted(response)
 
-    def give_back_soon(self, message: RequestT) -> None:
-        """The same without waiting. A broken session has given everything back by its own rules."""
-        message.request_id = self.next_id()
-        self.send_soon(message)
-
     def send_soon(self, message: RequestT) -> None:
         """Send a message as it is that has no answer of its own; nothing happens on a broken stream."""
         if self.failure is None:
@@ -287,7 +284,9 @@ class SessionStream(Generic[RequestT, ResponseT]):
         try:
             while True:
                 while self._outgoing:
-                    await self._call.write(self._outgoing.popleft())
+                    message = self._outgoing.popleft()
+                    self._on_write(message)
+                    await self._call.write(message)
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()

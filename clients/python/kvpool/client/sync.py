@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
 import os
 import threading
 import weakref
@@ -40,7 +41,7 @@ class BackgroundLoop:
         self._pid = os.getpid()
         self._stopped = False
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
+        self._loop = _new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _started.add(self)
@@ -110,6 +111,16 @@ class BackgroundLoop:
             return  # closed before, or forked: nothing of it is ours
         finally:
             self.stop()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed, as it is with vLLM; else asyncio's own, which takes a third longer a message."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 @atexit.register

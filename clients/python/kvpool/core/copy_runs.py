@@ -55,19 +55,69 @@ class _Template:
     sizes_bytes: Int64s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stack:
+    """Templates of all shards that have as many runs a block, so that one step finds the runs of pages of any of them.
+
+    rows: by shard number, which of the K templates is its; other shards have any. The rest as in _Template, [K, ...].
+    """
+
+    rows: Int64s
+    addresses: Int64s
+    block_strides: Int64s
+    payload_offsets: Int64s
+    sizes_bytes: Int64s
+
+    @classmethod
+    def of(cls, templates: Mapping[int, _Template]) -> _Stack:
+        rows = np.zeros(max(templates) + 1, dtype=np.int64)
+        rows[list(templates)] = np.arange(len(templates))
+        chosen = list(templates.values())
+        return cls(
+            rows=rows,
+            addresses=np.stack([one.addresses for one in chosen])[:, np.newaxis],
+            block_strides=np.stack([one.block_strides for one in chosen])[:, np.newaxis],
+            payload_offsets=np.stack([one.payload_offsets for one in chosen]),
+            sizes_bytes=np.stack([np.broadcast_to(one.sizes_bytes, one.payload_offsets.shape) for one in chosen]),
+        )
+
+    def runs(self, shards: Shards, block_ids: Int64s) -> Runs:
+        """Of whole pages."""
+        rows = self.rows[shards]
+        addresses = block_ids[..., np.newaxis] * self.block_strides[rows]
+        addresses += self.addresses[rows]
+        return Runs(
+            addresses=addresses.reshape(-1),
+            payload_offsets=self.payload_offsets[rows].reshape(-1),
+            sizes_bytes=self.sizes_bytes[rows].reshape(-1),
+            pages=np.repeat(np.arange(len(rows)), addresses.shape[1] * addresses.shape[2]),
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTable:
-    """The runs of any pages of a rank. Thread-safe. _templates: by shard; none if a codec leaves no runs."""
+    """The runs of any pages of a rank. Thread-safe. _templates: by shard; none if a codec leaves no runs. _run_counts:
+    [highest shard + 1], runs a block; 0 for shards of which the rank has nothing. _stacks: by such a count."""
 
     _table: PlaneTable
     _templates: Mapping[int, _Template]
+    _run_counts: Int64s
+    _stacks: Mapping[int, _Stack]
 
     @classmethod
     def of(cls, table: PlaneTable) -> RunTable:
         """Finds the runs of all shards, which takes milliseconds; later calls only use them."""
         if not table.layout.holds_codec_rows(table.spec):
-            return cls(table, {})
-        return cls(table, {shard: _template(table, planes, 0) for shard, planes in table.shards.items()})
+            return cls(table, {}, _NONE, {})
+        templates = {shard: _template(table, planes, 0) for shard, planes in table.shards.items()}
+        run_counts = np.zeros(max(templates) + 1, dtype=np.int64)
+        for shard, template in templates.items():
+            run_counts[shard] = template.sizes_bytes.size
+        stacks = {
+            count: _Stack.of({shard: one for shard, one in templates.items() if run_counts[shard] == count})
+            for count in set(run_counts[list(templates)].tolist())
+        }
+        return cls(table, templates, run_counts, stacks)
 
     def run_bytes(self, shard: int) -> int:
         """Bytes that every run of a whole page has at least, whatever the blocks: what decides how to move it.
@@ -87,6 +137,10 @@ class RunTable:
         raises: InvalidRequest naming the argument; NotServed if a codec turns cache rows into other bytes.
         """
         self._check(shards, block_ids, skip_tokens)
+        if len(shards) and not np.any(skip_tokens):
+            counts = self._run_counts[shards]
+            if (counts == counts[0]).all():  # nearly always: all pages of a rank are alike
+                return self._stacks[int(counts[0])].runs(shards, block_ids)
         parts = list(self._parts(shards, block_ids, skip_tokens))
         if len(parts) == 1:
             return parts[0]
@@ -126,9 +180,10 @@ class RunTable:
             raise InvalidRequest(f"block_ids must lie in [0, {layout.block_count})")
         if len(skip_tokens) != len(shards):
             raise InvalidRequest(f"skip_tokens must be {len(shards)}, one for each of shards, got {len(skip_tokens)}")
-        for shard in np.unique(shards).tolist():
-            self._table.of_shard(shard)
-        for skip in np.unique(skip_tokens).tolist():
+        if len(shards) and (int(np.max(shards)) >= self._run_counts.size or not self._run_counts[shards].all()):
+            for shard in np.unique(shards).tolist():
+                self._table.of_shard(shard)
+        for skip in np.unique(skip_tokens).tolist() if np.any(skip_tokens) else ():
             if not 0 <= skip <= spec.chunk_tokens or (spec.opaque and skip % spec.opaque.block_tokens):
                 raise InvalidRequest(f"skip_tokens {skip} does not fit chunks of {spec.chunk_tokens} tokens")
 

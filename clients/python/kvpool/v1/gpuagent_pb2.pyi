@@ -579,6 +579,7 @@ class EngineStoreRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    KEEPS_BLOCKS_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -593,6 +594,10 @@ class EngineStoreRequest(_message.Message):
     """Concatenated 16-byte hashes of consecutive chunks; their number C is in 1 to EngineReady.max_request_chunks."""
     block_ids: _builtins.bytes
     """Blocks of the chunks, one chunk after the other, as little-endian int64: C * (chunk_tokens / block_tokens) of them."""
+    keeps_blocks: _builtins.bool
+    """The engine keeps the bytes of all blocks until `gathered` names them or `store_done` comes, whatever happens: the agent commits without asking, and sends `gathered` only
+    when `store_done` takes its time.
+    """
     @_builtins.property
     def retention(self) -> _common_pb2.Retention:
         """Kept beside the pages."""
@@ -613,10 +618,11 @@ class EngineStoreRequest(_message.Message):
         prompt_tokens: _builtins.int = ...,
         chunk_hashes: _builtins.bytes = ...,
         block_ids: _builtins.bytes = ...,
+        keeps_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chain_head_hash", b"chain_head_hash", "chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chain_head_hash", b"chain_head_hash", "chunk_hashes", b"chunk_hashes", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "keeps_blocks", b"keeps_blocks", "parent_hash", b"parent_hash", "prompt_tokens", b"prompt_tokens", "retention", b"retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,7 +631,7 @@ Global___EngineStoreRequest: _TypeAlias = EngineStoreRequest  # noqa: Y015
 @_typing.final
 class EngineGathered(_message.Message):
     """The agent has copied the blocks of leading chunks out of the engine's cache (or needs none of them). Sent once per window of chunks, with a growing count; the last one
-    names all chunks of the request. The engine answers each with `kept` and may reuse those blocks then.
+    names all chunks of the request. The engine answers each with `kept`, unless it keeps its blocks anyway, and may reuse those blocks then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -725,6 +731,7 @@ class EngineLoadRequest(_message.Message):
     CHUNK_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
+    NO_PROGRESS_FIELD_NUMBER: _builtins.int
     first_chunk_index: _builtins.int
     """Index of the first one in its chain."""
     parent_hash: _builtins.bytes
@@ -743,6 +750,8 @@ class EngineLoadRequest(_message.Message):
     """Blocks of the chunks, as for a store. Blocks that are written are distinct."""
     skip_tokens: _builtins.int
     """Leave the first this many tokens of the first chunk untouched (they are the engine's own); 0 to chunk_tokens - 1."""
+    no_progress: _builtins.bool
+    """The engine waits for `load_done` alone: no `load_progress` is sent."""
     @_builtins.property
     def after(self) -> Global___EngineEvent:
         """Engine work that must have finished before the blocks are written, as for a store: it may still read what they held before."""
@@ -759,10 +768,11 @@ class EngineLoadRequest(_message.Message):
         chunk_hashes: _builtins.bytes = ...,
         block_ids: _builtins.bytes = ...,
         skip_tokens: _builtins.int = ...,
+        no_progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "parent_hash", b"parent_hash", "skip_tokens", b"skip_tokens", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_ids", b"block_ids", "chunk_hashes", b"chunk_hashes", "compute_us_per_token", b"compute_us_per_token", "first_chunk_index", b"first_chunk_index", "group_head_hashes", b"group_head_hashes", "no_progress", b"no_progress", "parent_hash", b"parent_hash", "skip_tokens", b"skip_tokens", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

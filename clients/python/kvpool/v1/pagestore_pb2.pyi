@@ -1136,8 +1136,9 @@ class SessionRequest(_message.Message):
     RESERVE_SPAN_FIELD_NUMBER: _builtins.int
     ACQUIRE_SPAN_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    RELEASED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Chosen by the client, echoed in the answers; 0 for heartbeat and close."""
+    """Chosen by the client, echoed in the answers; 0 for heartbeat and close, and for a release or abort that is not to be answered."""
     @_builtins.property
     def open(self) -> Global___SessionOpen:
         """Must be first, once."""
@@ -1190,6 +1191,10 @@ class SessionRequest(_message.Message):
     def trace(self) -> _common_pb2.TraceContext:
         """Trace that the request belongs to. Unset: none."""
 
+    @_builtins.property
+    def released_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Read leases that end before this request is served, whether it is refused or not; as in `release`, without an answer."""
+
     def __init__(
         self,
         *,
@@ -1207,10 +1212,11 @@ class SessionRequest(_message.Message):
         reserve_span: Global___ReserveSpanRequest | None = ...,
         acquire_span: Global___AcquireSpanRequest | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        released_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "acquire_span", b"acquire_span", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "prepare", b"prepare", "release", b"release", "reserve", b"reserve", "reserve_span", b"reserve_span", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "acquire_span", b"acquire_span", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "prepare", b"prepare", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "reserve_span", b"reserve_span", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "acquire_span", b"acquire_span", "add_keyspace", b"add_keyspace", "close", b"close", "commit", b"commit", "heartbeat", b"heartbeat", "kind", b"kind", "open", b"open", "prepare", b"prepare", "release", b"release", "released_lease_ids", b"released_lease_ids", "request_id", b"request_id", "reserve", b"reserve", "reserve_span", b"reserve_span", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["open", "add_keyspace", "reserve", "commit", "abort", "acquire", "release", "heartbeat", "close", "prepare", "reserve_span", "acquire_span"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

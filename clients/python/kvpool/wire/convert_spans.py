@@ -136,8 +136,10 @@ class AnsweredPages:
 
     def note(self, answer: SpanAnswer, *, final: bool) -> None:
         """Raises InvalidRequest for a page that is named again, and after the last answer for one that never was."""
-        failed = np.array([page for page, _ in answer.failed], np.int64)
-        named = np.concatenate((answer.granted.pages, answer.exists, answer.pending, failed))
+        named = answer.granted.pages
+        if answer.exists.size or answer.pending.size or answer.failed:
+            failed = np.array([page for page, _ in answer.failed], np.int64)
+            named = np.concatenate((named, answer.exists, answer.pending, failed))
         self._counts += np.bincount(named, minlength=self._counts.size)
         if self._counts.size and int(self._counts.max()) > 1:
             raise InvalidRequest(f"page {int(self._counts.argmax())} of a span was answered twice")

@@ -175,11 +175,12 @@ class ArenaPool:
         """See ports.PagePool."""
         ends_at_s = asyncio.get_running_loop().time() + wait_s
         session, budget = await self._live(), self._link.reads
-        try:
-            async with asyncio.timeout_at(ends_at_s):
-                await budget.take(span.page_count)
-        except TimeoutError:
-            raise DeadlineExceeded("other loads of this agent hold all leases of its pagestore session") from None
+        if not budget.take_now(span.page_count):
+            try:
+                async with asyncio.timeout_at(ends_at_s):
+                    await budget.take(span.page_count)
+            except TimeoutError:
+                raise DeadlineExceeded("other loads of this agent hold all leases of its pagestore session") from None
         unsettled = span.page_count
         try:
             acquisition = session.acquire_span(span, wait_s=max(1e-3, ends_at_s - asyncio.get_running_loop().time()))
@@ -210,6 +211,9 @@ class ArenaPool:
     async def _live(self) -> PageStoreSession:
         if self._closed:
             raise ServiceUnavailable("the engine session is closing")
+        session = self._link.live_now(self._keyspace, self._spec)
+        if session is not None:
+            return session
         try:
             async with asyncio.timeout(CONNECT_WAIT_S):
                 return await self._link.live(self._keyspace, self._spec)

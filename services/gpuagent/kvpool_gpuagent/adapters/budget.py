@@ -23,10 +23,16 @@ class Budget:
         """Units out now."""
         return self._used
 
+    def take_now(self, count: int) -> bool:
+        """Take `count` units if nobody has to wait for them."""
+        if self._waiting or not self._fits(count):
+            return False
+        self._used += count
+        return True
+
     async def take(self, count: int) -> None:
         """Wait until `count` units are this caller's. More than the capacity is given only when nothing else is out."""
-        if not self._waiting and self._fits(count):
-            self._used += count
+        if self.take_now(count):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((count, granted))

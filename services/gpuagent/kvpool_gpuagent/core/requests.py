@@ -105,12 +105,17 @@ class Rank:
     @property
     def shard_list(self) -> list[int]:
         """Shards that this rank writes, ascending."""
-        return list(shards_in(self.shards))
+        return list(_shards_in(self.shards))
 
     @property
     def page_sizes(self) -> npt.NDArray[np.int64]:
         """[shard_count]: bytes of header, payload and sum table of a page of each shard."""
         return _page_sizes(self.spec, self.grid)
+
+
+@lru_cache(maxsize=1024)
+def _shards_in(bitmap: int) -> tuple[int, ...]:
+    return tuple(shards_in(bitmap))
 
 
 @lru_cache(maxsize=64)

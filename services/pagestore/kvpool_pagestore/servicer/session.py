@@ -83,15 +83,16 @@ class PageStoreHandler:
         self._opened.set_result(await self._engine.open_session(wanted, request.open.expected_incarnation))
         send(self._opened_to_proto())
 
-    def handle_now(self, request: pb.SessionRequest) -> pb.SessionResponse:
+    def handle_now(self, request: pb.SessionRequest) -> pb.SessionResponse | None:
+        self._end_reads(request)
         match request.WhichOneof("kind"):
             case "release":
                 ended = request.release
                 self._engine.pages.release(self._peer, ended.lease_ids, ended.corrupt_lease_ids)
-                return pb.SessionResponse(release=pb.ReleaseResponse())
+                return pb.SessionResponse(release=pb.ReleaseResponse()) if request.request_id else None
             case "abort":
                 self._engine.pages.abort(self._peer, request.abort.lease_ids)
-                return pb.SessionResponse(abort=pb.AbortResponse())
+                return pb.SessionResponse(abort=pb.AbortResponse()) if request.request_id else None
             case "prepare":
                 segment_ids, more = self._engine.prepare(self._peer, request.prepare.share_bytes)
                 return pb.SessionResponse(prepare=pb.PrepareResponse(segment_ids=segment_ids, more=more))
@@ -100,6 +101,7 @@ class PageStoreHandler:
                 return self._opened_to_proto()
 
     async def handle(self, request: pb.SessionRequest, send: _Send, span: Span) -> pb.SessionResponse:
+        self._end_reads(request)
         match request.WhichOneof("kind"):
             case "reserve":
                 return await self._reserve(request.reserve, span)
@@ -113,7 +115,8 @@ class PageStoreHandler:
                 return await self._acquire_span(request.acquire_span, send, span)
 
     def refused(self, request: pb.SessionRequest) -> None:
-        pass
+        if self._opened.done():
+            self._end_reads(request)
 
     def span(self, request: pb.SessionRequest) -> Span:
         return request_span(self._tracer, request)
@@ -132,6 +135,10 @@ class PageStoreHandler:
             self._engine.sessions.end(self._peer, str(end.error))
 
     # Inside
+
+    def _end_reads(self, request: pb.SessionRequest) -> None:
+        if request.released_lease_ids:
+            self._engine.pages.release(self._peer, request.released_lease_ids)
 
     @property
     def _peer(self) -> PeerSession:
