@@ -56,6 +56,9 @@ async def test_a_malformed_record_is_passed_over_and_counted() -> None:
             )
             assert renewed.policy_version == 0
             assert (await index.stub.Match(chain.query())).matched_chunks == 1, "the second chunk's value is no value"
+            assert malformed(index, "location") == 1
+            assert (await index.stub.Match(chain.query())).matched_chunks == 1
+            assert malformed(index, "location") == 2, "each read counts, also of a value that was met before"
             # The victim of a forged record can still register, and policies can still be set.
             assert (await FakeNode(index.stub, bytes(15) + b"\x01").register()).incarnation < 1 << 53
             policy = common_pb2.KeyspacePolicy(replication_factor=1)

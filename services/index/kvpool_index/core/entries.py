@@ -88,6 +88,11 @@ def ordinals_in(value: bytes | None) -> list[int]:
     return [ordinal for ordinal, _ in _split(value)]
 
 
+def is_malformed(value: bytes) -> bool:
+    """Whether no index wrote this value: its last entry is cut off."""
+    return sum(_ORDINAL.size + len(held) for _, held in _split(value)) != len(value)
+
+
 def encode_entry(entry: Entry, full_shards: int) -> bytes:
     """The bytes of one entry; b"" when it has no shard."""
     held = holding(entry.shards, full_shards)
