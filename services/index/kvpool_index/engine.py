@@ -97,12 +97,20 @@ class IndexEngine:
         self._metrics = metrics
         if store.redis is not None:
             metrics.tell_of_redis(store.redis)
-        self._keyspaces = KeyspaceService(store.keyspaces, secret_of, max_keyspaces=config.max_keyspaces)
+        self._keyspaces = KeyspaceService(
+            store.keyspaces,
+            store.policies,
+            secret_of,
+            max_keyspaces=config.max_keyspaces,
+            idle_s=config.keyspace_idle_s,
+        )
         self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._leases = LeaseService(self._nodes, self._policies, config)
         self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
-        self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
+        self._sweeps = SweepService(
+            store.locations, self._nodes, self._keyspaces, metrics, interval_s=config.sweep_interval_s
+        )
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)

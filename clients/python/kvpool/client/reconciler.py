@@ -25,6 +25,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
     StoreUnavailable,
 )
+from kvpool.core.keyspace import keyspace_id
 from kvpool.core.location_digest import RANGE_COUNT, PartSpan, range_of
 
 _log = logging.getLogger(__name__)
@@ -282,10 +283,15 @@ class Reconciler:
 
     async def _ask(self, first: int, count: int) -> list[int]:
         """The index's digests of consecutive ranges."""
-        encodings = list(self._truth.keyspace_encodings())[:_ENCODINGS_MAX] if first == 0 else []
+        encodings = self._held_encodings() if first == 0 else []
         return await self._call(
             partial(self._index.reconcile_digests, first_range=first, range_count=count, encodings=encodings)
         )
+
+    def _held_encodings(self) -> list[bytes]:
+        """Encodings of keyspaces in which something is held; the index forgets others that are not used."""
+        encodings = self._truth.keyspace_encodings()
+        return [each for each in encodings if self._directory.may_hold(keyspace_id(each))][:_ENCODINGS_MAX]
 
     async def _ask_split(self, number: int) -> dict[tuple[bytes, bytes], list[int]]:
         """Groups of a range that the index has split, by keyspace and head: its digests of their parts."""
