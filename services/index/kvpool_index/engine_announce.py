@@ -8,7 +8,7 @@ from kvpool.core.cluster import LocationChange, StaleLocation
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.fault_points import reach
 from kvpool.core.location_digest import PartSpan
-from kvpool_index.core.entries import Operation
+from kvpool_index.core.entries import Operation, is_left_out
 from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
 from kvpool_index.core.replacement import BucketSpan
@@ -108,8 +108,8 @@ class AnnounceService:
         self._metrics.announce_batches.inc()
         self._metrics.announce_changes.inc(len(changes))
 
-    async def apply_operations(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> None:
-        """Apply operations of a stream and log them."""
+    async def apply_operations(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkOperation]:
+        """Apply operations of a stream and log them; those whose node is not recorded: the chunk has enough nodes."""
         started_at_s = time.perf_counter()
         reach("index.announce.begin")
         states = await self._store.apply(fence, operations)
@@ -118,6 +118,10 @@ class AnnounceService:
         await self._log(states)
         reach("index.announce.logged")
         self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
+        pairs = zip(operations, states, strict=True)
+        left_out = [each for each, state in pairs if is_left_out(state.value, each.operation)]
+        self._metrics.left_out.inc(len(left_out))
+        return left_out
 
     async def grids(self, changes: Sequence[LocationChange]) -> dict[bytes, int]:
         """all_shards of the grids of the keyspaces named; 0 for one that the store does not know."""
