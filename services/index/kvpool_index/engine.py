@@ -1,7 +1,8 @@
 """What the servicer calls: the parts of the engine, wired."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -89,6 +90,7 @@ class IndexEngine:
         secret_of: SecretOf,
         version: str,
         tracer: Tracer = NO_TRACER,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self.config, self.tracer = config, tracer
         self.streams = OpenStreams()
@@ -114,7 +116,7 @@ class IndexEngine:
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
-        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
+        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock, uniform)
 
     @property
     def watch_reader(self) -> LogReader:

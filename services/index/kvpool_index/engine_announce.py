@@ -2,22 +2,20 @@
 
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvpool.core.cluster import LocationChange, StaleLocation
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.fault_points import reach
 from kvpool.core.location_digest import PartSpan
 from kvpool_index.core.entries import Operation, is_left_out
-from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
+from kvpool_index.core.events import ChunkState, pack_entries, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import EventLog, LocationStore, StreamFence
-
-_CHUNKS_PER_ENTRY: Final = 64  # of the event log
 
 
 class Replacing(Protocol):
@@ -192,10 +190,6 @@ class AnnounceService:
         chunk_streams = self._events.stream_count - 1
         for state in states:
             by_stream.setdefault(stream_of(state.group_head, chunk_streams), []).append(state)
-        entries = [
-            (stream, pack_chunks(found[start : start + _CHUNKS_PER_ENTRY]))
-            for stream, found in by_stream.items()
-            for start in range(0, len(found), _CHUNKS_PER_ENTRY)
-        ]
+        entries = [(stream, payload) for stream, found in by_stream.items() for payload in pack_entries(found)]
         if entries:
             await self._events.append(entries)
