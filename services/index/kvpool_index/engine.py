@@ -18,7 +18,6 @@ from kvpool.core.cluster import (
     NodeInfo,
     NodeKind,
     NodeLease,
-    NodeLoad,
     RegistrationAttempt,
     RouteAnswer,
     StaleLocation,
@@ -176,13 +175,6 @@ class IndexEngine:
     ) -> None:
         """Put back what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
         await self._policies.restore(tenant, node_id, incarnation, kept)
-
-    async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> LeaseRenewal:
-        """Raises LeaseLost, StaleIncarnation."""
-        (refusal,) = await self._nodes.renew([Renewal(node_id=node_id, incarnation=incarnation, load=load)])
-        if refusal is not None:
-            raise refusal
-        return LeaseRenewal(lease_ttl_ms=self.config.lease_ttl_ms, policy_version=await self._policies.version())
 
     async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
         """See LeaseService."""
