@@ -1,9 +1,9 @@
 """CPU of one index process while members of a large cluster do nothing but keep their leases.
 
-python -m bench.lease_renewals --agents 8000 --pagestores 1000 --seconds 20 [--by calls]
+python -m bench.lease_renewals --agents 8000 --pagestores 1000 --seconds 20
 
-One process plays all members: agents hold nothing and renew without a load, pagestores with one. `--by calls` renews
-by a unary call each, as often as a lease with a load asks for. Prints cores used by the index and by Redis.
+One process plays all members: agents hold nothing and renew without a load, pagestores with one.
+Prints cores used by the index and by Redis.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Member:
         self.count = self.lost_count = 0
         self.registered = asyncio.Event()
 
-    async def run(self, by: str, places: asyncio.Semaphore) -> None:
+    async def run(self, places: asyncio.Semaphore) -> None:
         async with places:
             await self.register()
         self.registered.set()
-        await (self.by_stream() if by == "stream" else self.by_calls())
+        await self._renew()
 
     async def register(self) -> None:
         kind = index_pb2.NODE_KIND_AGENT if self.is_agent else index_pb2.NODE_KIND_PAGESTORE
@@ -56,11 +56,11 @@ class Member:
         answer = await self.stub.RegisterNode(index_pb2.RegisterNodeRequest(node=node), timeout=60)
         self.incarnation = answer.incarnation
 
-    def request(self) -> index_pb2.RenewLeaseRequest:
+    def request(self) -> index_pb2.LeaseToRenew:
         load = None if self.is_agent else index_pb2.NodeLoad(page_count=self.count, reconcile_age_ms=1)
-        return index_pb2.RenewLeaseRequest(node_id=self.node_id, incarnation=self.incarnation, load=load)
+        return index_pb2.LeaseToRenew(node_id=self.node_id, incarnation=self.incarnation, load=load)
 
-    async def by_stream(self) -> None:
+    async def _renew(self) -> None:
         call = self.stub.RenewLeases()
         while True:
             await call.write(index_pb2.RenewLeasesRequest(renewals=[self.request()]))
@@ -73,14 +73,6 @@ class Member:
             first, self.count = self.count == 0, self.count + 1
             pause_s = (answer.idle_renew_interval_ms if self.is_agent else answer.renew_interval_ms) / 1e3
             await asyncio.sleep(pause_s * random.random() if first else pause_s)
-
-    async def by_calls(self) -> None:
-        pause_s = 5.0 / 3
-        await asyncio.sleep(pause_s * random.random())
-        while True:
-            await self.stub.RenewLease(self.request(), timeout=60)
-            self.count += 1
-            await asyncio.sleep(pause_s)
 
 
 @contextmanager
@@ -111,7 +103,7 @@ async def play(endpoint: str, arguments: argparse.Namespace, pids: dict[str, int
     stubs = [index_pb2_grpc.IndexServiceStub(channel) for channel in channels]
     members = [Member(stubs[n // _MEMBERS_A_CHANNEL], is_agent=n < arguments.agents) for n in range(total)]
     places = asyncio.Semaphore(_REGISTERED_AT_ONCE)
-    tasks = [asyncio.create_task(member.run(arguments.by, places)) for member in members]
+    tasks = [asyncio.create_task(member.run(places)) for member in members]
     await asyncio.gather(*(member.registered.wait() for member in members))
     print(f"{total} members registered", flush=True)
     await asyncio.sleep(arguments.warm_up)
@@ -125,7 +117,7 @@ async def play(endpoint: str, arguments: argparse.Namespace, pids: dict[str, int
     assert not failed, failed[0]
     alive = (await stubs[0].ListNodes(index_pb2.ListNodesRequest(), timeout=60)).nodes
     print(
-        f"{total} members by {arguments.by}: {renewed / took_s:.0f} renewals/s, {len(alive)} alive, "
+        f"{total} members: {renewed / took_s:.0f} renewals/s, {len(alive)} alive, "
         f"{sum(member.lost_count for member in members) - lost} leases lost; "
         + ", ".join(f"{name} {cores:.3f} cores" for name, cores in used.items()),
         flush=True,
@@ -143,7 +135,6 @@ def main() -> None:
     parser.add_argument("--pagestores", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--warm-up", type=float, default=12.0)
-    parser.add_argument("--by", choices=("stream", "calls"), default="stream")
     arguments = parser.parse_args()
     limits = ["--max-peer-open-calls", "20000", "--redis-timeout-ms", "20000"]  # one process plays all
     with running_redis() as redis, running_index(redis.url, limits) as (pid, endpoint):

@@ -21,6 +21,7 @@ from bench.process_usage import cpu_s
 from bench.waiting import ready_document, until
 from kvpool.client.config import ClientConfig
 from kvpool.client.index import IndexClient
+from kvpool.client.lease_stream import LeaseStream
 from kvpool.core.cluster import ChainQuery, NodeInfo, NodeKind, NodeLease, NodeLoad
 from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import Dtype, KeyspaceSpec, KvGroup
@@ -100,10 +101,11 @@ async def filled(redis: Server, index: Server, chunk_count: int) -> AsyncIterato
 
 
 async def _renew(client: IndexClient, node_id: bytes, lease: NodeLease) -> None:
+    leases = LeaseStream(client.endpoints)
     while True:
         await asyncio.sleep(lease.renew_interval_ms / 1e3)
         with contextlib.suppress(KvPoolError):
-            await client.renew_lease(node_id, lease.incarnation, NodeLoad())
+            await leases.renew(node_id, lease.incarnation, NodeLoad(), timeout_s=lease.lease_ttl_ms / 3e3)
 
 
 def query_of(chains: MadeChains, chain: int, chunk_count: int) -> ChainQuery:

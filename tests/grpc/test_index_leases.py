@@ -17,9 +17,9 @@ from tests.fixtures.index_node import FakeNode, open_keyspace, refusal
 from tests.fixtures.index_server import running_index
 
 
-def renewal(node: FakeNode, pages: int | None = None) -> index_pb2.RenewLeaseRequest:
+def renewal(node: FakeNode, pages: int | None = None) -> index_pb2.LeaseToRenew:
     load = None if pages is None else index_pb2.NodeLoad(page_count=pages)
-    return index_pb2.RenewLeaseRequest(node_id=node.node_id, incarnation=node.incarnation, load=load)
+    return index_pb2.LeaseToRenew(node_id=node.node_id, incarnation=node.incarnation, load=load)
 
 
 async def test_one_stream_renews_any_number_of_leases_and_a_refusal_does_not_end_it() -> None:

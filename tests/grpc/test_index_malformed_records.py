@@ -51,11 +51,11 @@ async def test_a_malformed_record_is_passed_over_and_counted() -> None:
             listed = (await index.stub.ListKeyspaces(index_pb2.ListKeyspacesRequest())).keyspaces
             assert [each.keyspace_id for each in listed] == [chain.keyspace] and not listed[0].HasField("policy")
             assert malformed(index, "keyspace") == 2 and malformed(index, "policy") == 1
-            renewed = await index.stub.RenewLease(
-                index_pb2.RenewLeaseRequest(node_id=node.node_id, incarnation=node.incarnation)
-            )
-            assert renewed.policy_version == 0
+            assert (await node.renewed()).policy_version == 0
             assert (await index.stub.Match(chain.query())).matched_chunks == 1, "the second chunk's value is no value"
+            assert malformed(index, "location") == 1
+            assert (await index.stub.Match(chain.query())).matched_chunks == 1
+            assert malformed(index, "location") == 2, "each read counts, also of a value that was met before"
             # The victim of a forged record can still register, and policies can still be set.
             assert (await FakeNode(index.stub, bytes(15) + b"\x01").register()).incarnation < 1 << 53
             policy = common_pb2.KeyspacePolicy(replication_factor=1)

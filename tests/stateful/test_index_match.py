@@ -1,6 +1,5 @@
 """The index over its in-memory store against a model that knows only sets, and shares no code with it."""
 
-import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,9 +18,11 @@ from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
+from kvpool_index.core.nodes import Renewal
 from kvpool_index.engine import IndexEngine
 from kvpool_index.engine_announce import AnnounceStream
 from kvpool_index.metrics import IndexMetrics
+from tests.fixtures.virtual_time import VirtualTimeLoop
 
 ResultT = TypeVar("ResultT")
 
@@ -86,7 +87,7 @@ class ModelNode:
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualTimeLoop()
         self.clock = ManualClock()
         self.store = MemoryIndexStore(self.clock)
         self.engine = IndexEngine(
@@ -143,7 +144,10 @@ class IndexMachine(RuleBasedStateMachine):
         node = self.nodes[number]
         expected = self.alive(number)
         try:
-            self.run(self.engine.renew_lease(bytes([number]) * 16, node.incarnation, NodeLoad()))
+            lease = Renewal(node_id=bytes([number]) * 16, incarnation=node.incarnation, load=NodeLoad())
+            refused = self.run(self.engine.renew_leases([lease]))[0]
+            if refused[0] is not None:
+                raise refused[0]
         except LeaseLost:
             assert not expected
         else:

@@ -23,7 +23,7 @@ from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
 from kvpool_index.config import IndexConfig
-from kvpool_index.core.entries import decode_value
+from kvpool_index.core.entries import MAX_ENTRIES, decode_value
 from kvpool_index.core.groups import GroupRead
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine import IndexEngine
@@ -78,13 +78,16 @@ class World:
         self.wire: list[AnnounceBatch] = []
         self.stream: Any = None
 
-    @staticmethod
-    def make_engine(store: MemoryIndexStore) -> IndexEngine:
+    def metric(self, name: str) -> float:
+        return self.registry.get_sample_value(name) or 0.0
+
+    def make_engine(self, store: MemoryIndexStore) -> IndexEngine:
+        self.registry = CollectorRegistry()
         return IndexEngine(
             store=store,
             config=IndexConfig(lease_ttl_ms=600_000),
             clock=ManualClock(),
-            metrics=IndexMetrics(CollectorRegistry()),
+            metrics=IndexMetrics(self.registry),
             secret_of=lambda tenant: PUBLISHED_TENANT_SECRET,
             version="test",
         )
@@ -222,7 +225,7 @@ class World:
     async def known(self) -> dict[int, tuple[int, ...]]:
         """What the index has of this node."""
         reads = [GroupRead(HEADS[number], [HASHES[number][:8]]) for number in range(CHUNKS)]
-        (record,) = await self.store.nodes.snapshot()
+        (record,) = [each for each in await self.store.nodes.snapshot() if each.info.node_id == NODE.node_id]
         found: dict[int, tuple[int, ...]] = {}
         for number, value in enumerate(await self.store.locations.read(KEYSPACE, reads)):
             for entry in decode_value(value, WHOLE):
@@ -270,5 +273,58 @@ def test_the_index_ends_with_the_truth(
         (record,) = await world.store.nodes.snapshot()
         assert await world.store.locations.digests(record.ordinal, range(RANGE_COUNT)) == own
         assert world.queue.acknowledged == world.queue.offered
+
+    asyncio.run(play())
+
+
+async def _fill(world: World, number: int) -> list[tuple[bytes, int]]:
+    """Have as many other nodes announce a chunk as its value can name; their ids and incarnations."""
+    found: list[tuple[bytes, int]] = []
+    for at in range(MAX_ENTRIES):
+        node = NodeInfo(node_id=at.to_bytes(16, "big"), kind=NODE.kind, endpoint="h:1")
+        lease = await world.engine.register_node(node, 0)
+        stream = await world.engine.open_announce(node.node_id, lease.incarnation, lease.announce_epoch)
+        change = LocationChange(
+            keyspace=KEYSPACE,
+            chunk_hash=HASHES[number],
+            group_head_hash=HEADS[number],
+            tier=TIERS[1],
+            added_shards=WHOLE,
+            removed_shards=0,
+        )
+        await stream.apply(1, [change])
+        found.append((node.node_id, lease.incarnation))
+    return found
+
+
+def test_a_node_that_a_full_chunk_leaves_out_is_not_repaired_for_ever_and_recorded_when_another_has_gone() -> None:
+    async def play() -> None:
+        world = World()
+        await world.register()
+        await world.round([])
+        (full, incarnation), *_ = await _fill(world, 0)
+        for number in (0, 1):
+            world.change(number, 1, WHOLE, True)
+        for _ in range(6):
+            await world.round([])
+        repaired = world.reconciler.replaced_count
+        for _ in range(50):
+            await world.round([])
+        assert world.reconciler.replaced_count == repaired, "what no repair mends is left alone"
+        assert set(await world.known()) == {1} and world.queue.acknowledged == world.queue.offered
+        assert world.metric("kvpool_index_corrected_digests_total") == 0, "the digests agree with what is recorded"
+        assert world.metric("kvpool_index_left_out_locations_total") > 0
+        world.change(2, 1, WHOLE, True)  # anything else in the range is mended as ever
+        await world.step("deliver")
+        await world.step("stale", 2, 1)
+        await world.round([])
+        await world.round([])
+        assert set(await world.known()) == {1, 2}
+        place = Location(node_id=full, incarnation=incarnation, tier=TIERS[1], shards=VALID)
+        gone = StaleLocation(keyspace=KEYSPACE, chunk_hash=HASHES[0], group_head_hash=HEADS[0], location=place)
+        assert await world.engine.report_stale("default", [gone]) == [True]
+        for _ in range(66):
+            await world.round([])
+        assert set(await world.known()) == {0, 1, 2}
 
     asyncio.run(play())

@@ -55,6 +55,9 @@ class IndexConfig(TlsSettings):
     max_peer_open_calls: Annotated[int, "the same of one host, over all its connections"] = 8192
     max_nodes: Annotated[int, "nodes that the store remembers; a further one cannot register"] = 65536
     max_keyspaces: Annotated[int, "keyspaces of a tenant; a further one cannot be opened"] = 4096
+    keyspace_idle_s: Annotated[
+        float, "a keyspace without chunks, policy and use for so long is forgotten; 0: never"
+    ] = 30 * 24 * 3600.0
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -92,6 +95,12 @@ class IndexConfig(TlsSettings):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.sweep_interval_s <= 0:
             raise ValueError(f"sweep_interval_s must be > 0, got {self.sweep_interval_s}")
+        if self.keyspace_idle_s and self.keyspace_idle_s < 2 * self.sweep_interval_s:
+            # A replica writes down what it saw used with each sweep.
+            raise ValueError(
+                f"keyspace_idle_s must be 0 or two sweep_interval_s or more, got {self.keyspace_idle_s} with "
+                f"{self.sweep_interval_s}"
+            )
         if self.drain_s < 0:
             raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")
 

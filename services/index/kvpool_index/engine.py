@@ -1,7 +1,8 @@
 """What the servicer calls: the parts of the engine, wired."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvpool.core.cluster import (
     NodeInfo,
     NodeKind,
     NodeLease,
-    NodeLoad,
     RegistrationAttempt,
     RouteAnswer,
     StaleLocation,
@@ -89,6 +89,7 @@ class IndexEngine:
         secret_of: SecretOf,
         version: str,
         tracer: Tracer = NO_TRACER,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self.config, self.tracer = config, tracer
         self.streams = OpenStreams()
@@ -97,16 +98,24 @@ class IndexEngine:
         self._metrics = metrics
         if store.redis is not None:
             metrics.tell_of_redis(store.redis)
-        self._keyspaces = KeyspaceService(store.keyspaces, secret_of, max_keyspaces=config.max_keyspaces)
+        self._keyspaces = KeyspaceService(
+            store.keyspaces,
+            store.policies,
+            secret_of,
+            max_keyspaces=config.max_keyspaces,
+            idle_s=config.keyspace_idle_s,
+        )
         self._policies = PolicyService(store.keyspaces, store.policies, store.nodes)
         self._nodes = NodeService(store.nodes, config, clock, metrics)
         self._leases = LeaseService(self._nodes, self._policies, config)
         self._matches = MatchService(store, self._nodes, self._keyspaces, config, metrics, tracer)
-        self._sweeps = SweepService(store.locations, self._nodes, metrics, interval_s=config.sweep_interval_s)
+        self._sweeps = SweepService(
+            store.locations, self._nodes, self._keyspaces, metrics, interval_s=config.sweep_interval_s
+        )
         self._routes = RouteService(self._matches, self._nodes, self._keyspaces, config)
         self._announcements = AnnounceService(store.locations, store.events, self._nodes, self._keyspaces, metrics)
         self._reconciliation = ReconcileService(store.locations, self._announcements, store.nodes, metrics)
-        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock)
+        self._watches = WatchService(store.events, self._nodes, self._keyspaces, config, metrics, clock, uniform)
 
     @property
     def watch_reader(self) -> LogReader:
@@ -166,13 +175,6 @@ class IndexEngine:
     ) -> None:
         """Put back what the store has lost. kept: with the encoding of each. Raises InvalidRequest, LeaseLost."""
         await self._policies.restore(tenant, node_id, incarnation, kept)
-
-    async def renew_lease(self, node_id: bytes, incarnation: int, load: NodeLoad) -> LeaseRenewal:
-        """Raises LeaseLost, StaleIncarnation."""
-        (refusal,) = await self._nodes.renew([Renewal(node_id=node_id, incarnation=incarnation, load=load)])
-        if refusal is not None:
-            raise refusal
-        return LeaseRenewal(lease_ttl_ms=self.config.lease_ttl_ms, policy_version=await self._policies.version())
 
     async def renew_leases(self, renewals: Sequence[Renewal]) -> tuple[Refusals, LeaseRenewal, LeaseRenewal]:
         """See LeaseService."""

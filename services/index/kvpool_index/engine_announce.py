@@ -2,22 +2,20 @@
 
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvpool.core.cluster import LocationChange, StaleLocation
 from kvpool.core.errors import InvalidRequest
 from kvpool.core.fault_points import reach
 from kvpool.core.location_digest import PartSpan
-from kvpool_index.core.entries import Operation
-from kvpool_index.core.events import ChunkState, pack_chunks, stream_of
+from kvpool_index.core.entries import Operation, is_left_out
+from kvpool_index.core.events import ChunkState, pack_entries, stream_of
 from kvpool_index.core.groups import ChunkOperation, one_tier, operations_of
 from kvpool_index.core.replacement import BucketSpan
 from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import EventLog, LocationStore, StreamFence
-
-_CHUNKS_PER_ENTRY: Final = 64  # of the event log
 
 
 class Replacing(Protocol):
@@ -108,8 +106,8 @@ class AnnounceService:
         self._metrics.announce_batches.inc()
         self._metrics.announce_changes.inc(len(changes))
 
-    async def apply_operations(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> None:
-        """Apply operations of a stream and log them."""
+    async def apply_operations(self, fence: StreamFence, operations: Sequence[ChunkOperation]) -> list[ChunkOperation]:
+        """Apply operations of a stream and log them; those whose node is not recorded: the chunk has enough nodes."""
         started_at_s = time.perf_counter()
         reach("index.announce.begin")
         states = await self._store.apply(fence, operations)
@@ -118,6 +116,10 @@ class AnnounceService:
         await self._log(states)
         reach("index.announce.logged")
         self._metrics.store_duration.labels("apply").observe(time.perf_counter() - started_at_s)
+        pairs = zip(operations, states, strict=True)
+        left_out = [each for each, state in pairs if is_left_out(state.value, each.operation)]
+        self._metrics.left_out.inc(len(left_out))
+        return left_out
 
     async def grids(self, changes: Sequence[LocationChange]) -> dict[bytes, int]:
         """all_shards of the grids of the keyspaces named; 0 for one that the store does not know."""
@@ -188,10 +190,6 @@ class AnnounceService:
         chunk_streams = self._events.stream_count - 1
         for state in states:
             by_stream.setdefault(stream_of(state.group_head, chunk_streams), []).append(state)
-        entries = [
-            (stream, pack_chunks(found[start : start + _CHUNKS_PER_ENTRY]))
-            for stream, found in by_stream.items()
-            for start in range(0, len(found), _CHUNKS_PER_ENTRY)
-        ]
+        entries = [(stream, payload) for stream, found in by_stream.items() for payload in pack_entries(found)]
         if entries:
             await self._events.append(entries)

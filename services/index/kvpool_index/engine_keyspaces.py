@@ -1,8 +1,9 @@
 """Keyspaces as the engine serves them."""
 
 import contextlib
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,9 @@ from kvpool.core.keyspace import (
     encode_keyspace,
     keyspace_id,
 )
-from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry
+from kvpool_index.ports import BoundKeyspace, KeyspaceRegistry, PolicyRegistry
+
+_log = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _CACHE_MAX: Final = 65536  # keyspaces; the cache starts anew beyond this
@@ -47,13 +50,32 @@ class OpenedKeyspace:
 
 
 class KeyspaceService:
-    """Binds names, and knows the keyspaces that were asked for. A binding never changes, so that it may be cached."""
+    """Binds names, and knows the keyspaces that were asked for. A binding never changes, so that it may be cached.
 
-    def __init__(self, registry: KeyspaceRegistry, secret_of: SecretOf, *, max_keyspaces: int = 4096) -> None:
+    A keyspace is in use while it is opened or matched, a node names it because it holds chunks of it, or the store has
+    chunks of it. One that is not used for `idle_s` and has no policy is forgotten, so that a tenant that has reached
+    max_keyspaces has room again. To forget one that is needed later does no harm: its id follows from its content, so
+    that an engine that opens it and a node that names it make the same one known again.
+    """
+
+    def __init__(
+        self,
+        registry: KeyspaceRegistry,
+        policies: PolicyRegistry,
+        secret_of: SecretOf,
+        *,
+        max_keyspaces: int = 4096,
+        idle_s: float = 0.0,
+    ) -> None:
+        """idle_s: 0 forgets none."""
         self._registry = registry
+        self._policies = policies
         self._secret_of = secret_of
         self._max_keyspaces = max_keyspaces
+        self._idle_s = idle_s
         self._known: dict[bytes, KnownKeyspace] = {}
+        self._matched: set[bytes] = set()  # since `forget_idle` was called last
+        self._tenants: set[str] = set()  # that were seen here
 
     async def open(self, tenant: str, name: str, spec: KeyspaceSpec) -> OpenedKeyspace:
         """Bind a name to a spec. Raises InvalidRequest, KeyspaceMismatch naming the field."""
@@ -69,6 +91,7 @@ class KeyspaceService:
             raise KeyspaceMismatch(
                 f"keyspace {name!r} is bound to another {', '.join(fields)}", field=fields[0] if fields else ""
             )
+        self._tenants.add(tenant)
         keyspace = self._remember(bound)
         hash_key = derive_hash_key(self._secret_of(tenant), keyspace.keyspace_id)
         return OpenedKeyspace(keyspace=keyspace, hash_key=hash_key, created=created)
@@ -78,7 +101,9 @@ class KeyspaceService:
         count = await self._registry.count(wanted.tenant)
         if count < self._max_keyspaces:
             return
-        if wanted.name not in {bound.name for bound in await self._registry.of_tenant(wanted.tenant)}:
+        names = {bound.name for bound in await self._registry.of_tenant(wanted.tenant)}
+        is_stored = len(names) < self._max_keyspaces and await self._registry.by_id(wanted.keyspace_id) is not None
+        if wanted.name not in names and not is_stored:  # a node may have restored it without its name
             raise Overloaded(f"tenant {wanted.tenant!r} has {count} keyspaces, as many as max_keyspaces allows")
 
     async def of_tenant(self, tenant: str) -> list[KnownKeyspace]:
@@ -94,6 +119,7 @@ class KeyspaceService:
         known = self._known.get(keyspace) or await self.find(keyspace)
         if known is None or known.tenant != tenant:
             raise KeyspaceUnknown(f"keyspace {keyspace.hex()} is not known")
+        self._matched.add(keyspace)
         return known
 
     async def find(self, keyspace: bytes) -> KnownKeyspace | None:
@@ -107,20 +133,57 @@ class KeyspaceService:
     async def restore(self, tenant: str, encodings: Sequence[bytes]) -> None:
         """Store again those of this tenant that the store has lost, with their names as far as this replica knows them.
 
-        Raises InvalidRequest for a malformed encoding.
+        No more than the tenant may have; those left out are not matched, and are named again with the node's next
+        comparison. Raises InvalidRequest for a malformed encoding.
         """
         own = {keyspace_id(each): each for each in encodings if decode_keyspace(each)[0] == tenant}
-        lost: list[BoundKeyspace] = []
+        if not own:
+            return
+        self._tenants.add(tenant)
+        in_use: list[BoundKeyspace] = []
+        unnamed: list[BoundKeyspace] = []
         for (at, encoding), bound in zip(own.items(), await self._registry.by_ids(list(own)), strict=True):
             known = self._known.get(at)
+            name = known.name if known is not None else ""
+            in_use.append(BoundKeyspace(tenant=tenant, name=name, keyspace_id=at, encoding=encoding))
             # Another replica that did not know the name may have been first.
-            if bound is None or (not bound.name and known is not None and known.name):
-                name = known.name if known else ""
-                lost.append(BoundKeyspace(tenant=tenant, name=name, keyspace_id=at, encoding=encoding))
-        for each in lost:
-            if each.name:
-                await self._registry.bind(each)  # unless the name has been bound to another encoding since
-        await self._registry.restore(lost)
+            if name and (bound is None or not bound.name):
+                unnamed.append(in_use[-1])
+        room = self._max_keyspaces - await self._registry.count(tenant) if unnamed else 0
+        for each in unnamed[: max(0, room)]:
+            await self._registry.bind(each)  # unless the name has been bound to another encoding since
+        refused = await self._registry.restore(tenant, in_use, limit=self._max_keyspaces)
+        if refused:
+            _log.warning("%d keyspaces that a node holds were not restored: max_keyspaces allows no more", refused)
+
+    async def forget_idle(self, with_chunks: Collection[bytes]) -> int:
+        """Forget keyspaces that have not been used for long; how many. with_chunks: those that the store has chunks of.
+
+        Of tenants that were seen here. Raises StoreUnavailable.
+        """
+        used, self._matched = self._matched.union(with_chunks), set()
+        if not self._idle_s:
+            return 0
+        used_by: dict[str, list[bytes]] = {}
+        for each in used:
+            with contextlib.suppress(InvalidRequest):  # opened through an index of a later version
+                if (known := await self.find(each)) is not None:
+                    used_by.setdefault(known.tenant, []).append(each)
+        for tenant, keyspaces in used_by.items():
+            await self._registry.touch(tenant, keyspaces)
+        count = 0
+        for tenant in self._tenants:
+            idle = await self._registry.idle(tenant, self._idle_s)
+            kept = {one.keyspace for one in await self._policies.get(idle)}
+            found = [bound for bound in await self._registry.of_tenant(tenant) if bound.keyspace_id in idle]
+            found += [bound for bound in await self._registry.by_ids(idle) if bound is not None]
+            doomed = [bound for bound in found if bound.keyspace_id not in kept]
+            forgotten = await self._registry.forget(tenant, doomed, idle_s=self._idle_s)
+            for each in forgotten:
+                self._known.pop(each, None)
+                _log.info("keyspace %s was not used for %g s and is forgotten", each.hex(), self._idle_s)
+            count += len(forgotten)
+        return count
 
     def _remember(self, bound: BoundKeyspace) -> KnownKeyspace:
         if len(self._known) >= _CACHE_MAX:

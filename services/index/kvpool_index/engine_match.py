@@ -42,7 +42,7 @@ class MatchService:
         metrics: IndexMetrics,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        self._store = store.locations
+        self._store, self._redis = store.locations, store.redis
         self._tracer, self._read_attributes = tracer, {"db.system.name": store.kind, "db.operation.name": "read_chain"}
         self._nodes = nodes
         self._keyspaces = keyspaces
@@ -81,6 +81,8 @@ class MatchService:
             found = [matcher.match(each) for each in values]
             for query, each in zip(queries, values, strict=True):
                 self._note_dead(query, each, matcher.dead_ordinals)
+        if self._redis is not None and matcher.malformed_count:
+            self._redis.malformed["location"] += matcher.malformed_count
         self._metrics.store_duration_read.observe(read_at_s - asked_at_s)
         self._count(queries, found)
         self._metrics.match_duration.observe(time.perf_counter() - started_at_s)

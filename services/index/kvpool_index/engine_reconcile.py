@@ -96,18 +96,21 @@ class ReconcileService:
         if before is None or before == wanted:
             return
         # As in _correct.
-        await self._announcements.apply_operations(fence, truth.operations())
+        await self._apply_truth(fence, truth)
         if await self._store.part_digest(fence.ordinal, span) != before:
             return
-        if await self._store.correct_part_digest(fence.ordinal, span, before, wanted):
+        if await self._store.correct_part_digest(fence.ordinal, span, before, truth.digest()):
             _log.warning("the digest of a part of a group did not agree with its chunks and is corrected")
             self._metrics.corrected_digests.inc()
 
     async def _apply(self, fence: StreamFence, changes: Sequence[LocationChange]) -> Replacement:
         grids = await self._announcements.grids(changes)
         truth = Replacement(changes, ordinal=fence.ordinal, full_shards=grids.__getitem__)
-        await self._announcements.apply_operations(fence, truth.operations())
+        await self._apply_truth(fence, truth)
         return truth
+
+    async def _apply_truth(self, fence: StreamFence, truth: Replacement) -> None:
+        truth.leave_out(await self._announcements.apply_operations(fence, truth.operations()))
 
     async def _remove_surplus(
         self, fence: StreamFence, truth: Replacement, known: AsyncIterator[list[NodeEntry]]
@@ -128,7 +131,7 @@ class ReconcileService:
         before = await self._differing(fence.ordinal, truth, ranges)
         if not before:
             return
-        await self._announcements.apply_operations(fence, truth.operations())
+        await self._apply_truth(fence, truth)
         after = await self._differing(fence.ordinal, truth, list(before))
         wrong = {number: change for number, change in after.items() if before[number] == change}
         corrected = await self._store.correct_digests(fence.ordinal, wrong)

@@ -1,7 +1,8 @@
 """Removing what nodes that are gone for good left behind, also where no match will ever meet it.
 
 Each start of a pagestore is another incarnation with an ordinal of its own, so that without this every restart would
-leave an entry of each chunk behind, for as long as nobody asks for the chunk: for ever, mostly.
+leave an entry of each chunk behind, for as long as nobody asks for the chunk: for ever, mostly. As it looks at every
+chunk, it also learns which keyspaces have any: those that have none and are not used are forgotten after it.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Final
 from kvpool.core.errors import Overloaded, StoreUnavailable
 from kvpool_index.core.entries import EVERY_SHARD, Operation
 from kvpool_index.core.groups import ChunkOperation, NamedChunk
+from kvpool_index.engine_keyspaces import KeyspaceService
 from kvpool_index.engine_nodes import NodeService
 from kvpool_index.metrics import IndexMetrics
 from kvpool_index.ports import LocationStore
@@ -26,9 +28,18 @@ _LONGEST_PAUSE_S: Final = 1.0
 class SweepService:
     """Walks over all chunks of the store from time to time. Each replica does; what one has removed the next passes."""
 
-    def __init__(self, store: LocationStore, nodes: NodeService, metrics: IndexMetrics, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        store: LocationStore,
+        nodes: NodeService,
+        keyspaces: KeyspaceService,
+        metrics: IndexMetrics,
+        *,
+        interval_s: float,
+    ) -> None:
         self._store = store
         self._nodes = nodes
+        self._keyspaces = keyspaces
         self._metrics = metrics
         self._interval_s = interval_s
 
@@ -44,8 +55,10 @@ class SweepService:
     async def sweep(self) -> int:
         """Look at every chunk once; the number of entries removed. Raises StoreUnavailable and Overloaded."""
         removed_count = 0
+        keyspaces: set[bytes] = set()
         began_s = time.perf_counter()
         async for chunks in self._store.chunks():
+            keyspaces.update(each.entry.keyspace for each in chunks)
             removals = await self._removals(chunks)
             states = await self._store.remove(removals) if removals else []
             removed_count += sum(state is not None for state in states)
@@ -53,6 +66,7 @@ class SweepService:
             await asyncio.sleep(min(_LONGEST_PAUSE_S, taken_s / _SHARE - taken_s))
             began_s = time.perf_counter()
         self._metrics.dead_removed.inc(removed_count)
+        await self._keyspaces.forget_idle(keyspaces)
         return removed_count
 
     async def _removals(self, chunks: Sequence[NamedChunk]) -> list[ChunkOperation]:

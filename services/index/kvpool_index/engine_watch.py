@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -28,6 +29,7 @@ _LOG_GAP: Final = "the log of events has a gap"
 _BEGINS: Final = "the watch begins"
 _HEARTBEAT_S: Final = 1.0
 _NOT_READ_YET_S: Final = 0.1
+_GAP_SPREAD_S: Final = 2.0  # no heartbeat comes meanwhile: what a replica has is used for 3 s at most, as ever
 
 _Item: TypeAlias = EntryNews | Checked
 
@@ -60,7 +62,10 @@ class WatchService:
         config: IndexConfig,
         metrics: IndexMetrics,
         clock: Clock,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
+        """uniform: draws how long each watcher waits, when all have lost events at once."""
+        self._uniform = uniform
         self._nodes = nodes
         self._keyspaces = keyspaces
         self._config = config
@@ -141,6 +146,8 @@ class WatchService:
             if lost:
                 position = _before(items[0]) if items else self.reader.position
                 cause, watcher.lost_because = watcher.lost_because, _BEHIND
+                if cause == _LOG_GAP:  # of all watchers at once, whose questions then all come here
+                    await asyncio.sleep(self._uniform(0.0, _GAP_SPREAD_S))
                 yield await self._resync(watcher, position, cause)
             for item in items:
                 if isinstance(item, Checked):

@@ -95,6 +95,11 @@ class IndexMetrics:
         self.corrected_digests = Counter(
             "kvpool_index_corrected_digests", "Digests that did not agree with their chunks.", registry=registry
         )
+        self.left_out = Counter(
+            "kvpool_index_left_out_locations",
+            "Announced chunks whose node was not recorded, because as many nodes as a chunk can name have it.",
+            registry=registry,
+        )
         self.staleness_bound = Gauge(
             "kvpool_index_staleness_bound_seconds",
             "What the store lost of any live node longer ago than this has been restored.",

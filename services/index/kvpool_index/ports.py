@@ -217,11 +217,33 @@ class KeyspaceRegistry(Protocol):
     """Names of keyspaces."""
 
     async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
-        """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic."""
+        """Bind a name unless it is bound. Returns what it is bound to now, and whether this call did it. Atomic.
+
+        A keyspace that it is bound to is noted as used.
+        """
         ...
 
-    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
-        """Have `by_id` know keyspaces that were lost, in one round; under no name if theirs is empty."""
+    async def restore(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, limit: int) -> int:
+        """Note that keyspaces of one tenant are in use, and have `by_id` know those that were lost.
+
+        They are known under no name if theirs is empty. Returns how many were not stored because the tenant has
+        `limit` keyspaces.
+        """
+        ...
+
+    async def touch(self, tenant: str, keyspace_ids: Sequence[bytes]) -> None:
+        """Note that keyspaces of a tenant are in use, as far as they are known. `bind` and `restore` do so too."""
+        ...
+
+    async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
+        """The ids of a tenant's keyspaces that were not used for so long."""
+        ...
+
+    async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
+        """Forget keyspaces with their names, unless they were used less than idle_s ago. Returns the ids forgotten.
+
+        One that has several names is given once for each of them. A keyspace is checked and forgotten atomically.
+        """
         ...
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
@@ -233,7 +255,7 @@ class KeyspaceRegistry(Protocol):
         ...
 
     async def count(self, tenant: str) -> int:
-        """Names of a tenant."""
+        """Keyspaces of a tenant, with or without a name; or names, if there are more of them."""
         ...
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:

@@ -130,14 +130,6 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
             version=versions.own_version_to_proto(),
         )
 
-    async def RenewLease(
-        self, request: pb.RenewLeaseRequest, context: Context[pb.RenewLeaseRequest, pb.RenewLeaseResponse]
-    ) -> pb.RenewLeaseResponse:
-        node_id = convert.check_id(request.node_id, "node_id")
-        load = convert_cluster.node_load_from_proto(request.load)
-        renewal = await self._engine.renew_lease(node_id, request.incarnation, load)
-        return pb.RenewLeaseResponse(lease_ttl_ms=renewal.lease_ttl_ms, policy_version=renewal.policy_version)
-
     async def RenewLeases(
         self,
         request_iterator: AsyncIterator[pb.RenewLeasesRequest],
@@ -333,7 +325,7 @@ class IndexServicer(pb_grpc.IndexServiceServicer):
         return convert_index_info.index_info_to_proto(await self._engine.info())
 
 
-def _renewal(message: pb.RenewLeaseRequest) -> Renewal:
+def _renewal(message: pb.LeaseToRenew) -> Renewal:
     load = convert_cluster.node_load_from_proto(message.load) if message.HasField("load") else None
     node_id = convert.check_id(message.node_id, "node_id")
     return Renewal(node_id=node_id, incarnation=message.incarnation, load=load)

@@ -235,3 +235,32 @@ async def test_two_names_may_mean_the_same(harness: Harness) -> None:
     await harness.store.keyspaces.bind(one)
     assert await harness.store.keyspaces.bind(two) == (two, True)
     assert await harness.store.keyspaces.by_id(one.keyspace_id) == one
+
+
+async def test_no_more_keyspaces_are_restored_than_the_limit(harness: Harness) -> None:
+    registry, peer = harness.store.keyspaces, harness.peer.keyspaces
+    await registry.bind(keyspace("a", "one", b"k0"))
+    await registry.bind(keyspace("b", "one", b"other"))
+    named = [keyspace("a", "", b"k%d" % number) for number in range(5)]
+    assert await peer.restore("a", named, limit=3) == 2
+    assert await peer.count("a") == 3 and await peer.count("b") == 1
+    known = await registry.by_ids([each.keyspace_id for each in named])
+    assert [each is not None for each in known] == [True, True, True, False, False]
+    assert known[0] == keyspace("a", "one", b"k0"), "what is known stays as it is"
+    assert await peer.restore("a", named[:3], limit=3) == 0
+
+
+async def test_only_keyspaces_that_were_not_used_are_forgotten(harness: Harness) -> None:
+    registry, peer = harness.store.keyspaces, harness.peer.keyspaces
+    mine, named_twice, restored = (keyspace("a", each, each.encode()) for each in ("x", "y", "z"))
+    for each in (mine, named_twice, replace(named_twice, name="y2")):
+        await registry.bind(each)
+    await registry.restore("a", [replace(restored, name="")], limit=9)
+    await registry.touch("a", [keyspace("a", "", b"none").keyspace_id])
+    ids = {each.keyspace_id for each in (mine, named_twice, restored)}
+    given = [mine, named_twice, replace(named_twice, name="y2"), replace(restored, name="")]
+    assert await peer.idle("a", 3600) == [] and await peer.forget("a", given, idle_s=3600) == []
+    assert set(await peer.idle("a", -5)) == ids and await peer.idle("b", -5) == []
+    assert set(await peer.forget("a", given[1:], idle_s=-5)) == ids - {mine.keyspace_id}
+    assert await registry.of_tenant("a") == [mine] and await registry.count("a") == 1
+    assert await registry.by_ids([each.keyspace_id for each in given]) == [mine, None, None, None]

@@ -15,6 +15,7 @@ from kvpool.core.errors import (
     LeaseLost,
     StaleIncarnation,
 )
+from kvpool.core.keyspace import keyspace_id
 from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
@@ -23,7 +24,8 @@ from tests.fixtures.patience import PATIENCE_S
 from tests.unit.client.servers import Script, Streams, refuse, serve, test_config
 
 NODE_ID = bytes(range(16))
-KEYSPACE = b"k" * 16
+ENCODING = b"encoding"
+KEYSPACE = keyspace_id(ENCODING)
 LEASE_TTL_MS = 1000 * int(PATIENCE_S)
 
 
@@ -171,7 +173,7 @@ class Node:
         return [HeldChunk(bytes(16), (0, shards, 0), 0b11)] if keyspace == KEYSPACE and shards else []
 
     def keyspace_encodings(self) -> list[bytes]:
-        return [b"encoding"]
+        return [ENCODING, b"of a keyspace without chunks"]
 
 
 @asynccontextmanager

@@ -31,7 +31,9 @@ class Reading:
 
     def __init__(self) -> None:
         self.store = MemoryIndexStore(ManualClock(), chunk_stream_count=3)
-        self.keyspaces = KeyspaceService(self.store.keyspaces, lambda tenant: PUBLISHED_TENANT_SECRET)
+        self.keyspaces = KeyspaceService(
+            self.store.keyspaces, self.store.policies, lambda tenant: PUBLISHED_TENANT_SECRET
+        )
         nodes = NodeService(self.store.nodes, IndexConfig(), ManualClock(), IndexMetrics(CollectorRegistry()))
         self.news: list[EntryNews] = []
         self.losses = 0

@@ -52,7 +52,7 @@ class LocationTruth(Protocol):
         ...
 
     def keyspace_encodings(self) -> Sequence[bytes]:
-        """Canonical encodings of the keyspaces that chunks belong to."""
+        """Canonical encodings of keyspaces: at least of all that chunks belong to."""
         ...
 
 
@@ -110,6 +110,7 @@ class ChunkDirectory:
     def __init__(self, truth: LocationTruth) -> None:
         self._truth = truth
         self._tables: dict[int, dict[bytes, ChunkTable]] = {}  # by range, then keyspace, or keyspace + head of a group
+        self._table_counts: Counter[bytes] = Counter()  # by keyspace
         self._groups: dict[int, set[bytes]] = {}  # keyspace + head of those that are kept apart, by range
         self._counts: dict[tuple[int, bytes], Counter[bytes]] = {}  # of chunks by group, where there are very many
         self._is_loaded = False
@@ -150,6 +151,10 @@ class ChunkDirectory:
     def chunk_count(self, range_number: int) -> int:
         """At least as many as are held in a range."""
         return sum(table.chunk_count for table in self._tables.get(range_number, {}).values())
+
+    def may_hold(self, keyspace: bytes) -> bool:
+        """Whether anything of a keyspace is held, as far as was looked."""
+        return self._table_counts[keyspace] > 0
 
     @property
     def is_empty(self) -> bool:
@@ -225,8 +230,11 @@ class ChunkDirectory:
         else:
             self._groups.pop(range_number, None)
         for name in before - wanted:
-            table = tables.pop(name, None)
-            for chunk_hash in table.hashes() if table is not None else ():
+            table = tables.get(name)
+            if table is None:
+                continue
+            self._remove_table(tables, name)
+            for chunk_hash in table.hashes():
                 self._note(name[:_KEYSPACE_BYTES], chunk_hash, name[_KEYSPACE_BYTES:], is_added=True)
         added = wanted - before
         for keyspace in {name[:_KEYSPACE_BYTES] for name in added} & tables.keys():
@@ -294,6 +302,7 @@ class ChunkDirectory:
             return
         if table is None:
             table = tables[name] = ChunkTable() if name is keyspace else ChunkTable(PART_COUNT)
+            self._table_counts[keyspace] += 1
         if table.add(chunk_hash) and name is keyspace and table.chunk_count > _COUNTED_CHUNKS:
             self._count(number, keyspace, head)
 
@@ -345,10 +354,17 @@ class ChunkDirectory:
 
     def _drop_table(self, number: int, name: bytes) -> None:
         tables = self._tables[number]
-        del tables[name]
+        self._remove_table(tables, name)
         self._counts.pop((number, name), None)
         if not tables:
             del self._tables[number]
+
+    def _remove_table(self, tables: dict[bytes, ChunkTable], name: bytes) -> None:
+        del tables[name]
+        keyspace = name[:_KEYSPACE_BYTES]
+        self._table_counts[keyspace] -= 1
+        if not self._table_counts[keyspace]:
+            del self._table_counts[keyspace]
 
 
 def _group(name: bytes) -> tuple[bytes, bytes]:

@@ -19,12 +19,10 @@ from kvpool.core.cluster import (
     ChainQuery,
     IndexEvent,
     IndexInfo,
-    LeaseRenewal,
     LiveNode,
     NodeInfo,
     NodeKind,
     NodeLease,
-    NodeLoad,
     RegistrationAttempt,
     RouteAnswer,
     StaleLocation,
@@ -44,7 +42,6 @@ from kvpool.wire.convert_cluster import (
     known_nodes_from_proto,
     live_node_from_proto,
     node_info_to_proto,
-    node_load_to_proto,
     split_group_from_proto,
     stale_location_to_proto,
 )
@@ -161,14 +158,6 @@ class IndexClient:
             announce_epoch=answer.announce_epoch,
             process_id=attempt.process_id,
         )
-
-    async def renew_lease(
-        self, node_id: bytes, incarnation: int, load: NodeLoad, *, timeout_s: float | None = None
-    ) -> LeaseRenewal:
-        """What is left of the lease, and the version of policies. raises: LeaseLost, StaleIncarnation."""
-        request = index_pb2.RenewLeaseRequest(node_id=node_id, incarnation=incarnation, load=node_load_to_proto(load))
-        answer = await self._endpoints.call(lambda stub: stub.RenewLease, request, timeout_s=timeout_s)
-        return LeaseRenewal(lease_ttl_ms=answer.lease_ttl_ms, policy_version=answer.policy_version)
 
     async def set_keyspace_policy(
         self, name: str, policy: KeyspacePolicy, *, timeout_s: float | None = None

@@ -36,7 +36,7 @@ class LeaseStream:
 
         raises: LeaseLost, StaleIncarnation; StoreUnavailable, ServiceUnavailable, DeadlineExceeded.
         """
-        renewal = index_pb2.RenewLeaseRequest(
+        renewal = index_pb2.LeaseToRenew(
             node_id=node_id, incarnation=incarnation, load=None if load is None else node_load_to_proto(load)
         )
         endpoint = self._endpoints.endpoint

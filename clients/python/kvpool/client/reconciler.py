@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
 from operator import xor
@@ -25,6 +26,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
     StoreUnavailable,
 )
+from kvpool.core.keyspace import keyspace_id
 from kvpool.core.location_digest import RANGE_COUNT, PartSpan, range_of
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ _CELLS_WAITING_MAX = 64  # to be replaced, before the round goes on
 _IDLE_INTERVALS = 30  # between two rounds of a node that never held anything
 _ENCODINGS_MAX = 4096
 _PAUSE_S = 1.0  # after a failure that nobody expected
+_VAIN_REPAIRS = 2  # of the same difference, after which it is left for a while
+_VAIN_ROUNDS = 64  # after which it is repaired again
 _STEP_S = 0.0005  # of computing digests between two pauses
 _LATER: tuple[type[KvPoolError], ...] = (
     *TRANSIENT,
@@ -50,6 +54,15 @@ _LATER: tuple[type[KvPoolError], ...] = (
 _Answer = TypeVar("_Answer")
 
 
+@dataclass(slots=True)
+class _VainRepairs:
+    """A difference that repairs leave as it is."""
+
+    difference: int  # exclusive or of both digests
+    count: int
+    last_round: int
+
+
 class Reconciler:
     """Compares all ranges every `interval_s`, and at once when asked to.
 
@@ -59,6 +72,9 @@ class Reconciler:
 
     A large range that differs, or changes all the time, is compared part by part in the groups that the index has
     split, so that what is announced does not grow with the number of chunks.
+
+    The index names 64 nodes of a chunk at most. A node that it leaves out sees a difference that no repair mends: one
+    that two repairs leave as it was is taken for that, and is repaired again after 64 rounds.
 
     A node that never held anything compares in one call, and seldom: the index can only have what an earlier process
     left, and drops that when this one registers.
@@ -90,6 +106,7 @@ class Reconciler:
         self._touched: set[int] = set()  # ranges of changes since a slice was begun
         self._touched_cells: set[Cell] = set()  # the same
         self._differed: set[int] = set()  # ranges, in the last complete round
+        self._vain: dict[int, _VainRepairs] = {}  # by range that still differs
         self._round_number = 0
         self._idle_intervals = 0  # since the last complete round
         self._asked = asyncio.Event()
@@ -123,6 +140,7 @@ class Reconciler:
     def start_round(self, *, unsure: bool) -> None:
         """Begin a round now. unsure: until it has replaced all that differs, nothing counts as acknowledged."""
         self._queue.unsure = self._queue.unsure or unsure
+        self._vain.clear()
         self._asked.set()
 
     def acknowledged(self) -> None:
@@ -210,8 +228,24 @@ class Reconciler:
             return {}, list(ranges)
         theirs = await self._ask(ranges[0], ranges[-1] - ranges[0] + 1)
         settled = {number: theirs[number - ranges[0]] for number in still if number not in self._touched}
-        differing = {number: digest for number, digest in settled.items() if digest != own[number]}
+        differing = {
+            number: digest for number, digest in settled.items() if self._is_to_repair(number, digest ^ own[number])
+        }
         return differing, [number for number in ranges if number not in settled]
+
+    def _is_to_repair(self, number: int, difference: int) -> bool:
+        """Whether a range differs, by something that repairs may mend."""
+        if not difference:
+            self._vain.pop(number, None)
+            return False
+        known = self._vain.get(number)
+        if known is None or known.difference != difference:
+            self._vain[number] = _VainRepairs(difference, count=1, last_round=self._round_number)
+            return True
+        if known.count >= _VAIN_REPAIRS and self._round_number - known.last_round < _VAIN_ROUNDS:
+            return False
+        known.count, known.last_round = known.count + 1, self._round_number
+        return True
 
     async def _repair(self, differing: Mapping[int, int]) -> None:
         """Repair ranges, by the digests that the index has of them."""
@@ -282,10 +316,15 @@ class Reconciler:
 
     async def _ask(self, first: int, count: int) -> list[int]:
         """The index's digests of consecutive ranges."""
-        encodings = list(self._truth.keyspace_encodings())[:_ENCODINGS_MAX] if first == 0 else []
+        encodings = self._held_encodings() if first == 0 else []
         return await self._call(
             partial(self._index.reconcile_digests, first_range=first, range_count=count, encodings=encodings)
         )
+
+    def _held_encodings(self) -> list[bytes]:
+        """Encodings of keyspaces in which something is held; the index forgets others that are not used."""
+        encodings = self._truth.keyspace_encodings()
+        return [each for each in encodings if self._directory.may_hold(keyspace_id(each))][:_ENCODINGS_MAX]
 
     async def _ask_split(self, number: int) -> dict[tuple[bytes, bytes], list[int]]:
         """Groups of a range that the index has split, by keyspace and head: its digests of their parts."""

@@ -238,7 +238,7 @@ class SetKeyspacePolicyResponse(_message.Message):
     keyspace_id: _builtins.bytes
     """16-byte keyspace id."""
     version: _builtins.int
-    """Version of the policy, and of RenewLeaseResponse.policy_version from now on."""
+    """Version of the policy, and of RenewLeasesResponse.policy_version from now on."""
     def __init__(
         self,
         *,
@@ -573,8 +573,8 @@ class NodeLoad(_message.Message):
 Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
-class RenewLeaseRequest(_message.Message):
-    """Request of RenewLease."""
+class LeaseToRenew(_message.Message):
+    """A lease to renew."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -602,33 +602,7 @@ class RenewLeaseRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
-
-@_typing.final
-class RenewLeaseResponse(_message.Message):
-    """Answer of RenewLease."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    lease_ttl_ms: _builtins.int
-    """Milliseconds until the lease ends."""
-    policy_version: _builtins.int
-    """Version of all keyspace policies: another one than before means that some have changed (or that the store lost them). 0 if none was ever set."""
-    def __init__(
-        self,
-        *,
-        lease_ttl_ms: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl_ms", b"lease_ttl_ms", "policy_version", b"policy_version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RenewLeaseResponse: _TypeAlias = RenewLeaseResponse  # noqa: Y015
+Global___LeaseToRenew: _TypeAlias = LeaseToRenew  # noqa: Y015
 
 @_typing.final
 class RenewLeasesRequest(_message.Message):
@@ -638,7 +612,7 @@ class RenewLeasesRequest(_message.Message):
 
     RENEWALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def renewals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RenewLeaseRequest]:
+    def renewals(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseToRenew]:
         """Leases of one or more nodes; at most the batch limit of GetIndexInfo. A node whose load is unset holds nothing (its last load stays): its lease is granted for longer, and is to
         be renewed less often.
         """
@@ -646,7 +620,7 @@ class RenewLeasesRequest(_message.Message):
     def __init__(
         self,
         *,
-        renewals: _abc.Iterable[Global___RenewLeaseRequest] | None = ...,
+        renewals: _abc.Iterable[Global___LeaseToRenew] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -668,7 +642,7 @@ class RefusedRenewal(_message.Message):
     """Index into the request's renewals."""
     @_builtins.property
     def error(self) -> _common_pb2.ItemError:
-        """LEASE_LOST or STALE_INCARNATION, as of RenewLease."""
+        """LEASE_LOST: register again with the same incarnation. STALE_INCARNATION: a newer process of this node is registered; stop."""
 
     def __init__(
         self,
@@ -699,7 +673,7 @@ class RenewLeasesResponse(_message.Message):
     lease_ttl_ms: _builtins.int
     """Milliseconds until the leases end that were renewed with a load."""
     policy_version: _builtins.int
-    """Version of all keyspace policies, as of RenewLease."""
+    """Version of all keyspace policies: another one than before means that some have changed (or that the store lost them). 0 if none was ever set."""
     idle_lease_ttl_ms: _builtins.int
     """Milliseconds until the leases end that were renewed without a load."""
     renew_interval_ms: _builtins.int

@@ -72,11 +72,6 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeResponse.FromString,
                 _registered_method=True)
-        self.RenewLease = channel.unary_unary(
-                '/kvpool.v1.IndexService/RenewLease',
-                request_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.FromString,
-                _registered_method=True)
         self.RenewLeases = channel.stream_stream(
                 '/kvpool.v1.IndexService/RenewLeases',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeasesRequest.SerializeToString,
@@ -207,7 +202,7 @@ class IndexServiceServicer(object):
         """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -229,20 +224,8 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RenewLease(self, request, context):
-        """Renews a lease.
-
-        Errors:
-        - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
-        - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
-        - INVALID_ARGUMENT: a malformed id.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def RenewLeases(self, request_iterator, context):
-        """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+        """Renews leases, of any number of nodes on one stream: each request is answered by one response, in order. The index
         renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
         stream stays open.
 
@@ -279,7 +262,7 @@ class IndexServiceServicer(object):
         and may be sent again after a reconnect.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -371,7 +354,7 @@ class IndexServiceServicer(object):
         replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, range or encoding.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -384,7 +367,7 @@ class IndexServiceServicer(object):
         share.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, range or continuation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -432,11 +415,6 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.RegisterNode,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.RegisterNodeResponse.SerializeToString,
-            ),
-            'RenewLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewLease,
-                    request_deserializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.SerializeToString,
             ),
             'RenewLeases': grpc.stream_stream_rpc_method_handler(
                     servicer.RenewLeases,
@@ -679,33 +657,6 @@ class IndexService(object):
             '/kvpool.v1.IndexService/RegisterNode',
             kvpool_dot_v1_dot_index__pb2.RegisterNodeRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.RegisterNodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewLease(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.IndexService/RenewLease',
-            kvpool_dot_v1_dot_index__pb2.RenewLeaseRequest.SerializeToString,
-            kvpool_dot_v1_dot_index__pb2.RenewLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,7 +72,7 @@ class IndexServiceStub:
     """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
     """
     RegisterNode: _grpc.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]
@@ -86,16 +86,8 @@ class IndexServiceStub:
     - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
       process, or a later process of the node has registered.
     """
-    RenewLease: _grpc.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]
-    """Renews a lease.
-
-    Errors:
-    - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
-    - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
-    - INVALID_ARGUMENT: a malformed id.
-    """
     RenewLeases: _grpc.StreamStreamMultiCallable[_index_pb2.RenewLeasesRequest, _index_pb2.RenewLeasesResponse]
-    """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+    """Renews leases, of any number of nodes on one stream: each request is answered by one response, in order. The index
     renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
     stream stays open.
 
@@ -120,7 +112,7 @@ class IndexServiceStub:
     and may be sent again after a reconnect.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]
@@ -180,7 +172,7 @@ class IndexServiceStub:
     replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, range or encoding.
     """
     ReconcileSplitGroups: _grpc.UnaryUnaryMultiCallable[_index_pb2.ReconcileSplitGroupsRequest, _index_pb2.ReconcileSplitGroupsResponse]
@@ -189,7 +181,7 @@ class IndexServiceStub:
     share.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, range or continuation.
     """
     GetIndexInfo: _grpc.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]
@@ -242,7 +234,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
     """
     RegisterNode: _aio.UnaryUnaryMultiCallable[_index_pb2.RegisterNodeRequest, _index_pb2.RegisterNodeResponse]  # type: ignore[assignment]
@@ -256,16 +248,8 @@ class IndexServiceAsyncStub(IndexServiceStub):
     - FAILED_PRECONDITION (STALE_INCARNATION): the incarnation asked for again is not the node's latest or not of this
       process, or a later process of the node has registered.
     """
-    RenewLease: _aio.UnaryUnaryMultiCallable[_index_pb2.RenewLeaseRequest, _index_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Renews a lease.
-
-    Errors:
-    - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
-    - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
-    - INVALID_ARGUMENT: a malformed id.
-    """
     RenewLeases: _aio.StreamStreamMultiCallable[_index_pb2.RenewLeasesRequest, _index_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+    """Renews leases, of any number of nodes on one stream: each request is answered by one response, in order. The index
     renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
     stream stays open.
 
@@ -290,7 +274,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     and may be sent again after a reconnect.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
     """
     Match: _aio.UnaryUnaryMultiCallable[_index_pb2.MatchRequest, _index_pb2.MatchResponse]  # type: ignore[assignment]
@@ -350,7 +334,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, range or encoding.
     """
     ReconcileSplitGroups: _aio.UnaryUnaryMultiCallable[_index_pb2.ReconcileSplitGroupsRequest, _index_pb2.ReconcileSplitGroupsResponse]  # type: ignore[assignment]
@@ -359,7 +343,7 @@ class IndexServiceAsyncStub(IndexServiceStub):
     share.
 
     Errors:
-    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+    - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
     - INVALID_ARGUMENT: a malformed id, range or continuation.
     """
     GetIndexInfo: _aio.UnaryUnaryMultiCallable[_index_pb2.GetIndexInfoRequest, _index_pb2.GetIndexInfoResponse]  # type: ignore[assignment]
@@ -439,7 +423,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         """Puts policies back that the store has lost, from a node that kept them. Those of other tenants' keyspaces are passed over.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, encoding or policy, or a version that no index gave out.
         """
 
@@ -461,26 +445,12 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def RenewLease(
-        self,
-        request: _index_pb2.RenewLeaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_index_pb2.RenewLeaseResponse, _abc.Awaitable[_index_pb2.RenewLeaseResponse]]:
-        """Renews a lease.
-
-        Errors:
-        - FAILED_PRECONDITION (LEASE_LOST): register again with the same incarnation.
-        - FAILED_PRECONDITION (STALE_INCARNATION): a newer process of this node is registered; stop.
-        - INVALID_ARGUMENT: a malformed id.
-        """
-
-    @_abc_1.abstractmethod
     def RenewLeases(
         self,
         request_iterator: _MaybeAsyncIterator[_index_pb2.RenewLeasesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_index_pb2.RenewLeasesResponse], _abc.AsyncIterator[_index_pb2.RenewLeasesResponse]]:
-        """The same on an open stream, for any number of nodes: each request is answered by one response, in order. The index
+        """Renews leases, of any number of nodes on one stream: each request is answered by one response, in order. The index
         renews what comes on all streams within a moment together. A lease that is refused is named in the answer, and the
         stream stays open.
 
@@ -523,7 +493,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         and may be sent again after a reconnect.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: naming the item of a malformed batch (nothing of it is applied), or a malformed or too large range.
         """
 
@@ -631,7 +601,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         replace_range. Keyspaces that the node names and the store has lost are known again afterwards.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, range or encoding.
         """
 
@@ -646,7 +616,7 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         share.
 
         Errors:
-        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as for RenewLease.
+        - FAILED_PRECONDITION (STALE_INCARNATION, LEASE_LOST): as in RefusedRenewal.
         - INVALID_ARGUMENT: a malformed id, range or continuation.
         """
 

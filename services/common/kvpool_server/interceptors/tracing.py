@@ -15,7 +15,6 @@ _STATUS_CODE: Final = "rpc.grpc.status_code"
 _HOUSEKEEPING: Final = frozenset(
     {
         "RegisterNode",
-        "RenewLease",
         "RenewLeases",
         "EndLease",
         "ListNodes",

@@ -302,7 +302,7 @@ class MemoryIndexStore:
     ) -> None:
         self.events = MemoryEventLog(stream_count=chunk_stream_count + 1, max_entries=stream_entries)
         self.nodes = MemoryNodeDirectory(clock, self.events)
-        self.keyspaces = MemoryKeyspaceRegistry()
+        self.keyspaces = MemoryKeyspaceRegistry(clock)
         self.policies = MemoryPolicyRegistry(clock)
         self.locations = MemoryLocationStore(clock, self.nodes, tombstone_s=tombstone_s)
 

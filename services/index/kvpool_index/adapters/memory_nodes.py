@@ -182,18 +182,50 @@ def _earlier_processes(known: _Node | None, *, again: bool) -> tuple[bytes, ...]
 class MemoryKeyspaceRegistry:
     """KeyspaceRegistry over dicts."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._by_name: dict[tuple[str, str], BoundKeyspace] = {}
         self._by_id: dict[bytes, BoundKeyspace] = {}
+        self._used_at_s: dict[bytes, float] = {}  # by id
 
     async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
         bound = self._by_name.setdefault((keyspace.tenant, keyspace.name), keyspace)
         self._by_id.setdefault(bound.keyspace_id, bound)
+        if bound.keyspace_id == keyspace.keyspace_id:
+            self._used_at_s[bound.keyspace_id] = self._clock.monotonic_s()
         return bound, bound is keyspace
 
-    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
+    async def restore(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, limit: int) -> int:
+        refused = 0
         for keyspace in keyspaces:
-            self._by_id.setdefault(keyspace.keyspace_id, keyspace)
+            if keyspace.keyspace_id not in self._by_id:
+                if sum(known.tenant == tenant for known in self._by_id.values()) >= limit:
+                    refused += 1
+                    continue
+                self._by_id[keyspace.keyspace_id] = keyspace
+            self._used_at_s[keyspace.keyspace_id] = self._clock.monotonic_s()
+        return refused
+
+    async def touch(self, tenant: str, keyspace_ids: Sequence[bytes]) -> None:
+        now_s = self._clock.monotonic_s()
+        self._used_at_s.update({each: now_s for each in keyspace_ids if each in self._by_id})
+
+    async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
+        return [each for each, known in self._by_id.items() if known.tenant == tenant and self._is_idle(each, idle_s)]
+
+    async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
+        idle = {each.keyspace_id for each in keyspaces if self._is_idle(each.keyspace_id, idle_s)}
+        for keyspace_id in idle:
+            del self._by_id[keyspace_id], self._used_at_s[keyspace_id]
+        for name in {(tenant, each.name) for each in keyspaces if each.keyspace_id in idle}:
+            bound = self._by_name.get(name)
+            if bound is not None and bound.keyspace_id in idle:
+                del self._by_name[name]
+        return list(idle)
+
+    def _is_idle(self, keyspace_id: bytes, idle_s: float) -> bool:
+        used_at_s = self._used_at_s.get(keyspace_id)
+        return used_at_s is not None and used_at_s + idle_s <= self._clock.monotonic_s()
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         return self._by_id.get(keyspace_id)
@@ -202,7 +234,8 @@ class MemoryKeyspaceRegistry:
         return list(map(self._by_id.get, keyspace_ids))
 
     async def count(self, tenant: str) -> int:
-        return sum(owner == tenant for owner, _ in self._by_name)
+        names = sum(owner == tenant for owner, _ in self._by_name)
+        return max(names, sum(known.tenant == tenant for known in self._by_id.values()))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         return [bound for (owner, _), bound in sorted(self._by_name.items()) if owner == tenant]

@@ -18,7 +18,7 @@ from kvpool.core.errors import (
     StoreUnavailable,
 )
 from kvpool_index.adapters.redis_lanes import RedisLane
-from kvpool_index.adapters.redis_lua import load_script
+from kvpool_index.adapters.redis_lua import Script, load_script
 from kvpool_index.adapters.redis_wire import Reply, checked, pack, pack_script
 from kvpool_index.core.nodes import (
     INCARNATION_AHEAD,
@@ -43,6 +43,9 @@ _OPEN: Final = load_script("open_stream")
 _END: Final = load_script("end_lease")
 _DECLARE: Final = load_script("declare_dead")
 _BIND: Final = load_script("bind_keyspace")
+_KEEP: Final = load_script("keep_keyspaces")
+_FORGET: Final = load_script("forget_keyspaces")
+_KEYSPACES_AT_ONCE: Final = 256  # in one script, for which all other commands wait
 
 _RECORD: Final = struct.Struct("<QIQIQBB")  # see register_node.lua
 _REGISTRATION_BYTES: Final = 20  # of a record: incarnation, ordinal, epoch; a registration changes them
@@ -220,7 +223,7 @@ class RedisNodeDirectory:
 
 
 class RedisKeyspaceRegistry:
-    """KeyspaceRegistry over one hash of names a tenant and one by keyspace id, in one slot."""
+    """KeyspaceRegistry over one hash of names and one set of times of use a tenant, and one hash by id, in one slot."""
 
     def __init__(self, lane: RedisLane, stats: RedisStats, *, key_prefix: bytes) -> None:
         self._lane = lane
@@ -231,7 +234,8 @@ class RedisKeyspaceRegistry:
     async def bind(self, keyspace: BoundKeyspace) -> tuple[BoundKeyspace, bool]:
         name, meaning = keyspace.name.encode(), keyspace.keyspace_id + keyspace.encoding
         by_id = b"\0".join((keyspace.tenant.encode(), name, keyspace.encoding))
-        created, bound = await self._lane.run(_BIND, [self._names(keyspace.tenant), self._ids], name, meaning, by_id)
+        keys = [self._names(keyspace.tenant), self._ids, self._used(keyspace.tenant)]
+        created, bound = await self._lane.run(_BIND, keys, name, meaning, by_id)
         found = self._understood(keyspace.keyspace_id, lambda: _bound(keyspace.tenant, name, bound))
         if found is None:
             raise KeyspaceMismatch(
@@ -239,20 +243,38 @@ class RedisKeyspaceRegistry:
             )
         return found, bool(created)
 
-    async def restore(self, keyspaces: Sequence[BoundKeyspace]) -> None:
-        if not keyspaces:
-            return
-        commands = [
-            pack(
-                b"HSETNX",
-                self._ids,
-                each.keyspace_id,
-                b"\0".join((each.tenant.encode(), each.name.encode(), each.encoding)),
-            )
-            for each in keyspaces
+    async def restore(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, limit: int) -> int:
+        entries = [
+            (each.keyspace_id, b"\0".join((tenant.encode(), each.name.encode(), each.encoding))) for each in keyspaces
         ]
-        for reply in await self._lane.exchange(commands, [self._ids] * len(commands)):
-            checked(reply)
+        replies = await self._run_parts(_KEEP, [self._ids, self._used(tenant)], limit, entries)
+        return sum(map(int, replies))
+
+    async def touch(self, tenant: str, keyspace_ids: Sequence[bytes]) -> None:
+        await self._run_parts(_KEEP, [self._ids, self._used(tenant)], 0, [(each, b"") for each in keyspace_ids])
+
+    async def idle(self, tenant: str, idle_s: float) -> list[bytes]:
+        key = self._used(tenant)
+        seconds, _ = await self._lane.call(key, b"TIME")
+        latest_ms = (int(seconds) - idle_s) * 1e3
+        found: list[bytes] = await self._lane.call(key, b"ZRANGEBYSCORE", key, b"-inf", b"%d" % latest_ms)
+        return found
+
+    async def forget(self, tenant: str, keyspaces: Sequence[BoundKeyspace], *, idle_s: float) -> list[bytes]:
+        keys = [self._names(tenant), self._ids, self._used(tenant)]
+        named = sorted((each.keyspace_id, each.name.encode()) for each in keyspaces)
+        return [each for reply in await self._run_parts(_FORGET, keys, int(idle_s * 1e3), named) for each in reply]
+
+    async def _run_parts(
+        self, script: Script, keys: list[bytes], number: int, pairs: Sequence[tuple[bytes, bytes]]
+    ) -> list[Reply]:
+        """Run a script over pairs of arguments, some at a time, so that others have their turn."""
+        return [
+            await self._lane.run(
+                script, keys, b"%d" % number, *(word for pair in pairs[at : at + _KEYSPACES_AT_ONCE] for word in pair)
+            )
+            for at in range(0, len(pairs), _KEYSPACES_AT_ONCE)
+        ]
 
     async def by_id(self, keyspace_id: bytes) -> BoundKeyspace | None:
         (bound,) = await self.by_ids([keyspace_id])
@@ -268,8 +290,9 @@ class RedisKeyspaceRegistry:
         ]
 
     async def count(self, tenant: str) -> int:
-        names = self._names(tenant)
-        return int(await self._lane.call(names, b"HLEN", names))
+        names, used = self._names(tenant), self._used(tenant)
+        commands = [pack(b"HLEN", names), pack(b"ZCARD", used)]
+        return max(map(int, map(checked, await self._lane.exchange(commands, [names, used]))))
 
     async def of_tenant(self, tenant: str) -> list[BoundKeyspace]:
         names = self._names(tenant)
@@ -285,6 +308,9 @@ class RedisKeyspaceRegistry:
             self._stats.malformed["keyspace"] += 1
             _log.debug("the record of keyspace %s is passed over: %s", keyspace.hex(), error)
             return None
+
+    def _used(self, tenant: str) -> bytes:
+        return self._slot + b"used:" + tenant.encode()
 
     def _names(self, tenant: str) -> bytes:
         return self._slot + b"names:" + tenant.encode()

@@ -21,7 +21,10 @@ from kvpool.core.location_digest import holding
 from kvpool.core.outcome import Tier
 
 TIERS: Final = (Tier.GPU, Tier.STAGING, Tier.DISK)
-MAX_ENTRIES: Final = 64  # nodes that one value names at most; a further one is not recorded
+MAX_ENTRIES: Final = 64
+"""Nodes that one value names at most. A further one is not recorded, and its digests do not count the chunk: as many
+copies are enough for whoever looks for one. Its node announces it again from time to time (see Reconciler), and is
+recorded if another one has gone meanwhile."""
 
 _HEAD: Final = struct.Struct("<IB")
 _ORDINAL: Final = struct.Struct("<I")
@@ -88,6 +91,11 @@ def ordinals_in(value: bytes | None) -> list[int]:
     return [ordinal for ordinal, _ in _split(value)]
 
 
+def is_malformed(value: bytes) -> bool:
+    """Whether no index wrote this value: its last entry is cut off."""
+    return sum(_ORDINAL.size + len(held) for _, held in _split(value)) != len(value)
+
+
 def encode_entry(entry: Entry, full_shards: int) -> bytes:
     """The bytes of one entry; b"" when it has no shard."""
     held = holding(entry.shards, full_shards)
@@ -97,6 +105,12 @@ def encode_entry(entry: Entry, full_shards: int) -> bytes:
 def held_by(value: bytes | None, ordinal: int) -> bytes:
     """The bytes of one node's entry after its ordinal, of which digests are made; b"" if there is none."""
     return next((held for other, held in _split(value) if other == ordinal), b"")
+
+
+def is_left_out(value: bytes, operation: Operation) -> bool:
+    """Whether the operation adds shards of a node that the value after it does not name, because it is full."""
+    is_long = len(value) >= MAX_ENTRIES * _HEAD.size  # most are not
+    return is_long and any(operation.added) and not held_by(value, operation.ordinal)
 
 
 def apply_operation(value: bytes | None, operation: Operation) -> bytes:

@@ -13,6 +13,10 @@ from kvpool_index.core.nodes import pack_info, unpack_info
 
 T = TypeVar("T")
 
+ENTRY_CHUNKS: Final = 64
+ENTRY_BYTES: Final = 7 << 10
+"""Of one entry, so that a log of bounded entries has bounded bytes also where 64 nodes have each chunk."""
+
 ORIGIN: Final = "0-0"  # before the first entry of any stream
 _ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 _ENTRY_ID_PART_MAX: Final = (1 << 64) - 1
@@ -57,6 +61,19 @@ def pack_chunks(states: Iterable[ChunkState]) -> bytes:
         + state.value
         for state in states
     )
+
+
+def pack_entries(states: Sequence[ChunkState]) -> Iterator[bytes]:
+    """The payloads of as few entries as ENTRY_CHUNKS and ENTRY_BYTES allow; one state has 2 KiB at most."""
+    start = size_bytes = 0
+    for at, state in enumerate(states):
+        state_bytes = _CHUNK.size + len(state.chunk_hash) + len(state.value)
+        if at > start and (at - start == ENTRY_CHUNKS or size_bytes + state_bytes > ENTRY_BYTES):
+            yield pack_chunks(states[start:at])
+            start, size_bytes = at, 0
+        size_bytes += state_bytes
+    if start < len(states):
+        yield pack_chunks(states[start:])
 
 
 def unpack_chunks(payload: bytes) -> Iterator[ChunkState]:

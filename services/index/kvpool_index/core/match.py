@@ -6,7 +6,7 @@ from typing import Final
 
 from kvpool.core.cluster import TIER_RANK, ChainMatch, Location, MatchRun, NodeInfo
 from kvpool.core.coverage import Coverage
-from kvpool_index.core.entries import TIERS, decode_value
+from kvpool_index.core.entries import TIERS, decode_value, is_malformed
 
 _BLOCK: Final = 64  # values that are compared at once
 
@@ -25,6 +25,7 @@ class _Judged:
     covered: bool
     nodes: tuple[NodeInfo, ...]  # those that locations name
     seen: tuple[tuple[int, NodeInfo | None], ...]  # each ordinal of the value, and the live node behind it
+    is_malformed: bool
 
 
 _Asked = tuple[Coverage, str]  # what a request wants, and its host
@@ -68,6 +69,7 @@ class Matcher:
         self._known = known if known is not None else Judgements()
         self._judged: dict[bytes, _Judged] = {}
         self.dead_ordinals: set[int] = set()
+        self.malformed_count = 0  # distinct values that no index wrote
 
     def match(self, values: Sequence[bytes | None]) -> ChainMatch:
         """values: of consecutive chunks; None for a chunk that no node has."""
@@ -100,6 +102,7 @@ class Matcher:
             judged = self._judge_anew(value)
             self._known.put(value, asked, judged)
         self.dead_ordinals.update(ordinal for ordinal, node in judged.seen if node is None)
+        self.malformed_count += judged.is_malformed
         self._judged[value] = judged
         return judged
 
@@ -128,6 +131,7 @@ class Matcher:
             covered=coverage.is_met_by(union),
             nodes=tuple(nodes.values()),
             seen=tuple(seen),
+            is_malformed=is_malformed(value),
         )
 
 

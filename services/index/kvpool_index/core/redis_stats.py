@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 REDIRECTIONS: Final = ("moved", "ask", "try_again")
-RECORDS: Final = ("node", "keyspace", "policy", "event")
+RECORDS: Final = ("node", "keyspace", "policy", "event", "location")
 PROBLEMS: Final = ("eviction", "full", "no_persistence", "old_version", "topology", "missing_replicas")
 MIN_VERSION: Final = (6, 2)
 FULL_SHARE: Final = 0.9  # of its memory limit: told while there is still time to raise it

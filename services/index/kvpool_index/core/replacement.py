@@ -65,6 +65,7 @@ class Replacement:
         """full_shards: all_shards of a keyspace's grid, 0 if it is not known."""
         self._ordinal = ordinal
         self._held: dict[NodeEntry, tuple[bytes, list[int]]] = {}
+        self._left_out: set[NodeEntry] = set()  # of them, those that the store does not record
         self._full_shards = full_shards
         for change in changes:
             at = NodeEntry(change.keyspace, change.group_head_hash, change.chunk_hash[:FIELD_BYTES])
@@ -86,8 +87,14 @@ class Replacement:
             found.append(_operation(at, chunk_hash, operation))
         return found
 
+    def leave_out(self, operations: Iterable[ChunkOperation]) -> None:
+        """The store did not record what these operations add: other nodes fill the chunks' values."""
+        self._left_out = {
+            NodeEntry(each.keyspace, each.group_head, each.chunk_hash[:FIELD_BYTES]) for each in operations
+        }
+
     def digests(self, ranges: Sequence[int], *, without: Collection[tuple[bytes, bytes]] = ()) -> dict[int, int]:
-        """The digests of these ranges when the store holds this and nothing else of the node.
+        """The digests of these ranges when the store holds this but for what is left out, and nothing else of the node.
 
         without: groups, by keyspace and head, that are not counted.
         """
@@ -104,6 +111,8 @@ class Replacement:
 
     def _fingerprints(self) -> Iterator[tuple[NodeEntry, int]]:
         for at, (_, shards) in self._held.items():
+            if at in self._left_out:
+                continue
             held = holding(shards, self._full_shards(at.keyspace))
             yield at, fingerprint(at.keyspace + at.group_head + at.field, held)
 
