@@ -208,7 +208,7 @@ def test_a_directory_of_another_format_is_refused(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "call",
     [
-        lambda store: store.scan(),
+        lambda store: list(store.scan()),
         lambda store: store.load_value("x"),
         lambda store: store.get_into(key(1), memoryview(bytearray(1))),
         lambda store: store.used_bytes(),
