@@ -51,6 +51,8 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.dropped: list[bytes] = []
         self.stale: list[Any] = []
         self.renew_error: KvPoolError | None = None
+        self.answers_renewals = asyncio.Event()
+        self.answers_renewals.set()
         self.register_error: KvPoolError | None = None
         self.answers_registrations = asyncio.Event()
         self.answers_registrations.set()
@@ -79,6 +81,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
             self.loads.append(request.renewals[0].load if request.renewals[0].HasField("load") else None)
             error, refused = self.renew_error, []
             self.renewals += 1
+            await self.answers_renewals.wait()
             if isinstance(error, LeaseLost | StaleIncarnation):
                 if isinstance(error, LeaseLost):
                     self.renew_error = None

@@ -15,7 +15,6 @@ from kvpool.core.errors import PageCorrupt
 
 _METADATA: Final = struct.Struct("<16sq16sqiqqq")
 _METADATA_V1: Final = struct.Struct("<16sq16sqiq")  # before prompt_tokens and expires_us; told apart by its length
-METADATA_BYTES: Final = _METADATA.size
 _ABSENT: Final = bytes(_METADATA.size - _METADATA_V1.size)
 METADATA_COLUMNS: Final = np.dtype(
     [
@@ -32,7 +31,7 @@ METADATA_COLUMNS: Final = np.dtype(
 
 
 def pack_metadata(kept: PageMetadata) -> bytes:
-    """METADATA_BYTES bytes."""
+    """The bytes of one item of METADATA_COLUMNS."""
     return _METADATA.pack(
         kept.parent_hash, kept.chunk_index, kept.group_head_hash, kept.ttl_ms, kept.priority, kept.pinned_until_us,
         kept.prompt_tokens, kept.expires_us,

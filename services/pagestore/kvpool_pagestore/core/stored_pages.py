@@ -78,7 +78,8 @@ class StoredPages:
     @property
     def have_an_end(self) -> npt.NDArray[np.bool_]:
         """Of which the pin or the life ends some time: of most, neither does."""
-        return np.logical_or(self.metadata["pinned_until_us"], self.metadata["expires_us"])
+        pinned: npt.NDArray[np.bool_] = self.metadata["pinned_until_us"] != 0
+        return pinned | (self.metadata["expires_us"] != 0)
 
     def kinds(self) -> list[tuple[PageKind, npt.NDArray[np.int64]]]:
         """The kinds that there are, and the pages of each."""
