@@ -15,7 +15,7 @@ from kvpool.core.errors import (
     LeaseLost,
     StaleIncarnation,
 )
-from kvpool.core.location_digest import ChunkPlace, HeldChunk
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
@@ -161,8 +161,8 @@ class Node:
             raise self.load_errors.pop()
         return NodeLoad(page_count=len(self.truth))
 
-    def chunks(self) -> list[ChunkPlace]:
-        return [ChunkPlace(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
+    def chunks(self) -> list[ChunkPlaces]:
+        return [ChunkPlaces(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
 
     def settle(self) -> None:
         pass

@@ -253,3 +253,16 @@ def test_pages_out_of_order_are_refused_rather_than_kept_twice() -> None:
     chunks.add(StoredPages.of(pages[1:]))
     with pytest.raises(ValueError, match="ascending"):
         chunks.add(StoredPages.of(pages[:1]))
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_numbers_of_any_size_are_kept_as_they_are(is_restart: bool) -> None:
+    disk, large = new_map(), replace(metadata(1), chunk_index=1 << 40, prompt_tokens=1 << 50)
+    for kept in (large, metadata(2)):
+        if is_restart:
+            disk = new_map()
+            restore(disk, [(page_key(1), kept)])
+        else:
+            disk.add(page_key(1), metadata(1))
+            disk.set_metadata(page_key(1).keyspace, page_key(1).chunk_hash, kept)
+        assert disk.metadata(page_key(1)) == kept

@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 _FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
 _FORMAT: Final = b"2, page bytes in extents"
 _BLOCK_CACHE_BYTES: Final = 4 << 20  # at least; records only: the arena is the cache of pages
-_CACHE_SHARE: Final = 32  # one part in this many of the tables: filters and indexes are 3 of 140 bytes a record
+_BLOCK_BYTES: Final = 16 << 10  # of records: an index of blocks of 4 KiB takes as much memory as the filter
+_CACHE_SHARE: Final = 64  # one part in this many of the tables: filters and indexes are 1.6 of 140 bytes a record
 _CACHE_FITTED_WRITES: Final = 1024
 _WRITE_BUFFER_BYTES: Final = 1 << 20
 _WAL_LIMIT_BYTES: Final = 8 << 20
@@ -399,6 +400,7 @@ def _options(cache: Cache) -> Options:
     options = Options(raw_mode=True)
     table = BlockBasedOptions()
     table.set_block_cache(cache)
+    table.set_block_size(_BLOCK_BYTES)
     table.set_bloom_filter(10, False)
     table.set_cache_index_and_filter_blocks(True)  # counted in the cache, so that they cannot grow beside it
     table.set_checksum_type(ChecksumType.xxh3())

@@ -18,7 +18,8 @@ from kvpool_pagestore.core.stored_pages import PageKind, StoredPages, run_begins
 
 NAME_BYTES: Final = 32  # of a chunk: keyspace id and chunk hash, which a packed key begins with
 HASH_BYTES: Final = 16
-_ASKED: Final = Struct("<qiqq")  # ttl_ms, priority, pinned_until_us, expires_us
+_ASKED: Final = Struct("<qiqqqq")  # ttl_ms, priority, pinned_until_us, expires_us, chunk_index, prompt_tokens
+_SMALL: Final = np.iinfo(np.int32)  # indexes and counts of tokens that fit a column
 _PART_ROWS: Final = 256
 _ONE: Final = np.uint64(1)
 
@@ -28,8 +29,8 @@ class ChunkColumns:
 
     def __init__(self) -> None:
         self._parents, self._heads = bytearray(), bytearray()
-        self._indexes, self._prompt_tokens = array("q"), array("q")
-        self._asked: dict[int, bytes] = {}  # by row, packed: only of chunks whose retention is not plain
+        self._indexes, self._prompt_tokens = array("i"), array("i")
+        self._asked: dict[int, bytes] = {}  # by row, packed: only of chunks whose retention or numbers are not plain
 
     def extend(self, row_count: int) -> None:
         """Have so many rows at least."""
@@ -44,40 +45,50 @@ class ChunkColumns:
         first = len(self._indexes)
         self._parents += rows["parent"].tobytes()
         self._heads += rows["head"].tobytes()
-        self._indexes.frombytes(rows["index"].tobytes())
-        self._prompt_tokens.frombytes(rows["prompt_tokens"].tobytes())
         asked = (rows["ttl_ms"] != 0) | (rows["priority"] != 0)
         asked |= (rows["pinned_until_us"] != 0) | (rows["expires_us"] != 0)
+        for name, column in (("index", self._indexes), ("prompt_tokens", self._prompt_tokens)):
+            small = np.clip(rows[name], _SMALL.min, _SMALL.max)
+            column.frombytes(small.astype(np.int32).tobytes())
+            asked |= small != rows[name]
         for at in np.flatnonzero(asked).tolist():
             self.keep(first + at, unpack_metadata(rows[at].tobytes()))
 
     def keep(self, row: int, metadata: PageMetadata) -> None:
         at = slice(row * HASH_BYTES, (row + 1) * HASH_BYTES)
         self._parents[at], self._heads[at] = metadata.parent_hash, metadata.group_head_hash
-        self._indexes[row], self._prompt_tokens[row] = metadata.chunk_index, metadata.prompt_tokens
+        numbers = metadata.chunk_index, metadata.prompt_tokens
+        small = self._indexes[row], self._prompt_tokens[row] = _small(numbers[0]), _small(numbers[1])
         asked = metadata.ttl_ms, metadata.priority, metadata.pinned_until_us, metadata.expires_us
-        if any(asked):
-            self._asked[row] = _ASKED.pack(*asked)
+        if any(asked) or small != numbers:
+            self._asked[row] = _ASKED.pack(*asked, *numbers)
         else:
             self._asked.pop(row, None)
 
     def metadata(self, row: int) -> PageMetadata:
         packed = self._asked.get(row)
-        ttl_ms, priority, pinned_until_us, expires_us = (0, 0, 0, 0) if packed is None else _ASKED.unpack(packed)
+        plain = 0, 0, 0, 0, self._indexes[row], self._prompt_tokens[row]
+        ttl_ms, priority, pinned_until_us, expires_us, chunk_index, tokens = (
+            plain if packed is None else _ASKED.unpack(packed)
+        )
         return PageMetadata(
             parent_hash=bytes(self._parents[row * HASH_BYTES : (row + 1) * HASH_BYTES]),
-            chunk_index=self._indexes[row],
+            chunk_index=chunk_index,
             group_head_hash=self.head(row),
             ttl_ms=ttl_ms,
             priority=priority,
             pinned_until_us=pinned_until_us,
-            prompt_tokens=self._prompt_tokens[row],
+            prompt_tokens=tokens,
             expires_us=expires_us,
         )
 
     def head(self, row: int) -> bytes:
         """The group's head hash."""
         return bytes(self._heads[row * HASH_BYTES : (row + 1) * HASH_BYTES])
+
+    def heads(self, first: int, end: int) -> bytes:
+        """Those of rows."""
+        return bytes(self._heads[first * HASH_BYTES : end * HASH_BYTES])
 
     def forget(self, row: int) -> None:
         """The row is free."""
@@ -93,9 +104,9 @@ class ChunkColumns:
         return len(self._asked)
 
     @property
-    def indexes(self) -> npt.NDArray[np.int64]:
-        """[N] position of each chunk in its chain, as of now."""
-        return np.frombuffer(self._indexes, np.int64)
+    def indexes(self) -> npt.NDArray[np.int32]:
+        """[N] position of each chunk in its chain as of now, the highest for all that do not fit."""
+        return np.frombuffer(self._indexes, np.int32)
 
     @property
     def parents(self) -> npt.NDArray[np.uint8]:
@@ -164,3 +175,7 @@ def _ascend(names: npt.NDArray[np.uint64]) -> bool:
         is_less |= is_equal & (before[:, word] < after[:, word])
         is_equal &= before[:, word] == after[:, word]
     return bool(is_less.all())
+
+
+def _small(number: int) -> int:
+    return min(max(number, _SMALL.min), _SMALL.max)

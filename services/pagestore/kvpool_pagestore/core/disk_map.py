@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, pairwise
@@ -14,16 +14,17 @@ import numpy.typing as npt
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.grid import shards_in
-from kvpool.core.location_digest import ChunkPlace
+from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
-from kvpool_pagestore.core.eviction import MAX_POSITION, EvictionPolicy
+from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.stored_pages import run_begins, words
 
 _PART_ROWS: Final = 256
+_PLACED_ROWS: Final = 1 << 14
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
@@ -69,7 +70,7 @@ class _ChunkRows(PackedRows):
 class DiskMap:
     """Pages of the disk tier, and which chunks of them go when it is full.
 
-    Some 170 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
+    Some 160 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
     def __init__(self, page_bytes: PageBytes) -> None:
@@ -133,12 +134,15 @@ class DiskMap:
         row = self._find(keyspace + chunk_hash)
         return None if row < 0 else (self._rows.shards[row], self._kept.head(row))
 
-    def places(self) -> Iterator[ChunkPlace]:
+    def places(self) -> Iterator[ChunkPlaces]:
         """All chunks, for the index."""
-        for row in range(len(self._rows)):
-            if self._rows.shards[row]:
-                name = self._rows.key(row)
-                yield ChunkPlace(name[:HASH_BYTES], name[HASH_BYTES:], self._kept.head(row))
+        for start in range(0, len(self._rows), _PLACED_ROWS):
+            end = min(start + _PLACED_ROWS, len(self._rows))
+            rows = start + np.flatnonzero(np.frombuffer(self._rows.shards[start:end], np.uint64))
+            names = np.frombuffer(self._rows.keys(start, end), np.uint8).reshape(-1, NAME_BYTES)[rows - start]
+            heads = np.frombuffer(self._kept.heads(start, end), np.uint8).reshape(-1, HASH_BYTES)[rows - start]
+            for keyspace, begin, stop in _keyspaces(names):
+                yield ChunkPlaces(keyspace, names[begin:stop, HASH_BYTES:].tobytes(), heads[begin:stop].tobytes())
 
     def set_metadata(self, keyspace: bytes, chunk_hash: bytes, metadata: PageMetadata) -> None:
         """Other retention, for all pages of a chunk; nothing if the chunk is not on disk."""
@@ -289,23 +293,25 @@ class DiskMap:
         self.on_bytes(key.keyspace, size_bytes)
 
 
-_Spans = list[tuple[Hashable, int, int]]
+def _keyspaces(names: npt.NDArray[np.uint8]) -> list[tuple[bytes, int, int]]:
+    """Runs of names [N, NAME_BYTES] of one keyspace: it, the first row, the one after the last."""
+    begins = run_begins(words(names[:, :HASH_BYTES])).tolist()
+    return [(names[begin, :HASH_BYTES].tobytes(), begin, end) for begin, end in pairwise([*begins, len(names)])]
 
 
-def _chains(found: FoundChunks) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], _Spans]:
+def _chains(found: FoundChunks) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], list[tuple[bytes, int, int]]]:
     """By row the chunk before, NO_ROW if that is not at once to be found, and the position in the chain.
 
     And the keyspaces, each with its first row and the one after its last.
     """
     names = np.frombuffer(found.names, np.uint8).reshape(-1, NAME_BYTES)
+    keyspaces = _keyspaces(names)
     hashes, wanted = words(names[:, HASH_BYTES:]), words(found.kept.parents)
-    positions = np.clip(found.kept.indexes, -1, MAX_POSITION).astype(np.int32)
-    parents, keyspaces = np.full(len(names), NO_ROW, np.int32), _Spans()
-    begins = run_begins(words(names[:, :HASH_BYTES])).tolist()
-    for begin, end in pairwise([*begins, len(names)]):
+    positions = np.maximum(found.kept.indexes, -1)
+    parents = np.full(len(names), NO_ROW, np.int32)
+    for _, begin, end in keyspaces:
         at = begin + np.searchsorted(hashes[begin:end, 0], wanted[begin:end, 0])
         at = np.minimum(at, end - 1)
         is_right = (hashes[at] == wanted[begin:end]).all(axis=1) & (positions[begin:end] > 0)
         parents[begin:end][is_right] = at[is_right]
-        keyspaces.append((names[begin, :HASH_BYTES].tobytes(), begin, end))
     return parents, positions, keyspaces

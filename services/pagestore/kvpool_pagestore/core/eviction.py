@@ -27,7 +27,7 @@ from kvpool_pagestore.core.retained import EXPIRED_PRIORITY, PLAIN, Retention
 
 _PRESENT, _HELD = 1, 2  # flags of a row; without _PRESENT it only stands for a parent of keys that are inside
 _MAX_USES = 255
-_UNKNOWN, MAX_POSITION = -1, (1 << 31) - 1
+_UNKNOWN, _MAX_POSITION = -1, (1 << 31) - 1
 _LOG_USES = [0.0, *(log2(uses) for uses in range(1, _MAX_USES + 1))]
 _FIRST_WEIGHT, _LEAST_WEIGHT, _MOST_WEIGHT, _WEIGHT_STEP = 1 / 23, 1 / 64, 1.0, 1 + 1 / 60
 _SAME_USE_SHARE = 128  # uses within this part of the keys inside are one: shards of a chunk, a look-up and its load
@@ -309,7 +309,7 @@ class EvictionPolicy(Generic[K]):
             self._score.extend([0] * _TURN)
             self._uses += bytes(_TURN)
             self._flags += bytes(_TURN)
-        self._position[row] = min(position, MAX_POSITION)
+        self._position[row] = min(position, _MAX_POSITION)
         return row
 
     def _enter(self, key: K, parent: K | None, position: int, domain: Hashable, retention: Retention) -> int:
@@ -335,7 +335,7 @@ class EvictionPolicy(Generic[K]):
         above = self._rows.find(parent)
         if position >= 0:
             before = self._position[above] if above >= 0 else position - 1
-            if not 0 < position <= MAX_POSITION or self._position[row] != position or before != position - 1:
+            if not 0 < position <= _MAX_POSITION or self._position[row] != position or before != position - 1:
                 return
         if above < 0:
             above = self._new(parent, position - 1 if position > 0 else _UNKNOWN)

@@ -141,6 +141,10 @@ class PackedRows:
     def key(self, row: int) -> bytes:
         return bytes(self._keys[row * self._key_bytes : (row + 1) * self._key_bytes])
 
+    def keys(self, first: int, end: int) -> bytes:
+        """The keys of rows one after the other; of those that are free, any."""
+        return bytes(self._keys[first * self._key_bytes : end * self._key_bytes])
+
     def _bucket(self, key: bytes) -> int:
         number = hash(key)  # of this process: clients choose chunk hashes, and could choose those of one bucket
         bucket = number & (self._mask << 1 | 1)

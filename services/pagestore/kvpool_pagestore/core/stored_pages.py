@@ -78,8 +78,9 @@ class StoredPages:
     @property
     def have_an_end(self) -> npt.NDArray[np.bool_]:
         """Of which the pin or the life ends some time: of most, neither does."""
-        pinned: npt.NDArray[np.bool_] = self.metadata["pinned_until_us"] != 0
-        return pinned | (self.metadata["expires_us"] != 0)
+        ends = [self.metadata[name] != 0 for name in ("pinned_until_us", "expires_us")]
+        found: npt.NDArray[np.bool_] = np.logical_or(*ends)
+        return found
 
     def kinds(self) -> list[tuple[PageKind, npt.NDArray[np.int64]]]:
         """The kinds that there are, and the pages of each."""
