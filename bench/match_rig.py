@@ -55,10 +55,14 @@ def running_redis(directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running_index(directory: Path, redis_url: str, name: str = "index", flags: Sequence[str] = ()) -> Iterator[Server]:
-    """An index process."""
+def running_index(
+    directory: Path, redis_url: str, name: str = "index", flags: Sequence[str] = (), stalls: Path | None = None
+) -> Iterator[Server]:
+    """An index process. stalls: where `bench.loop_watch` notes those of its event loop."""
     ready = directory / f"{name}.json"
-    command = [sys.executable, "-m", "kvpool_index.main", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *flags]
+    watch = ["bench.loop_watch", str(stalls)] if stalls is not None else []
+    command = [sys.executable, "-m", *watch, "kvpool_index.main"]
+    command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready), *flags]
     environment = {**os.environ, "KVPOOL_INDEX_REDIS_URL": redis_url}
     log = (directory / f"{name}.log").open("wb")
     with log, _ended(subprocess.Popen([*command, "--log-level", "warning"], env=environment, stderr=log)) as process:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpool.client.chunk_directory import ChunkDirectory
-from kvpool.core.location_digest import RANGE_COUNT, ChunkPlace, HeldChunk
+from kvpool.core.location_digest import RANGE_COUNT, ChunkPlaces, HeldChunk
 
 GRID = 0xFFFF
 
@@ -33,9 +33,9 @@ class MadeNode:
             for chunk_hash in (head, *(os.urandom(16) for _ in range(15))):
                 self.heads[chunk_hash] = head
 
-    def chunks(self) -> Iterator[ChunkPlace]:
+    def chunks(self) -> Iterator[ChunkPlaces]:
         for chunk_hash, head in self.heads.items():
-            yield ChunkPlace(self.keyspace, chunk_hash, head)
+            yield ChunkPlaces(self.keyspace, chunk_hash, head)
 
     def settle(self) -> None:
         pass

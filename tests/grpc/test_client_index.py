@@ -24,7 +24,7 @@ from kvpool.core.cluster import (
 )
 from kvpool.core.errors import InvalidRequest, KeyspaceMismatch, KeyspaceUnknown, StaleIncarnation
 from kvpool.core.keyspace import encode_keyspace
-from kvpool.core.location_digest import ChunkPlace, HeldChunk
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool.testing import ManualClock, eventually
@@ -67,20 +67,18 @@ class Node:
             removed_shards=0 if present else self.shards,
         )
 
-    def _place(self, index: int) -> ChunkPlace:
-        return ChunkPlace(self.keyspace, self.chain.hashes[index], self.chain.group_head_hashes(index, 1)[0])
+    def _head(self, index: int) -> bytes:
+        return self.chain.group_head_hashes(index, 1)[0]
 
-    def chunks(self) -> list[ChunkPlace]:
-        return [self._place(index) for index in self.held]
+    def chunks(self) -> list[ChunkPlaces]:
+        return ChunkPlaces.of((self.keyspace, self.chain.hashes[index], self._head(index)) for index in self.held)
 
     def settle(self) -> None:
         pass
 
     def locate(self, keyspace: bytes, chunk_hash: bytes) -> list[HeldChunk]:
         index = self.chain.hashes.index(chunk_hash)
-        return (
-            [HeldChunk(self._place(index).group_head, (0, self.shards, 0), self.shards)] if index in self.held else []
-        )
+        return [HeldChunk(self._head(index), (0, self.shards, 0), self.shards)] if index in self.held else []
 
     def keyspace_encodings(self) -> list[bytes]:
         return [encode_keyspace("default", SPEC)]

@@ -9,6 +9,7 @@ from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.outcome import Admission
 from tests.fixtures.pagestore import KEYSPACES, World, metadata, new_world, page_key, sealed_page
 from tests.fixtures.pagestore_server import Served, served
+from tests.fixtures.stored_pages import stored_pages
 
 
 def write(store: Served, world: World, numbers: range) -> list[tuple[KvPoolError | None, bool]]:
@@ -20,7 +21,7 @@ def write(store: Served, world: World, numbers: range) -> list[tuple[KvPoolError
     told: dict[int, tuple[KvPoolError | None, bool]] = {}
 
     def on_page(index: int, admission: Admission, error: KvPoolError | None) -> None:
-        told[index] = error, page_key(numbers[index]) in {page.key for page in world.memory.scan()}
+        told[index] = error, page_key(numbers[index]) in {page.key for page in stored_pages(world.memory)}
 
     client = PageTransferClient(store.node.bulk_endpoint)
     client.write_pages(KEYSPACES, items, on_page, timeout_s=60)

@@ -27,6 +27,7 @@ from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceStub
 from tests.fixtures.pagestore import KEYSPACES, PAGE_BYTES, SPEC, TENANT, fill_page, metadata, new_world, page_key
 from tests.fixtures.pagestore_server import served
+from tests.fixtures.stored_pages import stored_pages
 
 if TYPE_CHECKING:
     from kvpool.v1.pagestore_pb2_grpc import PageStoreServiceAsyncStub
@@ -144,7 +145,7 @@ async def test_pins_over_the_control_service() -> None:
             with pytest.raises(QuotaExceeded, match="max_pinned_share"):
                 await control.pin(KEYSPACES[0][0], hashes, PINNED_FOREVER_US)
             await control.flush()
-            pinned = {page.metadata.chunk_index: page.metadata.pinned_until_us for page in world.memory.scan()}
+            pinned = {page.metadata.chunk_index: page.metadata.pinned_until_us for page in stored_pages(world.memory)}
             assert pinned == {1: PINNED_FOREVER_US, 2: 0}
             assert await control.pin(KEYSPACES[0][0], hashes, 0) == 2
             with pytest.raises(InvalidRequest, match="chunk hash 0"):

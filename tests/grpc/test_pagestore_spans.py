@@ -49,6 +49,7 @@ from tests.fixtures.pagestore import (
 )
 from tests.fixtures.pagestore_server import served
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.stored_pages import stored_pages
 
 STAGING, DISK, REMOTE = 1, 2, 3
 
@@ -120,7 +121,9 @@ async def test_items_and_spans_mean_the_same_pages_and_metadata() -> None:
             session = await store.open()
             await write(session, 14, 4, retention=((1, Retention()), (3, Retention(priority=7))), prompt_tokens=99)
             await store.running.engine.flush(TENANT, b"")
-            kept: dict[int, PageMetadata] = {one.metadata.chunk_index: one.metadata for one in world.memory.scan()}
+            kept: dict[int, PageMetadata] = {
+                one.metadata.chunk_index: one.metadata for one in stored_pages(world.memory)
+            }
             assert sorted(kept) == [14, 15, 16, 17]
             for number, one in kept.items():
                 assert (one.parent_hash, one.group_head_hash) == (
@@ -128,7 +131,7 @@ async def test_items_and_spans_mean_the_same_pages_and_metadata() -> None:
                     metadata(number).group_head_hash,
                 )
                 assert (one.priority, one.prompt_tokens) == (0 if number == 14 else 7, 99)
-            assert {one.key for one in world.memory.scan()} == {page_key(number) for number in kept}
+            assert {one.key for one in stored_pages(world.memory)} == {page_key(number) for number in kept}
             await session.close()
 
 
@@ -217,7 +220,7 @@ async def test_pages_are_pulled_from_the_sources_of_their_chunks() -> None:
             assert {(1, page_key(1)), (2, page_key(2)), (2, page_key(3)), (1, page_key(3))} == asked
             await release(session, answers)
             await store.running.engine.flush(TENANT, b"")
-            assert {one.metadata.chunk_index for one in world.memory.scan()} <= {1, 2, 3}
+            assert {one.metadata.chunk_index for one in stored_pages(world.memory)} <= {1, 2, 3}
             assert await session.close()
 
 

@@ -17,7 +17,7 @@ from kvpool.testing import eventually
 from kvpool.testing.page_store import MemoryPageStore
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool.wire.convert import item_error_from_proto
-from kvpool_pagestore.ports import StoredPage
+from kvpool_pagestore.ports import StoredPages
 from tests.fixtures.pagestore import PAGE_BYTES, TENANT, metadata, new_world, page_key
 from tests.fixtures.pagestore_server import Served, served
 from tests.fixtures.patience import PATIENCE_S
@@ -25,11 +25,11 @@ from tests.fixtures.raw_peer import RawPeer, raw_peer
 from tests.fixtures.standstill import stood_still
 
 
-class SlowSyncs(MemoryPageStore[StoredPage]):
+class SlowSyncs(MemoryPageStore[StoredPages]):
     """Metadata is synced only once `release` is set."""
 
     def __init__(self) -> None:
-        super().__init__(StoredPage.of)
+        super().__init__(StoredPages.of)
         self.begun, self.release = threading.Event(), threading.Event()
 
     def set_metadata(self, changes: Sequence[tuple[PageKey, PageMetadata]]) -> None:

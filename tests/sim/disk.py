@@ -8,7 +8,7 @@ from random import Random
 from kvpool.core.errors import KvPoolError, PageCorrupt, QuotaExceeded, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
-from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPage
+from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPages
 
 _Pages = dict[PageKey, tuple[bytes, PageMetadata]]
 
@@ -99,9 +99,8 @@ class SimPageStore:
         self._may_fail()
         self._disk.values[name] = value
 
-    def scan(self) -> Iterator[StoredPage]:
-        for key, (page, metadata) in list(self._disk.written.items()):
-            yield StoredPage.of(key=key, page_bytes=len(page), metadata=metadata)
+    def scan(self) -> Iterator[StoredPages]:
+        yield StoredPages.of((key, len(page), metadata) for key, (page, metadata) in self._disk.written.items())
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
         failure: KvPoolError | None = None

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpool.client import chunk_directory, chunk_table
 from kvpool.client.chunk_directory import Cell, ChunkDirectory
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import ChunkPlace, HeldChunk, PartSpan, fingerprint, holding, part_of, range_of
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk, PartSpan, fingerprint, holding, part_of, range_of
 from kvpool.core.outcome import Tier
 
 KEYSPACES = [b"a" * 16, b"b" * 16]
@@ -48,7 +48,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     # LocationTruth
 
-    def chunks(self) -> Iterator[ChunkPlace]:
+    def chunks(self) -> Iterator[ChunkPlaces]:
         return iter(())
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import Location, LocationChange, NodeInfo, NodeKind, NodeLease, StaleLocation
 from kvpool.core.errors import LeaseLost
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
-from kvpool.core.location_digest import RANGE_COUNT, ChunkPlace, HeldChunk, SplitGroup
+from kvpool.core.location_digest import RANGE_COUNT, ChunkPlaces, HeldChunk, SplitGroup
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
@@ -94,7 +94,7 @@ class World:
 
     # LocationTruth
 
-    def chunks(self) -> list[ChunkPlace]:
+    def chunks(self) -> list[ChunkPlaces]:
         return []
 
     def settle(self) -> None:

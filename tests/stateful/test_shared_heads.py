@@ -21,7 +21,7 @@ from kvpool.client.chunk_directory import ChunkDirectory
 from kvpool.client.reconciler import Reconciler
 from kvpool.core.cluster import LocationChange, NodeInfo, NodeKind, NodeLease
 from kvpool.core.keyspace import PUBLISHED_TENANT_SECRET, Dtype, KeyspaceSpec, KvGroup, encode_keyspace, keyspace_id
-from kvpool.core.location_digest import PART_BATCHES, ChunkPlace, HeldChunk, SplitGroup, fingerprint, holding, range_of
+from kvpool.core.location_digest import PART_BATCHES, ChunkPlaces, HeldChunk, SplitGroup, fingerprint, holding, range_of
 from kvpool.core.outcome import Tier
 from kvpool.testing import ManualClock
 from kvpool_index.adapters.memory import MemoryIndexStore
@@ -81,10 +81,10 @@ class Node:
 
     # LocationTruth
 
-    def chunks(self) -> Iterator[ChunkPlace]:
+    def chunks(self) -> Iterator[ChunkPlaces]:
         for chunk_hash in self.held:
             self.looked_up += 1
-            yield ChunkPlace(KEYSPACE, chunk_hash, HEAD)
+            yield ChunkPlaces(KEYSPACE, chunk_hash, HEAD)
 
     def settle(self) -> None:
         pass

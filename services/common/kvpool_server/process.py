@@ -28,6 +28,13 @@ def tune_process(switch_interval_s: float = _SWITCH_INTERVAL_S) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
+def release_free_memory() -> None:
+    """Give memory that was freed back to the system, which glibc otherwise keeps for later: call it after a start."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def die_with_parent(parent_pid: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send `death_signal` to this process when its parent exits.
 

@@ -212,8 +212,7 @@ class Drain:
         self._update(kept_pages=0, remaining=remaining)
         needed = 0
         for bucket in buckets:
-            for start in range(0, len(bucket), _SLICE_CHUNKS):
-                part = bucket[start : start + _SLICE_CHUNKS]
+            for part in bucket.parts(_SLICE_CHUNKS):
                 needed += await self._slice(part)
                 remaining -= len(part)
                 self._update(remaining=remaining)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.copies import HeldChunk
@@ -16,6 +16,27 @@ _CHUNKS_A_TURN = 2048  # looked at between two turns of the loop: each takes a m
 _BUCKET_CHUNKS = 256
 
 
+class ChunkNames:
+    """Names of chunks in one piece: a collection of garbage visits each element of a list, 90 ms for a million."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._packed) // _NAME_BYTES
+
+    def append(self, name: bytes) -> None:
+        self._packed += name
+
+    def parts(self, most: int) -> Iterator[list[bytes]]:
+        """All of them in order, at most so many at a time."""
+        for start in range(0, len(self), most):
+            packed = bytes(self._packed[start * _NAME_BYTES : (start + most) * _NAME_BYTES])
+            yield [packed[at : at + _NAME_BYTES] for at in range(0, len(packed), _NAME_BYTES)]
+
+
 class HeldPages:
     """Staging and disk looked at together."""
 
@@ -24,16 +45,16 @@ class HeldPages:
         self._disk = disk
         self._keyspaces = keyspaces
 
-    async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[list[bytes]]:
+    async def buckets(self, keyspaces: Collection[bytes] | None = None) -> list[ChunkNames]:
         """Keyspace id + chunk hash of all there is now, or of these keyspaces, some hundreds of chunks together.
 
-        Chunks of a chain group are in one list, one after the other in no order. Takes one reference for each chunk and
+        Chunks of a chain group are in one list, one after the other in no order. Takes the bytes of each name and
         bounded steps, however many chunks there are.
         """
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
         stored_count = disk.map.row_count if disk is not None else 0
         count = 1 + (stored_count + self._ledger.ready_count) // _BUCKET_CHUNKS
-        buckets: list[list[bytes]] = [[] for _ in range(count)]
+        buckets = [ChunkNames() for _ in range(count)]
         for names in disk.map.name_parts(_CHUNKS_A_TURN) if disk is not None else ():
             for name in names:
                 if disk is not None and (keyspaces is None or name[:16] in keyspaces):
@@ -46,7 +67,7 @@ class HeldPages:
                 await self._add_staged(keyspace, buckets)
         return buckets
 
-    async def _add_staged(self, keyspace: bytes, buckets: list[list[bytes]]) -> None:
+    async def _add_staged(self, keyspace: bytes, buckets: list[ChunkNames]) -> None:
         """Add chunks of which nothing is on disk."""
         disk = self._disk if self._disk is not None and self._disk.is_readable else None
         keys, seen = self._ledger.keys_of(keyspace), set[bytes]()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvpool.core.cluster import LocationChange
-from kvpool.core.location_digest import ChunkPlace, HeldChunk
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
@@ -104,10 +104,9 @@ class NodeTruth:
         self._disk_map = disk_map
         self._keyspaces = keyspaces
 
-    def chunks(self) -> Iterator[ChunkPlace]:
+    def chunks(self) -> Iterator[ChunkPlaces]:
         """Every chunk that is held all the time while this is iterated; some come twice."""
-        for at, staged in list(self._announcer.staged.items()):
-            yield ChunkPlace(at[:16], at[16:], staged.group_head_hash)
+        yield from ChunkPlaces.of((at[:16], at[16:], one.group_head_hash) for at, one in self._announcer.staged.items())
         if self._disk_map is not None:
             yield from self._disk_map.places()
 

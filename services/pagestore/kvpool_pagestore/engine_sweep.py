@@ -105,8 +105,7 @@ class Sweep:
         replicated = self._replicated()
         if joined or replicated:
             for bucket in await self._copying.held.buckets(None if joined else replicated):
-                for start in range(0, len(bucket), _SLICE_CHUNKS):
-                    names = bucket[start : start + _SLICE_CHUNKS]
+                for names in bucket.parts(_SLICE_CHUNKS):
                     await self._look(names, me, nodes, joined, replicated)
         if not ids - self._unsettled <= self._known:
             await self._settle(self._known | (ids - self._unsettled))

@@ -43,7 +43,7 @@ from kvpool_server.listen import TcpAddress, advertised_host
 from kvpool_server.logs import LogFormat, LogLevel, configure_logs, fields
 from kvpool_server.loops import fast_loop_factory
 from kvpool_server.metrics import new_registry, start_metrics_server
-from kvpool_server.process import die_with_parent, tune_process
+from kvpool_server.process import die_with_parent, release_free_memory, tune_process
 from kvpool_server.ready import clear_ready_file, write_ready_file
 from kvpool_server.tls import ServiceTls, open_tls
 from kvpool_server.tracing import open_service_tracer
@@ -116,6 +116,7 @@ async def _serve(stop: Stop, config: PageStoreConfig, stack: AsyncExitStack) -> 
     if config.arena_prepare:
         engine.preparation.start()
     gc.freeze()  # what was made at start stays: a collection that walks over it takes 60 ms
+    await asyncio.to_thread(release_free_memory)
     _publish(config, node, engine.incarnation)
     try:
         await stop.wait()

@@ -15,7 +15,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.keyspace import KeyspaceSpec
 from kvpool.core.page import PageKey
 from kvpool.core.policy import VersionedPolicy
-from kvpool_pagestore.core.kept_metadata import StoredPage as StoredPage
+from kvpool_pagestore.core.stored_pages import StoredPages as StoredPages
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -136,8 +136,8 @@ class PageStore(Protocol):
         """Keep a small value durably: it is synced when this returns."""
         ...
 
-    def scan(self) -> Iterator[StoredPage]:
-        """All durable pages, in any order, without reading their payloads."""
+    def scan(self) -> Iterator[StoredPages]:
+        """All durable pages, some at a time and by ascending packed key, without reading their payloads."""
         ...
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:

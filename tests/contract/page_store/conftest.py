@@ -14,14 +14,14 @@ from kvpool.core.errors import StoreFault
 from kvpool.testing.page_store import MemoryPageStore
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.adapters.rocks_database import RocksDatabase
-from kvpool_pagestore.ports import PageStore, StoredPage
+from kvpool_pagestore.ports import PageStore, StoredPages
 from tests.contract.page_store.pages import Reopen
 from tests.sim.disk import SimDisk, SimPageStore
 
 
 @pytest.fixture
-def memory() -> MemoryPageStore[StoredPage]:
-    return MemoryPageStore(StoredPage.of)
+def memory() -> MemoryPageStore[StoredPages]:
+    return MemoryPageStore(StoredPages.of)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def sim_disk() -> SimDisk:
 
 @pytest.fixture(params=["rocks", "memory", "simulated"])
 def reopen(
-    request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPage], sim_disk: SimDisk
+    request: pytest.FixtureRequest, tmp_path: Path, memory: MemoryPageStore[StoredPages], sim_disk: SimDisk
 ) -> Iterator[Reopen]:
     opened: list[PageStore] = []
 
@@ -82,7 +82,7 @@ def _no_write(*_: object, **__: object) -> None:
 @pytest.fixture(params=["sync", "records"])
 def failing_disk(
     request: pytest.FixtureRequest,
-    memory: MemoryPageStore[StoredPage],
+    memory: MemoryPageStore[StoredPages],
     sim_disk: SimDisk,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[], AbstractContextManager[None]]:

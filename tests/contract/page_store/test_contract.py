@@ -7,7 +7,8 @@ import os
 import pytest
 
 from kvpool.core.errors import PageCorrupt
-from kvpool_pagestore.ports import PageStore, PageWrite, StoredPage
+from kvpool_pagestore.core.stored_pages import StoredPage
+from kvpool_pagestore.ports import PageStore, PageWrite
 from tests.contract.page_store.pages import (
     KEYSPACE,
     OTHER,
@@ -19,10 +20,11 @@ from tests.contract.page_store.pages import (
     now_and_after_restart,
     page_write,
 )
+from tests.fixtures.stored_pages import stored_pages
 
 
 def test_an_empty_store_has_nothing(store: PageStore) -> None:
-    assert list(store.scan()) == []
+    assert stored_pages(store) == []
     assert list(store.keyspaces()) == []
     assert store.load_value("incarnation") is None
     assert get(store, key(1)) is None
@@ -39,8 +41,8 @@ def test_pages_come_back_bit_for_bit_after_a_restart(reopen: Reopen, size_bytes:
     assert sorted(durable.calls) == [(key(number), None) for number in pages]
     again = reopen()
     assert {number: get(again, key(number)) for number in pages} == pages
-    found = sorted(again.scan(), key=lambda page: page.key.chunk_hash)
-    assert found == [StoredPage.of(key=key(n), page_bytes=size_bytes, metadata=metadata(n)) for n in pages]
+    found = sorted(stored_pages(again), key=lambda page: page.key.chunk_hash)
+    assert found == [StoredPage(key(n), size_bytes, metadata(n)) for n in pages]
 
 
 def test_a_page_is_written_into_the_slot_and_nowhere_else(store: PageStore) -> None:
@@ -72,7 +74,7 @@ def test_a_page_written_again_replaces_the_old_one(reopen: Reopen) -> None:
     assert get(store, key(1)) == b"new"
     again = reopen()
     assert get(again, key(1)) == b"new"
-    assert [page.page_bytes for page in again.scan()] == [3]
+    assert [page.page_bytes for page in stored_pages(again)] == [3]
 
 
 def test_a_key_twice_in_a_batch_is_one_page_and_two_callbacks(store: PageStore) -> None:
@@ -88,7 +90,7 @@ def test_deleted_pages_are_gone_and_stay_gone(reopen: Reopen) -> None:
     store.delete_batch([key(number) for number in (2, 3, 77)])
     left = {0, 1, 4, 5, 6, 7, 8, 9}
     for current in now_and_after_restart(store, reopen):
-        assert {page.metadata.chunk_index for page in current.scan()} == left
+        assert {page.metadata.chunk_index for page in stored_pages(current)} == left
         assert get(current, key(2)) is None
         assert get(current, key(4)) == b"page"
 
@@ -100,7 +102,7 @@ def test_deleting_a_keyspace_leaves_the_others(reopen: Reopen) -> None:
     store.delete_keyspace(KEYSPACE)
     store.delete_keyspace(OTHER)
     for current in now_and_after_restart(store, reopen):
-        assert {page.key.keyspace for page in current.scan()} == {b"j" * 16, b"k" * 15 + b"l"}
+        assert {page.key.keyspace for page in stored_pages(current)} == {b"j" * 16, b"k" * 15 + b"l"}
         assert get(current, key(1)) is None
         assert get(current, key(1, b"j" * 16)) == b"page"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpool_pagestore.ports import PageStore
 from tests.contract.page_store.pages import KEYSPACE, Durable, Reopen, get, key, page_write
+from tests.fixtures.stored_pages import stored_pages
 
 
 def put(store: PageStore, *numbers: int) -> None:
@@ -26,7 +27,7 @@ def test_pages_deleted_before_a_restart_and_a_clear_stay_cleared(reopen: Reopen,
     put(store, *range(200))
     store.delete_batch([key(number) for number in range(100, 200)])
     reopen().delete_keyspace(KEYSPACE)
-    assert list(reopen_without_index().scan()) == []
+    assert stored_pages(reopen_without_index()) == []
 
 
 def test_the_index_may_be_lost_again_and_again(reopen: Reopen, reopen_without_index: Reopen) -> None:
@@ -38,4 +39,4 @@ def test_the_index_may_be_lost_again_and_again(reopen: Reopen, reopen_without_in
         store.delete_keyspace(KEYSPACE)
         put(store, start + 1)
         store = reopen_without_index()
-        assert [page.metadata.chunk_index for page in store.scan()] == [start + 1]
+        assert [page.metadata.chunk_index for page in stored_pages(store)] == [start + 1]

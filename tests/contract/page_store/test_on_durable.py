@@ -10,6 +10,7 @@ from kvpool.core.errors import KvPoolError, StoreFault
 from kvpool.core.page import PageKey
 from kvpool_pagestore.ports import PageStore, PageWrite
 from tests.contract.page_store.pages import Durable, Reopen, get, key, metadata, now_and_after_restart, page_write
+from tests.fixtures.stored_pages import stored_pages
 
 Failing = Callable[[], AbstractContextManager[None]]
 
@@ -68,7 +69,7 @@ def test_other_metadata_is_kept_beside_the_same_bytes(reopen: Reopen) -> None:
     store.put_batch([page_write(number, bytes([number]) * 4000) for number in range(3)], Durable())
     store.set_metadata([(key(1), metadata(77)), (key(9), metadata(78))])
     for current in now_and_after_restart(store, reopen):
-        kept = {page.key: page.metadata for page in current.scan()}
+        kept = {page.key: page.metadata for page in stored_pages(current)}
         assert kept == {key(0): metadata(0), key(1): metadata(77), key(2): metadata(2)}
         assert get(current, key(1)) == bytes([1]) * 4000
 
@@ -84,5 +85,5 @@ def test_other_metadata_outlives_the_moving_of_its_page(reopen: Reopen) -> None:
     store.delete_batch([key(number) for number in range(20) if number % 5])
     for number in range(20, 40):
         store.put_batch([page_write(number, bytes(size_bytes))], Durable())
-    kept = {page.key: page.metadata for page in reopen().scan()}
+    kept = {page.key: page.metadata for page in stored_pages(reopen())}
     assert kept == {key(number): metadata(number) for number in (0, 5, 10, 15, *range(20, 40))}

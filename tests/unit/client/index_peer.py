@@ -16,7 +16,7 @@ from kvpool.core.errors import (
     StaleIncarnation,
 )
 from kvpool.core.keyspace import keyspace_id
-from kvpool.core.location_digest import ChunkPlace, HeldChunk
+from kvpool.core.location_digest import ChunkPlaces, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.v1 import index_pb2, index_pb2_grpc
 from kvpool.wire.convert import item_error_to_proto
@@ -53,6 +53,8 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
         self.dropped: list[bytes] = []
         self.stale: list[Any] = []
         self.renew_error: KvPoolError | None = None
+        self.answers_renewals = asyncio.Event()
+        self.answers_renewals.set()
         self.register_error: KvPoolError | None = None
         self.answers_registrations = asyncio.Event()
         self.answers_registrations.set()
@@ -81,6 +83,7 @@ class ScriptedIndex(index_pb2_grpc.IndexServiceServicer):
             self.loads.append(request.renewals[0].load if request.renewals[0].HasField("load") else None)
             error, refused = self.renew_error, []
             self.renewals += 1
+            await self.answers_renewals.wait()
             if isinstance(error, LeaseLost | StaleIncarnation):
                 if isinstance(error, LeaseLost):
                     self.renew_error = None
@@ -160,8 +163,8 @@ class Node:
             raise self.load_errors.pop()
         return NodeLoad(page_count=len(self.truth))
 
-    def chunks(self) -> list[ChunkPlace]:
-        return [ChunkPlace(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
+    def chunks(self) -> list[ChunkPlaces]:
+        return [ChunkPlaces(KEYSPACE, bytes([chunk]) * 16, bytes(16)) for chunk in self.truth]
 
     def settle(self) -> None:
         pass

@@ -100,9 +100,18 @@ async def test_a_truth_that_fails_is_asked_again(failing_call: int) -> None:
                 raise RuntimeError("the ledger is broken")
 
         one.on_locate = fail
+        one.index.digests[0] = 12345  # it has something else
         await one.link.start()
         request = await next_range(one)
         assert chunks(request) == [1] and calls > failing_call
+
+
+async def test_what_an_index_has_nothing_of_is_told_to_it_without_computing_digests() -> None:
+    async with node(truth=dict.fromkeys(range(1, 4), 1)) as one:
+        await one.link.start()
+        stream = await opened(one)
+        assert sorted(chunks(await stream.next("replace_range"))) == [1, 2, 3]
+        assert one.located == 3, "each chunk is looked up once, to name it"
 
 
 async def test_a_range_that_changes_all_the_time_is_told_all_the_same() -> None:

@@ -9,6 +9,7 @@ from kvpool.core.errors import KvPoolError
 from kvpool.core.page import PageKey
 from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.ports import PageMetadata, PageWrite
+from tests.fixtures.stored_pages import stored_pages
 
 PAGE_BYTES = 200_000
 
@@ -50,4 +51,4 @@ def get(store: RocksPageStore, number: int) -> bytes | None:
 
 
 def scanned(store: RocksPageStore) -> set[int]:
-    return {found.metadata.chunk_index for found in store.scan()}
+    return {found.metadata.chunk_index for found in stored_pages(store)}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.chunk_columns import FoundChunks
 from kvpool_pagestore.core.disk_map import DiskMap
-from kvpool_pagestore.core.kept_metadata import StoredPage
+from kvpool_pagestore.core.stored_pages import StoredPages
 from tests.fixtures.pagestore import KEYSPACE, metadata, page_key
 
 SIZES = {0: 100, 1: 250}
@@ -140,9 +142,12 @@ def test_a_chunk_stays_as_long_as_that_page_of_it_which_is_to_stay_longest() -> 
 def test_what_a_scan_has_found_is_ranked_when_the_first_victim_is_needed() -> None:
     disk = DiskMap(lambda key: 1)
     keys = [PageKey(bytes(16), bytes([number]) * 16, 0) for number in range(1, 6)]
-    for number, key in enumerate(keys):
-        parent = keys[number - 1].chunk_hash if number else bytes(16)
-        disk.add_found([found(key, PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16)))])
+    parents = [bytes(16), *(key.chunk_hash for key in keys)]
+    kept = [
+        PageMetadata(parent_hash=parent, chunk_index=number, group_head_hash=bytes(16))
+        for number, parent in enumerate(parents[:5])
+    ]
+    restore(disk, list(zip(keys, kept, strict=True)))
     assert disk.remove(keys[4])
     disk.touch(keys[0])
     (victim,) = disk.oldest(1, lambda key: False)
@@ -156,16 +161,19 @@ def test_what_a_scan_has_found_is_ranked_when_the_first_victim_is_needed() -> No
 def test_what_a_scan_finds_counts_as_what_was_added(pages: list[tuple[PageKey, int]], step: int) -> None:
     scanned, added = new_map(), new_map()
     kept = [(key, replace(metadata(1), pinned_until_us=until_us, prompt_tokens=7)) for key, until_us in pages]
-    for start in range(0, len(kept), step):
-        scanned.add_found([found(*page) for page in kept[start : start + step]])
-    for key, asked in kept:
+    restore(scanned, kept, step)
+    for key, asked in sorted(kept, key=lambda page: page[0].pack()):
         added.add(key, asked)
     assert list(scanned.chunks()) == list(added.chunks()) and list(scanned.places()) == list(added.places())
     assert (scanned.page_count, scanned.size_bytes) == (added.page_count, added.size_bytes)
 
 
-def found(key: PageKey, kept: PageMetadata) -> StoredPage:
-    return StoredPage.of(key=key, page_bytes=SIZES[0], metadata=kept)
+def restore(disk: DiskMap, pages: list[tuple[PageKey, PageMetadata]], step: int = 3) -> None:
+    """As a start does, so many pages at a time."""
+    chunks, ordered = FoundChunks(), sorted(pages, key=lambda page: page[0].pack())
+    for start in range(0, len(ordered), step):
+        chunks.add(StoredPages.of((key, SIZES[0], kept) for key, kept in ordered[start : start + step]))
+    disk.restore(chunks)
 
 
 @given(
@@ -178,12 +186,15 @@ def test_chunks_go_whatever_parents_and_positions_clients_name(
     claims: list[tuple[int, int, int]], is_restart: bool
 ) -> None:
     disk = new_map()
-    for number, parent, index in claims:
-        claimed = replace(metadata(number), parent_hash=page_key(parent).chunk_hash, chunk_index=index)
-        if is_restart:
-            disk.add_found([found(page_key(number), claimed)])
-        else:
-            disk.add(page_key(number), claimed)
+    pages = [
+        (page_key(number), replace(metadata(number), parent_hash=page_key(parent).chunk_hash, chunk_index=index))
+        for number, parent, index in claims
+    ]
+    if is_restart:
+        restore(disk, pages)
+    else:
+        for page in pages:
+            disk.add(*page)
     assert len(disk.oldest(10**6, lambda key: False)) == len(claims)
 
 
@@ -234,3 +245,24 @@ def test_a_circle_is_not_closed_by_a_chunk_that_comes_back_with_another_number()
         disk.remove(above)
     disk.add(above, replace(metadata(0), parent_hash=below.chunk_hash, chunk_index=3))
     assert sorted(chosen(disk, 10**6)) == [2, 3]
+
+
+def test_pages_out_of_order_are_refused_rather_than_kept_twice() -> None:
+    chunks = FoundChunks()
+    pages = [(page_key(number), SIZES[0], metadata(number)) for number in (1, 2, 3)]
+    chunks.add(StoredPages.of(pages[1:]))
+    with pytest.raises(ValueError, match="ascending"):
+        chunks.add(StoredPages.of(pages[:1]))
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_numbers_of_any_size_are_kept_as_they_are(is_restart: bool) -> None:
+    disk, large = new_map(), replace(metadata(1), chunk_index=1 << 40, prompt_tokens=1 << 50)
+    for kept in (large, metadata(2)):
+        if is_restart:
+            disk = new_map()
+            restore(disk, [(page_key(1), kept)])
+        else:
+            disk.add(page_key(1), metadata(1))
+            disk.set_metadata(page_key(1).keyspace, page_key(1).chunk_hash, kept)
+        assert disk.metadata(page_key(1)) == kept

@@ -19,6 +19,7 @@ from kvpool_pagestore.engine_sessions import PeerSession
 from tests.fixtures.pagestore import TENANT, Running, World, new_world, page_key, running_engine
 from tests.fixtures.pagestore_calls import acquire, open_session, store
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.stored_pages import stored_pages
 
 
 class Stopped:
@@ -89,7 +90,7 @@ async def test_a_page_stored_while_one_of_two_clears_still_runs_is_known_if_it_i
             stopped.go_on.set()
             await second
             assert await flush == (1, 0)
-            assert engine.gauges().disk_pages == 1 and len(list(world.memory.scan())) == 1
+            assert engine.gauges().disk_pages == 1 and len(stored_pages(world.memory)) == 1
 
 
 async def test_a_clear_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.fixtures.pagestore import (
     sealed_page,
 )
 from tests.fixtures.pagestore_calls import acquire, acquire_one, evict_all, open_session, reserve_item, store, wanted
+from tests.fixtures.stored_pages import stored_pages
 
 
 async def test_committed_pages_become_durable_and_survive_a_restart() -> None:
@@ -201,7 +202,7 @@ async def test_clear_catches_pages_that_are_being_written() -> None:
             await eventually(lambda: running.engine.gauges().staging_pages == 0)
             gate.set()
             assert await clearing == 1
-            assert list(world.memory.scan()) == []
+            assert stored_pages(world.memory) == []
             assert running.engine.gauges().arena_used_bytes == 0
 
 
@@ -223,8 +224,10 @@ async def test_the_disk_budget_is_kept_by_giving_up_what_was_unused_longest() ->
             for number in range(0, 25 * 16, 16):  # chains of one page each
                 await store(running, peer, [number])
                 await running.engine.flush(TENANT, b"")
-                assert sum(page.page_bytes for page in world.memory.scan()) <= 10 * PAGE_BYTES
-            assert {page.key for page in world.memory.scan()} == {page_key(16 * number) for number in range(15, 25)}
+                assert sum(page.page_bytes for page in stored_pages(world.memory)) <= 10 * PAGE_BYTES
+            assert {page.key for page in stored_pages(world.memory)} == {
+                page_key(16 * number) for number in range(15, 25)
+            }
             await eventually(
                 lambda: not world.index.shards(3 * 16, Tier.DISK) and world.index.shards(24 * 16, Tier.DISK)
             )
@@ -261,4 +264,4 @@ async def test_an_orderly_end_waits_for_what_is_still_being_verified_and_written
             await store(running, peer, [2])
             await committing
             await running.engine.stop(5.0)
-            assert {page.key for page in world.memory.scan()} == {page_key(1), page_key(2)}
+            assert {page.key for page in stored_pages(world.memory)} == {page_key(1), page_key(2)}

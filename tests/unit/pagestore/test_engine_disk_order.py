@@ -18,6 +18,7 @@ from kvpool_pagestore.ports import PageMetadata
 from tests.fixtures.pagestore import TENANT, Running, new_world, page_key, running_engine
 from tests.fixtures.pagestore import metadata as page_metadata
 from tests.fixtures.pagestore_calls import open_session, store
+from tests.fixtures.stored_pages import stored_pages
 
 Change = tuple[PageKey, PageMetadata]
 
@@ -51,7 +52,7 @@ async def test_of_two_changes_of_a_page_the_later_one_stays(monkeypatch: pytest.
             first = asyncio.gather(*calls)
             await eventually(lambda: bool(begun))
             await asyncio.gather(first, disk.set_metadata([changes[1], other]), disk.set_metadata([changes[2]]))
-            kept = {found.key: found.metadata.pinned_until_us for found in world.memory.scan()}
+            kept = {found.key: found.metadata.pinned_until_us for found in stored_pages(world.memory)}
             assert kept == {page_key(1): 3, page_key(2): 9}
             assert len(begun) == 2, "what comes while one is written is written together"
 
@@ -89,5 +90,5 @@ async def test_a_deletion_that_is_refused_while_too_much_waits_is_done_later(mon
 
             monkeypatch.setattr(disk._writers, "run", busy)
             disk.discard([page_key(1)])
-            await eventually(lambda: [found.key for found in world.memory.scan()] == [page_key(2)])
+            await eventually(lambda: [found.key for found in stored_pages(world.memory)] == [page_key(2)])
             assert len(refusals) == 2 and not disk.fault

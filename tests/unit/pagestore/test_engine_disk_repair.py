@@ -11,6 +11,7 @@ from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.pagestore import KEYSPACE, PAGE_BYTES, TENANT, new_world, page_key, running_engine
 from tests.fixtures.pagestore import metadata as page_metadata
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.stored_pages import stored_pages
 
 
 async def test_a_smaller_budget_is_kept_from_the_start() -> None:
@@ -40,7 +41,7 @@ async def test_pages_that_nobody_can_ask_for_are_dropped() -> None:
         world.memory.put_batch(writes, lambda _, failure: failures.append(failure))
         assert failures == [None] * 3
         async with running_engine(world) as running:
-            assert [found.key for found in world.memory.scan()] == [page_key(1)]
+            assert [found.key for found in stored_pages(world.memory)] == [page_key(1)]
             assert running.engine.gauges().disk_pages == 1
 
 
@@ -63,7 +64,9 @@ async def test_pages_whose_deletion_failed_are_deleted_when_the_disk_is_well_aga
                 await eventually(lambda: engine.disk_fault)
             await eventually(lambda: not engine.disk_fault)
             await engine.flush(TENANT, b"")
-            await eventually(lambda: {found.key for found in world.memory.scan()} == {page_key(16), page_key(32)})
+            await eventually(
+                lambda: {found.key for found in stored_pages(world.memory)} == {page_key(16), page_key(32)}
+            )
             assert engine.gauges().disk_pages == 2
 
 
@@ -91,4 +94,4 @@ async def test_a_page_that_can_never_be_read_does_not_take_the_tier_down_for_eve
             gone = await acquire_one(running, peer, wanted(1))
             assert gone.grant is None and gone.error is None and not engine.disk_fault
             assert (await acquire_one(running, peer, wanted(2))).grant is not None
-            await eventually(lambda: [found.key for found in world.memory.scan()] == [page_key(2)])
+            await eventually(lambda: [found.key for found in stored_pages(world.memory)] == [page_key(2)])

@@ -28,12 +28,13 @@ from tests.fixtures.pagestore import (
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.stored_pages import stored_pages
 
 FOUR_PAGES = {"disk_bytes": 4 * PAGE_BYTES, "max_pinned_share": 1.0}
 
 
 def stored(world: World) -> set[int]:
-    return {page.metadata.chunk_index for page in world.memory.scan()}
+    return {page.metadata.chunk_index for page in stored_pages(world.memory)}
 
 
 async def pin(running: Running, numbers: Sequence[int]) -> None:

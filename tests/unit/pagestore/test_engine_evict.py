@@ -31,6 +31,7 @@ from tests.fixtures.pagestore import (
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.stored_pages import stored_pages
 
 
 def hashes(numbers: Sequence[int]) -> list[bytes]:
@@ -44,7 +45,7 @@ def gone(numbers: Sequence[int], *, staging_only: bool = False, with_pinned: boo
 
 
 def durable(world: World) -> set[int]:
-    return {page.metadata.chunk_index for page in world.memory.scan()}
+    return {page.metadata.chunk_index for page in stored_pages(world.memory)}
 
 
 async def listed(running: Running, *, most_read: int = 0, pinned_only: bool = False) -> list[ListedChunk]:

@@ -32,6 +32,7 @@ from tests.fixtures.pagestore import (
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, store, wanted
+from tests.fixtures.stored_pages import stored_pages
 
 OTHER_SPEC = replace(SPEC, model_id="other")
 OTHER = keyspace_id(encode_keyspace(TENANT, OTHER_SPEC))
@@ -130,7 +131,7 @@ async def test_a_smaller_quota_evicts_down_at_once_and_after_a_restart() -> None
             quota(world, 5 * PAGE_BYTES, version=2)
             running.engine.policies.version_seen(2)
             await eventually(lambda: running.engine.quotas.used_bytes(KEYSPACE) <= 5 * PAGE_BYTES)
-            await eventually(lambda: len(list(world.memory.scan())) <= 5)
+            await eventually(lambda: len(stored_pages(world.memory)) <= 5)
         async with running_engine(world, tenant_quotas=(f"{TENANT}={2 * PAGE_BYTES}",)) as running:
             assert running.engine.quotas.used_bytes(KEYSPACE) <= 2 * PAGE_BYTES
             assert running.engine.gauges().disk_pages == 2 or running.engine.gauges().disk_pages == 1
@@ -144,7 +145,7 @@ async def test_a_lowered_quota_gives_up_a_bounded_number_of_pages_in_one_turn_of
             for first in range(0, 300, 10):
                 await store(running, peer, range(16 * first, 16 * (first + 10), 16))
                 await running.engine.flush(TENANT, b"")
-            counts = [len(list(world.memory.scan()))]
+            counts = [len(stored_pages(world.memory))]
             assert counts == [300]
             quota(world, PAGE_BYTES, version=2)
             running.engine.policies.version_seen(2)

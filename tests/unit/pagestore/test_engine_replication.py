@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 
 import pytest
@@ -198,5 +199,9 @@ async def test_what_a_node_holds_is_gathered_by_chain_group_in_bounded_steps(mon
         buckets = await running.engine.movement.sweep._copying.held.buckets()
         others.cancel()
         assert max(looks.values()) <= 4
-        groups = [{metadata(int.from_bytes(name[16:24], "big")).group_head_hash for name in one} for one in buckets]
-        assert sum(map(len, buckets)) == 64 and sum(map(len, groups)) == 4, "no group is in two of them"
+        listed = [[name for part in one.parts(3) for name in part] for one in buckets]
+        groups = [{metadata(int.from_bytes(name[16:24], "big")).group_head_hash for name in one} for one in listed]
+        assert sum(map(len, buckets)) == sum(map(len, listed)) == 64
+        assert sum(map(len, groups)) == 4, "no group is in two of them"
+        visited = [part for one in buckets for part in gc.get_referents(one) if not isinstance(part, type)]
+        assert len(visited) == len(buckets), "a collection of garbage has to visit the names one by one"

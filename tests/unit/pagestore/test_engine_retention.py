@@ -34,6 +34,7 @@ from tests.fixtures.pagestore import (
     running_engine,
 )
 from tests.fixtures.pagestore_calls import acquire_one, open_session, wanted
+from tests.fixtures.stored_pages import stored_pages
 
 HASHES = [page_key(number).chunk_hash for number in range(16)]
 
@@ -54,7 +55,7 @@ async def put(running: Running, peer: PeerSession, number: int, shard: int = 0, 
 
 
 def on_disk(world: World) -> dict[int, PageMetadata]:
-    return {page.metadata.chunk_index: page.metadata for page in world.memory.scan()}
+    return {page.metadata.chunk_index: page.metadata for page in stored_pages(world.memory)}
 
 
 @asynccontextmanager
@@ -153,7 +154,7 @@ async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others
             await put(running, peer, 1, shard=1)
             await running.engine.flush(TENANT, b"")
             assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES[1:3], until_us) == 2
-            assert {page.metadata.pinned_until_us for page in world.memory.scan()} == {until_us}
+            assert {page.metadata.pinned_until_us for page in stored_pages(world.memory)} == {until_us}
             assert running.engine.gauges().pinned_bytes == both_bytes
         async with engine_at(world, linger_ms=60_000) as (running, peer, clock):
             assert running.engine.gauges().pinned_bytes == both_bytes
@@ -162,7 +163,7 @@ async def test_pins_are_kept_on_disk_for_durable_pages_and_taken_along_by_others
             await running.engine.flush(TENANT, b"")
             assert on_disk(world)[4].pinned_until_us == until_us
             assert await running.engine.retained.pin(TENANT, KEYSPACE, HASHES, 0) == 3
-            assert {page.metadata.pinned_until_us for page in world.memory.scan()} == {0}
+            assert {page.metadata.pinned_until_us for page in stored_pages(world.memory)} == {0}
             assert running.engine.gauges().pinned_bytes == 0
 
 

@@ -39,6 +39,7 @@ from tests.fixtures.pagestore import (
 )
 from tests.fixtures.pagestore_calls import acquire, open_session, reserve_item, store, wanted
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.stored_pages import stored_pages
 
 PATIENT_MS = 60_000  # nothing is written before somebody asks
 ONE_PAGE_AND_NO_MORE = {"write_back_bytes_per_s": 1}  # the first one goes at once, the next one hours later
@@ -86,7 +87,7 @@ async def flushing(world: World, numbers: Sequence[int], **changes: Any) -> Asyn
 
 def pinned_until_us(world: World) -> dict[PageKey, int]:
     """As the records on disk have it."""
-    return {found.key: found.metadata.pinned_until_us for found in world.memory.scan()}
+    return {found.key: found.metadata.pinned_until_us for found in stored_pages(world.memory)}
 
 
 async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor_flush() -> None:
@@ -98,7 +99,7 @@ async def test_a_page_cleared_just_when_its_write_begins_stops_neither_clear_nor
                 # Both take their first step now: the clear drops the pages that the flush has just picked.
                 cleared, flushed = await asyncio.gather(engine.clear(TENANT, b""), engine.flush(TENANT, b""))
                 assert cleared == 2
-                assert list(world.memory.scan()) == [] and flushed[1] == 0
+                assert stored_pages(world.memory) == [] and flushed[1] == 0
                 await store(running, peer, [3])
                 assert await engine.flush(TENANT, b"") == (1, 0)
             await eventually(lambda: engine.gauges().arena_used_bytes > 0)
@@ -119,7 +120,7 @@ async def test_a_write_that_fails_in_an_unforeseen_way_is_tried_again(monkeypatc
                     assert await engine.flush(TENANT, b"") == (0, 1)
             async with asyncio.timeout(PATIENCE_S):
                 assert await engine.flush(TENANT, b"") == (1, 0)
-            assert [found.key for found in world.memory.scan()] == [page_key(1)]
+            assert [found.key for found in stored_pages(world.memory)] == [page_key(1)]
 
 
 async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable() -> None:
@@ -138,10 +139,10 @@ async def test_a_page_stored_again_while_its_old_bytes_are_written_stays_durable
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
                 await eventually(lambda: engine.gauges().disk_pages == 1)
-            await eventually(lambda: [found.key for found in world.memory.scan()] == [page_key(1)])
+            await eventually(lambda: [found.key for found in stored_pages(world.memory)] == [page_key(1)])
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
-            assert [found.key for found in world.memory.scan()] == [page_key(1)]
+            assert [found.key for found in stored_pages(world.memory)] == [page_key(1)]
 
 
 async def test_pages_that_are_added_wake_nobody_who_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ async def test_pages_wait_for_the_budget_and_a_flush_has_none() -> None:
                 assert await engine.flush(TENANT, b"") == (2, 0)
             assert engine.gauges().write_back_waiting_bytes == 0
             await store(running, peer, [4])
-        assert {found.key for found in world.memory.scan()} == {page_key(number) for number in (1, 2, 3, 4)}
+        assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in (1, 2, 3, 4)}
 
 
 async def test_a_caller_that_wants_its_page_durable_waits_for_no_budget() -> None:
@@ -231,7 +232,7 @@ async def test_a_caller_that_wants_its_page_durable_waits_for_no_budget() -> Non
             fill_page(engine.pages.view(grant), page_key(20))
             async with asyncio.timeout(PATIENCE_S):
                 assert await engine.pages.commit(peer, [grant.lease_id], durable=True) == [None]
-            assert {found.key for found in world.memory.scan()} == {page_key(1), page_key(20)}
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(1), page_key(20)}
             assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
 
 
@@ -244,7 +245,7 @@ async def test_a_page_that_is_to_be_durable_takes_its_group_along_and_no_more() 
             await store(running, peer, [2, 3, 20])
             async with asyncio.timeout(PATIENCE_S):
                 assert await engine.pages.make_durable(page_key(3)) is None
-            assert {found.key for found in world.memory.scan()} == {page_key(number) for number in (1, 2, 3)}
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in (1, 2, 3)}
             assert engine.gauges().write_back_waiting_bytes == PAGE_BYTES
 
 
@@ -266,7 +267,7 @@ async def test_the_budget_is_lifted_while_more_than_half_of_the_cap_waits() -> N
             assert 0 < engine.gauges().disk_pages == beyond - waiting_count
             async with asyncio.timeout(PATIENCE_S):
                 assert await engine.flush(TENANT, b"") == (waiting_count, 0)
-        assert {found.key for found in world.memory.scan()} == {page_key(number) for number in range(beyond)}
+        assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in range(beyond)}
 
 
 async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> None:
@@ -283,7 +284,7 @@ async def test_stores_are_refused_at_the_cap_and_no_page_is_lost_for_them() -> N
             gate.set()
             async with asyncio.timeout(PATIENCE_S):
                 await engine.flush(TENANT, b"")
-            assert {found.key for found in world.memory.scan()} == {page_key(number) for number in stored}
+            assert {found.key for found in stored_pages(world.memory)} == {page_key(number) for number in stored}
 
 
 async def test_a_page_that_is_being_written_or_waited_for_is_not_evicted() -> None:
@@ -329,7 +330,7 @@ async def test_a_flush_or_drain_loses_no_page_that_it_waits_for(
         gate.set()
         async with asyncio.timeout(PATIENCE_S):
             await waiting
-        assert {found.key for found in world.memory.scan()} >= {page_key(number) for number in unwritten}
+        assert {found.key for found in stored_pages(world.memory)} >= {page_key(number) for number in unwritten}
         assert sum(one.grant is not None for one in promoted) == 64 - len(unwritten)
         assert isinstance(refused, ArenaFull | Draining)
         assert engine.gauges().arena_dirty_bytes == 0

@@ -18,6 +18,7 @@ from kvpool_pagestore.adapters.rocks_database import RocksDatabase
 from kvpool_pagestore.core.disk_budget import ExtentBudget, page_blocks
 from kvpool_pagestore.core.extents import BLOCK_BYTES
 from kvpool_pagestore.ports import PageWrite
+from tests.fixtures.stored_pages import stored_pages
 from tests.unit.pagestore.rocks_pages import PAGE_BYTES, get, key, opened, page, page_write, put, scanned
 
 COUNT = 300
@@ -122,7 +123,7 @@ def test_a_lost_database_is_made_anew_from_the_pages(tmp_path: Path) -> None:
     lose_database(tmp_path)
     store = opened(tmp_path)
     assert right(store) >= LIVE
-    kept = {found.metadata.chunk_index: found.metadata for found in store.scan()}
+    kept = {found.metadata.chunk_index: found.metadata for found in stored_pages(store)}
     assert kept[7] == page_write(7).metadata
     put(store, 1000)
     assert get(store, 1000) == page(1000)
@@ -245,7 +246,7 @@ def test_a_page_that_holds_the_likeness_of_another_is_not_taken_for_it(tmp_path:
     store.close()
     lose_database(tmp_path / "disk")
     store = opened(tmp_path / "disk")
-    assert [found.key.keyspace for found in store.scan()] == [b"x" * 16]
+    assert [found.key.keyspace for found in stored_pages(store)] == [b"x" * 16]
     store.close()
 
 

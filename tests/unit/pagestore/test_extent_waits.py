@@ -17,6 +17,7 @@ from kvpool_pagestore.adapters.page_store import RocksPageStore
 from kvpool_pagestore.core import disk_budget
 from kvpool_pagestore.ports import PageWrite
 from tests.fixtures.patience import PATIENCE_S
+from tests.fixtures.stored_pages import stored_pages
 from tests.unit.pagestore.rocks_pages import get, key, opened, page, page_write, put, scanned
 
 
@@ -90,11 +91,11 @@ def test_a_keyspace_is_cleared_while_others_are_written(tmp_path: Path, monkeypa
     monkeypatch.setattr(ExtentFiles, "keep", slow)
     with running(gate, lambda: store.delete_keyspace(mine)):
         put_small(store, other, 10)
-    assert {found.key.keyspace for found in store.scan()} == {other}
+    assert {found.key.keyspace for found in stored_pages(store)} == {other}
     for _ in range(4):  # a thousand blocks are there
         put_small(store, mine, 300)
         store.delete_keyspace(mine)
     store.close()
     store = opened(tmp_path, capacity_bytes=28 << 20)
-    assert len(list(store.scan())) == 10
+    assert len(stored_pages(store)) == 10
     store.close()

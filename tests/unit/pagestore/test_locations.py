@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.outcome import Tier
+from kvpool_pagestore.core import disk_map as disk_map_module
 from kvpool_pagestore.core.disk_map import DiskMap
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
@@ -48,16 +51,23 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
         assert (change.added_shards, change.removed_shards) == (staged, 0b111 & ~staged)
 
 
-def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile() -> None:
+def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_map_module, "_PLACED_ROWS", 5)
     disk_map = DiskMap(lambda key: 1)
     for number in range(20):
         disk_map.add(page_key(number), metadata(number))
     chunks = NodeTruth(Announcer(RecordingIndex()), disk_map, KeyspaceBook()).chunks()
-    found = {next(chunks).chunk_hash for _ in range(5)}
+    found = hashes(next(chunks))
+    assert len(found) == 5
     disk_map.add(page_key(20), metadata(20))
     disk_map.remove(page_key(19))
-    found |= {place.chunk_hash for place in chunks}
+    for places in chunks:
+        found |= hashes(places)
     assert found >= {page_key(number).chunk_hash for number in range(19)}
+
+
+def hashes(places: ChunkPlaces) -> set[bytes]:
+    return {places.chunk_hashes[at : at + 16] for at in range(0, len(places.chunk_hashes), 16)}
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()))))

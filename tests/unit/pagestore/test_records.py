@@ -8,7 +8,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import PageCorrupt
 from kvpool_pagestore.adapters.records import PageRecord, UsedBlocks, kept_parts
 from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.core.kept_metadata import has_an_end, unpack_metadata
+from kvpool_pagestore.core.kept_metadata import unpack_metadata
 
 PLAIN = PageMetadata(parent_hash=b"p" * 16, chunk_index=3, group_head_hash=b"g" * 16, ttl_ms=5, priority=-7)
 
@@ -22,8 +22,8 @@ def test_what_a_start_needs_of_records_is_what_they_say_one_by_one(pieces: tuple
     records = [record(number, count) for number, count in enumerate(pieces)]
     encoded = [each.encode() for each in records]
     page_bytes, metadata = kept_parts(encoded)
-    assert page_bytes == [each.page_bytes for each in records]
-    assert [unpack_metadata(each) for each in metadata] == [PLAIN] * len(records)
+    assert page_bytes.tolist() == [each.page_bytes for each in records]
+    assert [unpack_metadata(each.tobytes()) for each in metadata] == [PLAIN] * len(records)
     used = UsedBlocks.joined([UsedBlocks.of(encoded), UsedBlocks.of(())])
     assert list(map(tuple, used.of_file(1).tolist())) == sorted(extent for each in records for extent in each.extents)
     assert len(used.of_file(2)) == 0
@@ -33,7 +33,7 @@ def test_what_a_start_needs_of_records_is_what_they_say_one_by_one(pieces: tuple
 def test_a_record_from_before_ends_of_life_has_none() -> None:
     old = record(1, 1).encode()[:-16]
     (metadata,) = kept_parts([record(2, 1).encode(), old])[1][1:]
-    assert unpack_metadata(metadata) == PLAIN and not has_an_end(metadata)
+    assert unpack_metadata(metadata.tobytes()) == PLAIN
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" + record(1, 1).encode()[1:], record(1, 1).encode()[:-1]])

@@ -8,12 +8,14 @@ from functools import reduce
 from operator import xor
 from typing import Protocol
 
+import numpy as np
+
 from kvpool.client.chunk_table import ChunkTable
 from kvpool.core.cluster import LocationChange
 from kvpool.core.location_digest import (
     FIELD_BYTES,
     PART_COUNT,
-    ChunkPlace,
+    ChunkPlaces,
     HeldChunk,
     PartSpan,
     fingerprint,
@@ -23,10 +25,11 @@ from kvpool.core.location_digest import (
 )
 from kvpool.core.outcome import Tier
 
-_KEYSPACE_BYTES = 16
+_KEYSPACE_BYTES = _HASH_BYTES = 16
 _TIERS = (Tier.GPU, Tier.STAGING, Tier.DISK)
 _STEP_CHUNKS = 128  # looked up between two pauses, give or take a bucket: half a millisecond
-_LOAD_CHUNKS = 256  # learnt between two pauses
+_LOAD_CHUNKS = 256  # learnt one by one between two pauses
+_LOAD_TABLES = 32  # made between two pauses
 _RECHECK_ROUNDS = 64  # in which everything is looked up once, though no change of it was announced
 _COUNTED_CHUNKS = 4096  # of a keyspace in one range, from which on large groups are looked for
 _COUNTED_GROUPS = 64  # a group with more than this share of the chunks that come then is found
@@ -39,8 +42,11 @@ Cell = int | PartSpan
 class LocationTruth(Protocol):
     """The owner of what is announced. Called on the event loop; each call tells what is true at that moment."""
 
-    def chunks(self) -> Iterable[ChunkPlace]:
-        """Every chunk held. Iterated once, in steps, before the node registers; later ones are learnt as announced."""
+    def chunks(self) -> Iterable[ChunkPlaces]:
+        """Every chunk held, some at a time. Iterated once, before the node registers; each part is one step.
+
+        Chunks that come later are learnt as they are announced. A chunk may be named twice.
+        """
         ...
 
     def settle(self) -> None:
@@ -59,7 +65,7 @@ class LocationTruth(Protocol):
 class NoLocations:
     """LocationTruth of a node that holds nothing."""
 
-    def chunks(self) -> Iterable[ChunkPlace]:
+    def chunks(self) -> Iterable[ChunkPlaces]:
         return ()
 
     def settle(self) -> None:
@@ -78,10 +84,8 @@ class FixedLocations:
     def __init__(self, changes: Iterable[LocationChange]) -> None:
         self._changes = {(change.keyspace, change.chunk_hash): change for change in changes}
 
-    def chunks(self) -> Iterable[ChunkPlace]:
-        return [
-            ChunkPlace(change.keyspace, change.chunk_hash, change.group_head_hash) for change in self._changes.values()
-        ]
+    def chunks(self) -> Iterable[ChunkPlaces]:
+        return ChunkPlaces.of((one.keyspace, one.chunk_hash, one.group_head_hash) for one in self._changes.values())
 
     def settle(self) -> None:
         pass
@@ -121,9 +125,27 @@ class ChunkDirectory:
         if self._is_loaded:
             return
         self._is_loaded = True
-        for count, place in enumerate(self._truth.chunks(), 1):
-            self._note(place.keyspace, place.chunk_hash, place.group_head, is_added=True)
-            if count % _LOAD_CHUNKS == 0:
+        found: dict[tuple[int, bytes], list[bytes]] = {}  # chunk hashes and group heads in turn
+        for places in self._truth.chunks():
+            for number, hashes, heads in _by_range(places):
+                found.setdefault((number, places.keyspace), []).extend((hashes, heads))
+            yield
+        for count, ((number, keyspace), parts) in enumerate(found.items(), 1):
+            hashes = b"".join(parts[::2])
+            if len(hashes) <= _COUNTED_CHUNKS * _HASH_BYTES and keyspace not in self._tables.get(number, ()):
+                self.was_used = True
+                self._tables.setdefault(number, {})[keyspace] = ChunkTable.of(hashes)
+            else:  # there may be large groups, or something was announced meanwhile
+                for _ in self._note_all(keyspace, hashes, b"".join(parts[1::2])):
+                    yield
+            parts.clear()
+            if count % _LOAD_TABLES == 0:
+                yield
+
+    def _note_all(self, keyspace: bytes, hashes: bytes, heads: bytes) -> Iterator[None]:
+        for at in range(0, len(hashes), _HASH_BYTES):
+            self._note(keyspace, hashes[at : at + _HASH_BYTES], heads[at : at + _HASH_BYTES], is_added=True)
+            if at % (_LOAD_CHUNKS * _HASH_BYTES) == 0:
                 self.keep_large_apart()
                 yield
 
@@ -365,6 +387,21 @@ class ChunkDirectory:
         self._table_counts[keyspace] -= 1
         if not self._table_counts[keyspace]:
             del self._table_counts[keyspace]
+
+
+def _by_range(places: ChunkPlaces) -> Iterator[tuple[int, bytes, bytes]]:
+    """Chunk hashes and group heads in each range that has any."""
+    hashes, heads = (
+        np.frombuffer(column, np.uint8).reshape(-1, _HASH_BYTES) for column in (places.chunk_hashes, places.group_heads)
+    )
+    numbers = (heads[:, -2].astype(np.uint16) << 8 | heads[:, -1]) >> 4
+    order = np.argsort(numbers, kind="stable")
+    counts = np.bincount(numbers)
+    present = np.flatnonzero(counts)
+    ends = (np.cumsum(counts[present]) * _HASH_BYTES).tolist()
+    ordered_hashes, ordered_heads = hashes[order].tobytes(), heads[order].tobytes()
+    for number, begin, end in zip(present.tolist(), [0, *ends], ends, strict=False):
+        yield number, ordered_hashes[begin:end], ordered_heads[begin:end]
 
 
 def _group(name: bytes) -> tuple[bytes, bytes]:

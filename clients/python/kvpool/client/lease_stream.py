@@ -23,13 +23,23 @@ if TYPE_CHECKING:
     _Call = StreamStreamCall[index_pb2.RenewLeasesRequest, index_pb2.RenewLeasesResponse]
 
 
+_LATE_ANSWERS_MAX = 3  # timeouts of one renewal at the only endpoint, before the stream is taken for dead
+
+
 class LeaseStream:
-    """Opens the stream when it is first used, and again after a failure, at the endpoint that is in use then."""
+    """Opens the stream when it is first used, and again after a failure, at the endpoint that is in use then.
+
+    A renewal that times out at the only endpoint stays on its way, and the next call waits for its answer: a busy index
+    that takes longer than the timeout for each renewal would never complete one that is begun again each time.
+    """
 
     def __init__(self, endpoints: Endpoints[IndexServiceAsyncStub]) -> None:
         self._endpoints = endpoints
         self._call: _Call | None = None
         self._status: StreamStatus | None = None
+        self._answer: asyncio.Task[index_pb2.RenewLeasesResponse] | None = None  # of the renewal on its way
+        self._renewing = (b"", 0)  # node and incarnation of it
+        self._late_count = 0  # calls that waited for it in vain
 
     async def renew(self, node_id: bytes, incarnation: int, load: NodeLoad | None, *, timeout_s: float) -> LeaseRenewal:
         """Renew one lease; one at a time. load: None for a node that holds nothing, whose lease lives longer.
@@ -40,12 +50,20 @@ class LeaseStream:
             node_id=node_id, incarnation=incarnation, load=None if load is None else node_load_to_proto(load)
         )
         endpoint = self._endpoints.endpoint
+        if self._renewing != (node_id, incarnation):
+            self.close()
+        if self._answer is None:
+            self._renewing = node_id, incarnation
+            self._answer = asyncio.create_task(self._exchange(index_pb2.RenewLeasesRequest(renewals=[renewal])))
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._exchange(index_pb2.RenewLeasesRequest(renewals=[renewal]))
+                answer = await asyncio.shield(self._answer)
+            self._answer, self._late_count = None, 0
         except TimeoutError:
-            self.close()
-            self._endpoints.fail(endpoint)
+            self._late_count += 1
+            if self._endpoints.count > 1 or self._late_count >= _LATE_ANSWERS_MAX:
+                self.close()
+                self._endpoints.fail(endpoint)
             raise DeadlineExceeded(f"the index did not renew the lease within {timeout_s:g} s") from None
         except StoreUnavailable:
             self.close()
@@ -69,6 +87,9 @@ class LeaseStream:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+        answer, self._answer, self._late_count = self._answer, None, 0
+        if answer is not None and not answer.cancel() and not answer.cancelled():
+            answer.exception()  # nobody waits for it any more
 
     async def _exchange(self, request: index_pb2.RenewLeasesRequest) -> index_pb2.RenewLeasesResponse:
         config = self._endpoints.config

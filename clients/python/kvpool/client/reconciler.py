@@ -183,10 +183,14 @@ class Reconciler:
         differed: set[int] = set()
         undecided: list[int] = []
         for first in range(0, RANGE_COUNT, slice_ranges):
-            ranges = range(first, first + slice_ranges)
+            ranges: Sequence[int] = range(first, first + slice_ranges)
+            if unsure and not self._directory.is_empty:  # the index may know nothing
+                missing = await self._replace_missing(ranges)
+                differed |= missing
+                ranges = [number for number in ranges if number not in missing]
             for number in ranges:
                 self._directory.recheck(number, self._round_number)
-            differing, left = await self._compare(ranges)
+            differing, left = await self._compare(ranges) if ranges else ({}, [])
             differed.update(differing)
             undecided += left
             await self._repair(differing)
@@ -214,6 +218,19 @@ class Reconciler:
         self._round_number += 1
         self._covered_s, self.last_round_s = began_s, self._loop.time() - began_s
         self.round_count += 1
+
+    async def _replace_missing(self, ranges: Sequence[int]) -> set[int]:
+        """Have consecutive ranges replaced of which the index has nothing, without own digests; which they are."""
+        busy = self._queue.busy_ranges()
+        theirs = await self._ask(ranges[0], len(ranges))
+        missing = {
+            number
+            for number, digest in zip(ranges, theirs, strict=True)
+            if not digest and number not in busy and self._directory.chunk_count(number)
+        }
+        for number in sorted(missing):
+            self._replace(self._directory.cells(number))
+        return missing
 
     async def _compare(self, ranges: Sequence[int]) -> tuple[dict[int, int], list[int]]:
         """Compare ranges (ascending): the index's digests of those that differ, and ranges that changed meanwhile."""

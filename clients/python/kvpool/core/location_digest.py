@@ -11,7 +11,7 @@ computes the same fingerprints.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 
@@ -86,12 +86,22 @@ class HeldChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPlace:
-    """A chunk and where its group is found."""
+class ChunkPlaces:
+    """Some chunks of one keyspace and where their groups are found: two columns, of 16 bytes for each chunk."""
 
     keyspace: bytes  # 16 bytes
-    chunk_hash: bytes  # 16 bytes
-    group_head: bytes  # 16 bytes
+    chunk_hashes: bytes
+    group_heads: bytes
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[bytes, bytes, bytes]]) -> list[ChunkPlaces]:
+        """From the keyspace, hash and group head of each chunk."""
+        found: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        for keyspace, chunk_hash, head in places:
+            hashes, heads = found.setdefault(keyspace, ([], []))
+            hashes.append(chunk_hash)
+            heads.append(head)
+        return [cls(keyspace, b"".join(hashes), b"".join(heads)) for keyspace, (hashes, heads) in found.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvpool.core.cluster import PageMetadata
@@ -24,21 +24,21 @@ class PageWriteLike(Protocol):
     def metadata(self) -> PageMetadata: ...
 
 
-class StoredPageType(Protocol[StoredT_co]):
-    """The type of what a scan yields."""
+class StoredPagesType(Protocol[StoredT_co]):
+    """Makes what a scan yields of keys, page bytes and metadata, in any order."""
 
-    def __call__(self, *, key: PageKey, page_bytes: int, metadata: PageMetadata) -> StoredT_co: ...
+    def __call__(self, pages: Iterable[tuple[PageKey, int, PageMetadata]]) -> StoredT_co: ...
 
 
 class MemoryPageStore(Generic[StoredT_co]):
     """Passes the contract of the pagestore's PageStore port. What was written survives `close` and `open`.
 
-    Make it as `MemoryPageStore(StoredPage.of)`. Tests may set `fault` (what every write, read and deletion raises or
+    Make it as `MemoryPageStore(StoredPages.of)`. Tests may set `fault` (what every write, read and deletion raises or
     reports from then on) and `gate` (what every write waits for before it is durable), and may damage pages.
     """
 
-    def __init__(self, stored_page: StoredPageType[StoredT_co]) -> None:
-        self._stored_page = stored_page
+    def __init__(self, stored_pages: StoredPagesType[StoredT_co]) -> None:
+        self._stored_pages = stored_pages
         self._lock = threading.Lock()
         self._pages: dict[PageKey, tuple[bytes, PageMetadata]] = {}
         self._keyspaces: list[bytes] = []
@@ -79,8 +79,7 @@ class MemoryPageStore(Generic[StoredT_co]):
     def scan(self) -> Iterator[StoredT_co]:
         with self._lock:
             pages = list(self._pages.items())
-        for key, (page, metadata) in pages:
-            yield self._stored_page(key=key, page_bytes=len(page), metadata=metadata)
+        yield self._stored_pages((key, len(page), metadata) for key, (page, metadata) in pages)
 
     def put_batch(
         self, pages: Sequence[PageWriteLike], on_durable: Callable[[PageKey, KvPoolError | None], None]

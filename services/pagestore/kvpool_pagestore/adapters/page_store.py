@@ -34,12 +34,12 @@ from kvpool_pagestore.adapters.rocks_database import RocksDatabase, fault_of, ro
 from kvpool_pagestore.adapters.salvage import Sidecar, salvage_records
 from kvpool_pagestore.core.disk_budget import ExtentBudget, charged_bytes, page_blocks
 from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPage
+from kvpool_pagestore.ports import OnDurable, PageMetadata, PageWrite, StoredPages
 
 _log = logging.getLogger(__name__)
 
 _LOAD_ROWS: Final = 1 << 14
-_SCAN_ROWS: Final = 2048
+_SCAN_ROWS: Final = 1 << 13
 _FORGOTTEN_ROWS: Final = 256  # under the lock at once
 _UNSYNCED_PAGES: Final = 1 << 14  # deleted, of which each takes 300 bytes until that is synced
 _PROBE_NAME: Final = "probe"
@@ -116,7 +116,7 @@ class RocksPageStore:
     def save_value(self, name: str, value: bytes) -> None:
         self._pages.database.save_value(named_value_key(name), value)
 
-    def scan(self) -> Iterator[StoredPage]:
+    def scan(self) -> Iterator[StoredPages]:
         return self._pages.scan()
 
     def put_batch(self, pages: Sequence[PageWrite], on_durable: OnDurable) -> None:
@@ -213,10 +213,10 @@ class _Pages:
         self._shrink()
         self._last_number = sidecar.first_number(max(salvaged_number, self._load()))
 
-    def scan(self) -> Iterator[StoredPage]:
+    def scan(self) -> Iterator[StoredPages]:
         """Every page that has a record. Raises StoreFault."""
         for keys, records in row_blocks(self.database, RECORDS, _SCAN_ROWS):
-            yield from map(StoredPage, keys, *kept_parts(records))
+            yield StoredPages.packed(keys, *kept_parts(records))
 
     def write(self, pages: Sequence[PageWrite]) -> None:
         """Make pages durable, no key twice. Raises StoreFault or QuotaExceeded; then none of them is."""

@@ -26,7 +26,7 @@ from kvpool.core.errors import PageCorrupt
 from kvpool.core.page import KEY_BYTES, PageKey
 from kvpool_pagestore.core.disk_budget import TRAILER_BYTES
 from kvpool_pagestore.core.extents import Extent
-from kvpool_pagestore.core.kept_metadata import METADATA_BYTES, full_metadata, pack_metadata, unpack_metadata
+from kvpool_pagestore.core.kept_metadata import METADATA_COLUMNS, full_metadata, pack_metadata, unpack_metadata
 from kvpool_pagestore.ports import PageMetadata
 
 RECORDS: Final = "records"
@@ -49,7 +49,8 @@ _ONE_EXTENT: Final = np.dtype(
         ("blocks", "<u4"),
     ]
 )
-_PLAIN_BYTES: Final = _ONE_EXTENT.itemsize + METADATA_BYTES  # of a record with one extent
+_PLAIN: Final = np.dtype([("head", _ONE_EXTENT), ("metadata", METADATA_COLUMNS)])  # a record with one extent
+_PLAIN_BYTES: Final = _PLAIN.itemsize
 TRAILER_MAGIC: Final = b"KVPT"
 _TRAILER: Final = struct.Struct(f"<4s{KEY_BYTES}sH")
 _TRAILER_EXTENTS: Final = 5
@@ -94,7 +95,7 @@ class UsedBlocks(NamedTuple):
     def of(cls, encoded: Sequence[bytes]) -> UsedBlocks:
         """Those of one extent, nearly all, are taken apart together. Raises PageCorrupt."""
         plain = [each for each in encoded if len(each) == _PLAIN_BYTES]
-        table = _plain_table(plain)
+        table = _plain_table(plain)["head"]
         places = [table["file"].astype(np.uint64) << _FILE_SHIFT | table["start"]]
         counts, last_number = [table["blocks"]], int(table["number"].max(initial=0))
         for each in encoded if len(plain) < len(encoded) else ():
@@ -135,22 +136,21 @@ class UsedBlocks(NamedTuple):
         return int(np.searchsorted(self.places, np.uint64(file << 32) | _START_MASK, side="right"))
 
 
-def kept_parts(encoded: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
-    """Page bytes and packed metadata of encoded records: all that a scan needs. Raises PageCorrupt as `decode` does."""
-    if all(len(each) == _PLAIN_BYTES for each in encoded):
+def kept_parts(encoded: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
+    """[N] page bytes and METADATA_COLUMNS of encoded records: all that a scan needs. Raises PageCorrupt."""
+    if set(map(len, encoded)) <= {_PLAIN_BYTES}:
         table = _plain_table(encoded)
-        return table["page_bytes"].tolist(), [each[_ONE_EXTENT.itemsize :] for each in encoded]
+        return table["head"]["page_bytes"].astype(np.int64), table["metadata"]
     places = [decode_place(each) for each in encoded]
     starts = [_RECORD.size + len(extents) * _EXTENT.size for _, extents in places]
-    metadata = [full_metadata(each[start:]) for each, start in zip(encoded, starts, strict=True)]
-    return [page_bytes for page_bytes, _ in places], metadata
+    metadata = b"".join(full_metadata(each[start:]) for each, start in zip(encoded, starts, strict=True))
+    return np.array([page_bytes for page_bytes, _ in places], np.int64), np.frombuffer(metadata, METADATA_COLUMNS)
 
 
 def _plain_table(plain: Sequence[bytes]) -> npt.NDArray[np.void]:
-    """[N] _ONE_EXTENT: the heads of records of one extent. Raises PageCorrupt if there is another one among them."""
-    row = np.dtype([("head", _ONE_EXTENT), ("metadata", f"V{METADATA_BYTES}")])
-    table: npt.NDArray[np.void] = np.frombuffer(b"".join(plain), row)["head"]
-    if np.any(table["version"] != _VERSION) or np.any(table["count"] != 1):
+    """[N] _PLAIN: records of one extent. Raises PageCorrupt if there is another one among them."""
+    table: npt.NDArray[np.void] = np.frombuffer(b"".join(plain), _PLAIN)
+    if np.any(table["head"]["version"] != _VERSION) or np.any(table["head"]["count"] != 1):
         raise PageCorrupt(f"there are records that are none of version {_VERSION}")
     return table
 

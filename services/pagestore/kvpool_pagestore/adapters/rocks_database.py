@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from rocksdict import (
     DBRecoveryMode,
     Options,
     Rdict,
+    ReadOptions,
     WriteBatch,
     WriteOptions,
 )
@@ -39,7 +41,8 @@ _log = logging.getLogger(__name__)
 _FAMILIES: Final = (RECORDS, SALVAGED, VALUES)
 _FORMAT: Final = b"2, page bytes in extents"
 _BLOCK_CACHE_BYTES: Final = 4 << 20  # at least; records only: the arena is the cache of pages
-_CACHE_SHARE: Final = 32  # one part in this many of the tables: filters and indexes are 3 of 140 bytes a record
+_BLOCK_BYTES: Final = 16 << 10  # of records: an index of blocks of 4 KiB takes as much memory as the filter
+_CACHE_SHARE: Final = 64  # one part in this many of the tables: filters and indexes are 1.6 of 140 bytes a record
 _CACHE_FITTED_WRITES: Final = 1024
 _WRITE_BUFFER_BYTES: Final = 1 << 20
 _WAL_LIMIT_BYTES: Final = 8 << 20
@@ -256,19 +259,25 @@ def rows(
 
 
 def row_blocks(database: RocksDatabase, family: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Keys and values of a family, `count` at a time, as `rows` finds them, but faster."""
+    """Keys and values of a family, `count` at a time, as `rows` finds them, but in half the time."""
+    table, last = database.family(family), b""
     with store_faults(f"scanning {family}"):
-        cursor = database.family(family).iter()
-        cursor.seek_to_first()
-        valid, key, value, following = cursor.valid, cursor.key, cursor.value, cursor.next
-        while valid():
-            keys, values = list[bytes](), list[bytes]()
-            while valid() and len(keys) < count:
-                keys.append(key())
-                values.append(value())
-                following()
-            yield keys, values
-        cursor.status()
+        options = ReadOptions()
+        options.fill_cache(False)  # type: ignore[call-arg]  # each block is read once; the stub lacks the argument
+        found = table.items(read_opt=options)
+        while True:
+            while flat := list(chain.from_iterable(islice(found, count))):
+                yield flat[::2], flat[1::2]
+                last = flat[-2]
+            # The driver's iterator also ends at a damaged block: see whether there is anything behind the last row.
+            cursor = table.iter()
+            cursor.seek(last)
+            if cursor.valid() and cursor.key() == last:
+                cursor.next()
+            if not cursor.valid():
+                cursor.status()
+                return
+            found = table.items(from_key=cursor.key(), read_opt=options)
 
 
 def _prepare_directory(directory: Path) -> None:
@@ -391,6 +400,7 @@ def _options(cache: Cache) -> Options:
     options = Options(raw_mode=True)
     table = BlockBasedOptions()
     table.set_block_cache(cache)
+    table.set_block_size(_BLOCK_BYTES)
     table.set_bloom_filter(10, False)
     table.set_cache_index_and_filter_blocks(True)  # counted in the cache, so that they cannot grow beside it
     table.set_checksum_type(ChecksumType.xxh3())

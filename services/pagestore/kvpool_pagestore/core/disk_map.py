@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
-from itertools import chain
-from struct import Struct
+from itertools import chain, pairwise
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.grid import shards_in
-from kvpool.core.location_digest import ChunkPlace
+from kvpool.core.location_digest import ChunkPlaces
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.chunk_columns import HASH_BYTES, NAME_BYTES, ChunkColumns, FoundChunks
 from kvpool_pagestore.core.eviction import EvictionPolicy
-from kvpool_pagestore.core.kept_metadata import StoredPage, unpack_metadata
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
 from kvpool_pagestore.core.retained import retention_of
 from kvpool_pagestore.core.retention import extended
+from kvpool_pagestore.core.stored_pages import run_begins, words
 
-_NAME_BYTES: Final = 32  # of a chunk: keyspace id and chunk hash, which a packed key begins with
-_HASH_BYTES: Final = 16
-_ASKED: Final = Struct("<qiqq")  # ttl_ms, priority, pinned_until_us, expires_us
 _PART_ROWS: Final = 256
+_PLACED_ROWS: Final = 1 << 16  # a step of 10 ms; what it gathers for each range goes back to the system afterwards
 _MANY: Final = 1 << 62
 
 PageBytes = Callable[[PageKey], int]
@@ -53,7 +53,7 @@ class _ChunkRows(PackedRows):
     """Rows of chunk names, with the bitmaps of their shards; the policy lets go of none that is on disk."""
 
     def __init__(self) -> None:
-        super().__init__(_NAME_BYTES)
+        super().__init__(NAME_BYTES)
         self.shards = array("Q")  # 0: not on disk, whatever the other columns say
 
     def add(self, key: bytes) -> int:
@@ -70,7 +70,7 @@ class _ChunkRows(PackedRows):
 class DiskMap:
     """Pages of the disk tier, and which chunks of them go when it is full.
 
-    Some 170 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
+    Some 160 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
     def __init__(self, page_bytes: PageBytes) -> None:
@@ -80,9 +80,7 @@ class DiskMap:
         self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life
         self._rows = _ChunkRows()
         self._policy: EvictionPolicy[bytes] = EvictionPolicy(self._rows)  # a keyspace is a domain
-        self._parents, self._heads = bytearray(), bytearray()
-        self._indexes, self._prompt_tokens = array("q"), array("q")
-        self._asked: dict[int, bytes] = {}  # by row, packed: only of chunks whose retention is not plain
+        self._kept = ChunkColumns()
         self._chosen: list[bytes] = []  # by the last call of `oldest`
         self.page_count = 0
         self.size_bytes = 0  # of pages; keys, indexes and logs of the store come on top
@@ -104,28 +102,27 @@ class DiskMap:
         self._count(key, self._page_bytes(key))
         return True
 
-    def add_found(self, pages: Iterable[StoredPage]) -> None:
-        """Pages that the scan of a start has found. Quick where those of a chunk follow each other."""
-        shards, row, last = self._rows.shards, NO_ROW, (b"", b"")
-        counts: Counter[bytes] = Counter()
-        for packed_key, _, packed_metadata in pages:
-            name = packed_key[:_NAME_BYTES]
-            if (name, packed_metadata) != last:
-                last = name, packed_metadata
-                row = self._open(name, unpack_metadata(packed_metadata), self._policy.restore)
-            bit = 1 << (packed_key[-2] | packed_key[-1] << 8)
-            if not shards[row] & bit:
-                shards[row] |= bit
-                counts[packed_key[:_HASH_BYTES] + packed_key[_NAME_BYTES:]] += 1
-        for size, count in counts.items():
+    def restore(self, found: FoundChunks) -> None:
+        """Take over what the scan of a start has found; there is nothing here yet. No use of what was found."""
+        self._rows.fill(found.names)
+        self._rows.shards, self._kept = found.shards, found.kept
+        parents, positions, keyspaces = _chains(found)
+        self._policy.restore_all(parents, positions, keyspaces)
+        name_of = self._rows.key
+        for row in np.flatnonzero((parents == NO_ROW) & (positions > 0)).tolist():
+            name = name_of(row)
+            self._policy.follow(name, name[:HASH_BYTES] + self._kept.metadata(row).parent_hash, int(positions[row]))
+        for row in list(self._kept.asked):
+            self._policy.retain(name_of(row), retention_of(self._kept.metadata(row)))
+        for kind, count in found.page_counts.items():
             self.page_count += count
-            key = PageKey.unpack(size[:_HASH_BYTES] + bytes(_HASH_BYTES) + size[_HASH_BYTES:])
+            key = PageKey(kind.keyspace, bytes(HASH_BYTES), kind.shard)
             self._count(key, count * self._page_bytes(key))
 
     def metadata(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page, or None if the page is not on disk."""
         row = self._find(key.keyspace + key.chunk_hash)
-        return self._metadata(row) if row >= 0 and self._rows.shards[row] >> key.shard & 1 else None
+        return self._kept.metadata(row) if row >= 0 and self._rows.shards[row] >> key.shard & 1 else None
 
     def chunk(self, keyspace: bytes, chunk_hash: bytes) -> DiskChunk | None:
         """All that is on disk of one chunk."""
@@ -135,20 +132,23 @@ class DiskMap:
     def location(self, keyspace: bytes, chunk_hash: bytes) -> tuple[int, bytes] | None:
         """The bitmap of a chunk's shards on disk and its group's head: `chunk`, as far as the index needs it."""
         row = self._find(keyspace + chunk_hash)
-        return None if row < 0 else (self._rows.shards[row], self._head(row))
+        return None if row < 0 else (self._rows.shards[row], self._kept.head(row))
 
-    def places(self) -> Iterator[ChunkPlace]:
+    def places(self) -> Iterator[ChunkPlaces]:
         """All chunks, for the index."""
-        for row in range(len(self._rows)):
-            if self._rows.shards[row]:
-                name = self._rows.key(row)
-                yield ChunkPlace(name[:_HASH_BYTES], name[_HASH_BYTES:], self._head(row))
+        for start in range(0, len(self._rows), _PLACED_ROWS):
+            end = min(start + _PLACED_ROWS, len(self._rows))
+            rows = start + np.flatnonzero(np.frombuffer(self._rows.shards[start:end], np.uint64))
+            names = np.frombuffer(self._rows.keys(start, end), np.uint8).reshape(-1, NAME_BYTES)[rows - start]
+            heads = np.frombuffer(self._kept.heads(start, end), np.uint8).reshape(-1, HASH_BYTES)[rows - start]
+            for keyspace, begin, stop in _keyspaces(names):
+                yield ChunkPlaces(keyspace, names[begin:stop, HASH_BYTES:].tobytes(), heads[begin:stop].tobytes())
 
     def set_metadata(self, keyspace: bytes, chunk_hash: bytes, metadata: PageMetadata) -> None:
         """Other retention, for all pages of a chunk; nothing if the chunk is not on disk."""
         row = self._find(keyspace + chunk_hash)
         if row >= 0:
-            self._keep(row, metadata)
+            self._kept.keep(row, metadata)
             self._policy.retain(keyspace + chunk_hash, retention_of(metadata))
 
     def names(self) -> Iterator[bytes]:
@@ -185,7 +185,7 @@ class DiskMap:
         self.page_count -= 1
         self._count(key, -self._page_bytes(key))
         if not self._rows.shards[row]:
-            self._asked.pop(row, None)
+            self._kept.forget(row)
             self._policy.remove(name)
         self.on_removed(key)
         return True
@@ -230,10 +230,10 @@ class DiskMap:
         if free_bytes <= 0 or len(chosen) >= max_chunks:
             return chosen
         names = set(self._chosen)
-        left = (chunk for row in self._asked if (chunk := self._chunk(row)).name not in names)
+        left = (chunk for row in self._kept.asked if (chunk := self._chunk(row)).name not in names)
         pinned = (chunk for chunk in left if chunk.metadata.pinned_until_us)
         order = nsmallest(
-            min(max_chunks, len(self._asked)),
+            min(max_chunks, self._kept.asked_count),
             pinned,
             key=lambda chunk: (chunk.metadata.pinned_until_us, chunk.metadata.priority),
         )
@@ -260,65 +260,58 @@ class DiskMap:
         """The row of a chunk of which a page came, brought to the policy by `enter` if it is new."""
         row = self._find(name)
         if row >= 0:
-            if (known := self._metadata(row)) != metadata:
-                self.set_metadata(name[:_HASH_BYTES], name[_HASH_BYTES:], extended(known, metadata))
+            if (known := self._kept.metadata(row)) != metadata:
+                self.set_metadata(name[:HASH_BYTES], name[HASH_BYTES:], extended(known, metadata))
             return row
         self._enter(name, metadata, enter)
         row = self._rows.find(name)
-        while len(self._indexes) < len(self._rows):
-            self._indexes.extend([0] * _PART_ROWS)
-            self._prompt_tokens.extend([0] * _PART_ROWS)
-            self._parents += bytes(_PART_ROWS * _HASH_BYTES)
-            self._heads += bytes(_PART_ROWS * _HASH_BYTES)
-        self._keep(row, metadata)
+        self._kept.extend(len(self._rows))
+        self._kept.keep(row, metadata)
         return row
 
     def _enter(self, name: bytes, metadata: PageMetadata, enter: Callable[..., None]) -> None:
-        keyspace = name[:_HASH_BYTES]
+        keyspace = name[:HASH_BYTES]
         parent = keyspace + metadata.parent_hash if metadata.chunk_index else None
         enter(name, parent, position=metadata.chunk_index, domain=keyspace, retention=retention_of(metadata))
 
-    def _keep(self, row: int, metadata: PageMetadata) -> None:
-        at = slice(row * _HASH_BYTES, (row + 1) * _HASH_BYTES)
-        self._parents[at], self._heads[at] = metadata.parent_hash, metadata.group_head_hash
-        self._indexes[row], self._prompt_tokens[row] = metadata.chunk_index, metadata.prompt_tokens
-        asked = metadata.ttl_ms, metadata.priority, metadata.pinned_until_us, metadata.expires_us
-        if any(asked):
-            self._asked[row] = _ASKED.pack(*asked)
-        else:
-            self._asked.pop(row, None)
-
-    def _metadata(self, row: int) -> PageMetadata:
-        packed = self._asked.get(row)
-        ttl_ms, priority, pinned_until_us, expires_us = (0, 0, 0, 0) if packed is None else _ASKED.unpack(packed)
-        return PageMetadata(
-            parent_hash=bytes(self._parents[row * _HASH_BYTES : (row + 1) * _HASH_BYTES]),
-            chunk_index=self._indexes[row],
-            group_head_hash=self._head(row),
-            ttl_ms=ttl_ms,
-            priority=priority,
-            pinned_until_us=pinned_until_us,
-            prompt_tokens=self._prompt_tokens[row],
-            expires_us=expires_us,
-        )
-
-    def _head(self, row: int) -> bytes:
-        return bytes(self._heads[row * _HASH_BYTES : (row + 1) * _HASH_BYTES])
-
     def _chunk(self, row: int) -> DiskChunk:
         name = self._rows.key(row)
-        return DiskChunk(name[:_HASH_BYTES], name[_HASH_BYTES:], self._rows.shards[row], self._metadata(row))
+        return DiskChunk(name[:HASH_BYTES], name[HASH_BYTES:], self._rows.shards[row], self._kept.metadata(row))
 
     def _keys(self, name: bytes) -> Iterator[PageKey]:
         shards = shards_in(self._rows.shards[self._rows.find(name)])
-        return (PageKey(name[:_HASH_BYTES], name[_HASH_BYTES:], shard) for shard in shards)
+        return (PageKey(name[:HASH_BYTES], name[HASH_BYTES:], shard) for shard in shards)
 
     def _put_back_chosen(self) -> None:
         for name in self._chosen:
             if self._find(name) >= 0 and name not in self._policy:
-                self._enter(name, self._metadata(self._rows.find(name)), self._policy.restore)
+                self._enter(name, self._kept.metadata(self._rows.find(name)), self._policy.restore)
         self._chosen = []
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
         self.on_bytes(key.keyspace, size_bytes)
+
+
+def _keyspaces(names: npt.NDArray[np.uint8]) -> list[tuple[bytes, int, int]]:
+    """Runs of names [N, NAME_BYTES] of one keyspace: it, the first row, the one after the last."""
+    begins = run_begins(words(names[:, :HASH_BYTES])).tolist()
+    return [(names[begin, :HASH_BYTES].tobytes(), begin, end) for begin, end in pairwise([*begins, len(names)])]
+
+
+def _chains(found: FoundChunks) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], list[tuple[bytes, int, int]]]:
+    """By row the chunk before, NO_ROW if that is not at once to be found, and the position in the chain.
+
+    And the keyspaces, each with its first row and the one after its last.
+    """
+    names = np.frombuffer(found.names, np.uint8).reshape(-1, NAME_BYTES)
+    keyspaces = _keyspaces(names)
+    hashes, wanted = words(names[:, HASH_BYTES:]), words(found.kept.parents)
+    positions = np.maximum(found.kept.indexes, -1)
+    parents = np.full(len(names), NO_ROW, np.int32)
+    for _, begin, end in keyspaces:
+        at = begin + np.searchsorted(hashes[begin:end, 0], wanted[begin:end, 0])
+        at = np.minimum(at, end - 1)
+        is_right = (hashes[at] == wanted[begin:end]).all(axis=1) & (positions[begin:end] > 0)
+        parents[begin:end][is_right] = at[is_right]
+    return parents, positions, keyspaces

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import log2
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool_pagestore.core.key_rows import NO_ROW, DictRows, K, KeyRows
 from kvpool_pagestore.core.retained import EXPIRED_PRIORITY, PLAIN, Retention
@@ -180,6 +181,51 @@ class EvictionPolicy(Generic[K]):
         row = self._enter(key, parent, position, domain, retention)
         self._uses[row], self._last_use[row], self._score[row] = 1, 0, self._window.now
         self._place(row)
+
+    def restore_all(
+        self,
+        parents: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        domains: Sequence[tuple[Hashable, int, int]],
+    ) -> None:
+        """`restore` of the keys of rows from 0 on, when there are no others; their retention is plain.
+
+        parents: a row or -1. positions: from 0 on. domains: with the first row and the one after the last of each.
+        """
+        count = len(parents)
+        assert not len(self._flags)
+        follows = parents >= 0
+        follows[follows] = positions[parents[follows]] == positions[follows] - 1
+        parents = np.where(follows, parents, NO_ROW).astype(np.int32)
+        children = np.bincount(parents[follows], minlength=count).astype(np.int32)
+        shelves, ranks = np.zeros(count, np.int32), np.full(count, NO_ROW, np.int64)
+        before, after = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        rank = self._window.now | -EXPIRED_PRIORITY << _SCORE_BITS
+        for domain, begin, end in domains:
+            self._shelf_count += 1
+            number = self._shelf_of[domain] = self._shelf_count
+            shelf = self._shelves[number] = _Shelf(domain, key_count=end - begin)
+            shelves[begin:end] = number
+            leaves = begin + np.flatnonzero(children[begin:end] == 0)
+            ranks[leaves], before[leaves[0]], after[leaves[-1]] = rank, NO_ROW, NO_ROW
+            before[leaves[1:]], after[leaves[:-1]] = leaves[:-1], leaves[1:]
+            shelf.ranks, shelf.first[rank], shelf.last[rank] = [rank], int(leaves[0]), int(leaves[-1])
+        self._parent, self._children, self._before, self._after, self._shelf, self._position = (
+            array("i", column.tobytes()) for column in (parents, children, before, after, shelves, positions)
+        )
+        scores = np.full(count, self._window.now, np.int64)
+        self._last_use, self._score, self._rank = (
+            array("q", column.tobytes()) for column in (np.zeros(count, np.int64), scores, ranks)
+        )
+        self._uses, self._flags = bytearray(b"\x01" * count), bytearray(bytes([_PRESENT]) * count)
+        self._count = count
+        self._rebuild_heap()
+
+    def follow(self, key: K, parent: K, position: int) -> None:
+        """Name the parent of a key that came without; see `insert`."""
+        row = self._find(key)
+        if row >= 0 and self._parent[row] < 0 and parent != key:
+            self._append(row, parent, position)
 
     def touch(self, key: K) -> None:
         """It was used. Touch the keys of a chain from its head on."""

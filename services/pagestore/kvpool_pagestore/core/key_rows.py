@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from struct import iter_unpack
 from typing import Generic, Protocol, TypeVar
+
+import numpy as np
 
 K = TypeVar("K", bound=Hashable)
 
@@ -105,6 +108,24 @@ class PackedRows:
         self._next[row], self._first[bucket] = self._first[bucket], row
         return row
 
+    def fill(self, keys: bytearray) -> None:
+        """Give rows from 0 on to different keys, which lie one after the other; there are none yet."""
+        assert not len(self)
+        count = len(keys) // self._key_bytes
+        hashes = np.fromiter((hash(key) for (key,) in iter_unpack(f"{self._key_bytes}s", keys)), np.int64, count)
+        bucket_count = max(_FIRST_BUCKETS, count)
+        self._mask = (1 << (bucket_count.bit_length() - 1)) - 1
+        buckets = hashes & (self._mask << 1 | 1)
+        buckets = np.where(buckets < bucket_count, buckets, hashes & self._mask)
+        order = np.argsort(buckets, kind="stable").astype(np.int32)
+        ordered = buckets[order]
+        is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])[:count]
+        following, first = np.full(count, NO_ROW, np.int32), np.full(bucket_count, NO_ROW, np.int32)
+        following[order[:-1][~is_first[1:]]] = order[1:][~is_first[1:]]
+        first[ordered[is_first]] = order[is_first]
+        self._keys, self._next, self._first = keys, array("i", following.tobytes()), array("i", first.tobytes())
+        self._count = count
+
     def remove(self, row: int) -> None:
         bucket = self._bucket(self.key(row))
         at = self._first[bucket]
@@ -119,6 +140,10 @@ class PackedRows:
 
     def key(self, row: int) -> bytes:
         return bytes(self._keys[row * self._key_bytes : (row + 1) * self._key_bytes])
+
+    def keys(self, first: int, end: int) -> bytes:
+        """The keys of rows one after the other; of those that are free, any."""
+        return bytes(self._keys[first * self._key_bytes : end * self._key_bytes])
 
     def _bucket(self, key: bytes) -> int:
         number = hash(key)  # of this process: clients choose chunk hashes, and could choose those of one bucket
