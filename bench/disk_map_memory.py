@@ -17,6 +17,7 @@ from pathlib import Path
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.kept_metadata import StoredPage, pack_metadata
 
 SHARDS = 8
@@ -48,7 +49,7 @@ def stored_pages(chunk_count: int) -> Iterator[StoredPage]:
 
 def measure(chunk_count: int) -> dict[str, float]:
     """Load a map as a start does, then evict from it with all ghosts in place."""
-    disk, pages = DiskMap(lambda key: 1 << 20), stored_pages(chunk_count)
+    disk, pages = DiskMap(lambda key: 1 << 20, PageEvents(), lambda: 0), stored_pages(chunk_count)
     before_bytes = resident_bytes()
     load_s = longest_s = 0.0
     while part := list(islice(pages, _STEP_PAGES)):

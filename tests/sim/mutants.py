@@ -18,6 +18,7 @@ from kvpool_index.adapters.memory import MemoryLocationStore
 from kvpool_index.adapters.memory_nodes import MemoryNodeDirectory
 from kvpool_index.engine_announce import AnnounceService
 from kvpool_index.engine_keyspaces import KeyspaceService
+from kvpool_pagestore.core.events import DiskChanged
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.sessions import SessionTable
@@ -108,8 +109,7 @@ def _announce_before_durable() -> AbstractContextManager[object]:
     true_write = DiskTier.write
 
     async def write(self: DiskTier, pages: Sequence[Any]) -> Any:
-        for page in pages:
-            self._announcer.disk(page.key, page.metadata.group_head_hash, True)
+        self._events.publish(DiskChanged([(page.key, page.metadata.group_head_hash) for page in pages], True))
         return await true_write(self, pages)
 
     return mock.patch.object(DiskTier, "write", write)

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import PageEvents, StagingChanged, Subscription
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.sessions import Session
 from kvpool_pagestore.core.slots import PageRecord, SegmentState, Slot, SlotState, SpaceNeed
@@ -67,9 +69,14 @@ class LedgerModel(RuleBasedStateMachine):
             writer_bytes=WRITER_BYTES,
             grace_s=1.0,
         )
-        self.ledger = Ledger(limits, lambda record, present: self.events.append((record.key, present)))
+        events = PageEvents()
+        events.subscribe([Subscription(StagingChanged, self.note)])
+        self.ledger = Ledger(limits, events, AdmissionRules(), lambda: 0)
         for tenant in TENANTS.values():
             self.add_session(tenant)
+
+    def note(self, changed: StagingChanged) -> None:
+        self.events.append((changed.record.key, changed.present))
 
     # What the model knows
 

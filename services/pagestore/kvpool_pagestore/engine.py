@@ -5,11 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from kvpool.core.cluster import NodeLoad
 from kvpool.core.errors import Draining, InvalidRequest, KvPoolError, StaleIncarnation, StoreUnavailable
 from kvpool.core.fault_points import reach
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import (
+    BytesHeld,
+    DiskChanged,
+    DiskHealthChanged,
+    PageEvents,
+    PagesArrived,
+    PagesEvicted,
+    PagesLeft,
+    PagesRead,
+    PagesUsed,
+    PolicyChanged,
+    StagingChanged,
+    Subscription,
+)
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -63,23 +79,25 @@ class PageStoreEngine:
         self._adopting = asyncio.Lock()
         policies = PolicyBook(node_policy(config, has_disk=parts.store is not None))
         self._announcer = Announcer(parts.index)
+        self.events = PageEvents()
+        self._admission = AdmissionRules()
         self._draining = False
         self._disk_live_bytes = parts.disk_live_bytes
         self.incarnation = 0
         clock, tasks, workers = parts.clock, self._tasks, parts.workers
         self._ledger = Ledger(
             ledger_limits(config, parts.first_segment_id),
-            self._announcer.staging,
+            self.events,
+            self._admission,
+            clock.wall_us,
             lambda keyspace: policies.plan(keyspace).staging_is_tier,
         )
-        self._ledger.space.now_us = parts.clock.wall_us
-        self._ledger.on_evicted = metrics.evicted_pages.labels("staging").inc
         self._space = ArenaSpace(self._ledger, parts.arena, workers.verify, tasks, clock)
         self._sealing = Sealing(self._space, self._keyspaces, workers.seal or workers.verify, metrics)
         self._disk: DiskTier | None = None
         self._write_back: WriteBack | None = None
         if parts.store is not None:
-            self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self._announcer, tasks, metrics)
+            self._disk = disk_tier(config, parts, parts.store, self._keyspaces, self.events, tasks, metrics)
             self._write_back = WriteBack(
                 write_back_limits(config),
                 self._ledger,
@@ -87,13 +105,15 @@ class PageStoreEngine:
                 self._sealing,
                 self._disk,
                 policies,
+                self.events,
+                self._admission,
                 tasks,
                 metrics,
                 clock,
                 parts.tracer,
             )
         self.policies = Policies(
-            policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks
+            policies, self._keyspaces, self._ledger, self._disk, self._write_back, parts.index, tasks, self.events
         )
         self._clearing = Clearing(self._ledger, self._disk, self._write_back, self._announcer, self.truth)
         alone = self._clearing.one_at_a_time
@@ -114,10 +134,45 @@ class PageStoreEngine:
         self.sessions = PeerSessions(
             session_times(config), self._ledger, parts.arena, self._keyspaces, self._quarantine, metrics
         )
-        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, self._write_back, tasks, metrics)
-        self.policies.on_change = lambda keyspace, policy: self.quotas.set_limit(keyspace, policy.quota_bytes)
+        self.quotas = make_quotas(config, self._keyspaces, self._ledger, self._disk, tasks, self.events)
         self.retained = make_retained(config, parts, policies, self._keyspaces, self._ledger, self._disk, metrics)
         self._make_calls(config, parts, policies, metrics)
+        self._connect(metrics)
+
+    def _connect(self, metrics: PageStoreMetrics) -> None:
+        """List who may refuse pages, and who handles which event: the only place that joins these parts."""
+        # In this order: who asks later is not asked for nothing. A pin is counted, and taken back by the caller if the
+        # page does not come; a quota is met by giving pages up, so it is asked when nothing else can refuse the page.
+        self._admission.set_rules((self.movement.refusal, self.retained.refusal, self.quotas.refusal))
+        # Kinds are independent of each other: each handler changes its own part's state alone, except those that
+        # begin work, which look at the ledger and the disk map, both consistent by then. Of one kind, in this order.
+        subscriptions: list[Subscription[Any]] = [
+            # The next admission must see every byte: quotas count it before anything else can be asked.
+            Subscription(BytesHeld, self.quotas.count),
+            Subscription(PolicyChanged, self.quotas.take_policy),
+            # Pages that leave are unpinned only after all that holds them has let go, so that a page which only moves
+            # between tiers keeps its pin.
+            Subscription(PagesArrived, self.retained.arrived),
+            Subscription(PagesLeft, self.retained.left),
+            # A copy is queued before the index can learn of the page: what the sweep reads there is then queued, too.
+            Subscription(StagingChanged, self.movement.staging_changed),
+            Subscription(StagingChanged, self._announcer.staging),
+            Subscription(DiskChanged, self.movement.disk_changed),
+            Subscription(DiskChanged, self._announcer.disk),
+            # May make a page dirty and start its write.
+            Subscription(PagesUsed, self.policies.write_used),
+            Subscription(PagesRead, self.movement.pages_read),
+            Subscription(
+                PagesEvicted, lambda event: metrics.evicted_pages.labels(event.tier.name.lower()).inc(event.page_count)
+            ),
+        ]
+        if self._disk is not None and self._write_back is not None:
+            # Old copies are deleted before pages are written once more.
+            subscriptions += (
+                Subscription(DiskHealthChanged, self._disk.retry_deletions),
+                Subscription(DiskHealthChanged, self._write_back.retry_failed),
+            )
+        self.events.subscribe(subscriptions)
 
     def _make_calls(
         self, config: PageStoreConfig, parts: EngineParts, policies: PolicyBook, metrics: PageStoreMetrics
@@ -138,7 +193,7 @@ class PageStoreEngine:
             metrics,
         )
         flights = make_flights(
-            config, parts, self._ledger, self._space, self._sealing, self._disk, policies, tasks, metrics
+            config, parts, self._ledger, self._space, self._sealing, self._disk, policies, self.events, tasks, metrics
         )
         self.pages = PageCalls(
             self._ledger,
@@ -150,12 +205,12 @@ class PageStoreEngine:
             self.retained,
             self._keyspaces,
             workers.verify,
+            self.events,
             tasks,
             metrics,
             parts.tracer,
         )
-        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, metrics)
-        self.movement.attach(self._announcer, self.pages)
+        self.spans = SpanCalls(self._ledger, self._space, self._disk, self.retained, self.pages, self.events, metrics)
         self.prefetch = Prefetch(self._ledger, flights, self._keyspaces, metrics, config.arena_bytes)
         most_read = self.movement.replication.most_read
         self.listing = Listing(self._ledger, self._disk, self._keyspaces, most_read, parts.clock)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvpool.core.errors import ArenaFull, InvalidRequest, KvPoolError, PageCorrupt, StoreFault
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageFaultKind, verify
+from kvpool_pagestore.core.events import PageEvents, PagesArrived
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -20,7 +21,6 @@ from kvpool_pagestore.core.retention import extended
 from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage
 from kvpool_pagestore.engine_disk import DiskTier
-from kvpool_pagestore.engine_retention import Retained
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
@@ -44,9 +44,9 @@ class Commits:
         disk: DiskTier | None,
         write_back: WriteBack | None,
         policies: PolicyBook,
-        retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
+        events: PageEvents,
         metrics: PageStoreMetrics,
     ) -> None:
         self._ledger = ledger
@@ -54,7 +54,7 @@ class Commits:
         self._disk = disk
         self._write_back = write_back
         self._policies = policies
-        self._retained = retained
+        self._events = events
         self._keyspaces = keyspaces
         self._verifiers = verifiers
         self._metrics = metrics
@@ -87,6 +87,8 @@ class Commits:
         answers = [
             self._finish_one(slot, error, durable, sealed, visible) for slot, error in zip(slots, errors, strict=True)
         ]
+        if visible:
+            self._events.publish(PagesArrived(visible))
         if self._write_back is not None:
             self._write_back.start_due()
         self._metrics.committed_pages.inc(len(visible))
@@ -107,7 +109,6 @@ class Commits:
         if not self._ledger.finish_commit(slot, verified=error is None, dirty=dirty, sealed=sealed):
             return error if error is not None else self._other_copy(record, dirty, waits)
         visible.append(record)
-        self._retained.visible(record)
         if dirty and self._write_back is not None:
             page = self._write_back.enqueue(slot, urgent=waits)
             return page if waits else None
@@ -120,7 +121,7 @@ class Commits:
         metadata = extended(slot.page.metadata, record.metadata)
         if metadata != slot.page.metadata:
             self._ledger.set_metadata(slot, metadata)
-            self._retained.visible(slot.page)
+            self._events.publish(PagesArrived((slot.page,)))
         if not dirty or self._write_back is None:
             return _no_disk(record) if waits else None
         if self._disk is not None and record.key in self._disk:

@@ -153,7 +153,7 @@ class Evicting:
                 self._ledger.drop(key)
                 # In the same turn, or a reader would bring the page back from the disk before it is deleted there.
                 if not wanted.staging_only and self._disk is not None and key in self._disk.map:
-                    self._disk.forget(key)
+                    self._disk.forget((key,))
                     on_disk.append(key)
         if on_disk:
             await self._delete(on_disk)

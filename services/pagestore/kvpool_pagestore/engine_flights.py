@@ -13,6 +13,7 @@ from kvpool.core.errors import KvPoolError, PageCorrupt, PageMissing
 from kvpool.core.fault_points import reach
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import BYTES, NO_TRACER, TIER, Tracer
+from kvpool_pagestore.core.events import PageEvents, PagesArrived
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -58,6 +59,7 @@ class Flights:
         disk: DiskTier | None,
         pulls: Pulls,
         policies: PolicyBook,
+        events: PageEvents,
         tasks: EngineTasks,
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -68,9 +70,9 @@ class Flights:
         self._sealing = sealing
         self._disk = disk
         self._pulls = pulls
+        self._events = events
         self._tasks = tasks
         self._by_key: dict[PageKey, Flight] = {}
-        self.on_visible: Callable[[PageRecord], None] = lambda record: None  # a page came to staging
 
     def find(self, key: PageKey) -> Flight | None:
         """The page's flight that is under way."""
@@ -169,7 +171,7 @@ class Flights:
         if slot is not None:
             ready = self._ledger.finish_fill(slot, verified=hit and error is None)
         if ready is not None and ready is slot:
-            self.on_visible(ready.page)
+            self._events.publish(PagesArrived((ready.page,)))
         if ready is not None and ready is slot and not self._policies.plan(flight.record.key.keyspace).stays_in_staging:
             self._ledger.make_fleeting(ready)
         flight.landed = ready is not None

@@ -12,6 +12,7 @@ from kvpool.core.location_digest import ChunkPlace, HeldChunk
 from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import DiskChanged, StagingChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.core.slots import PageRecord
@@ -35,22 +36,18 @@ class Announcer:
         self._index = index
         self._buffer = LocationBuffer()
         self._scheduled = False
-        self.on_staged: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it is in staging
-        self.on_stored: Callable[[PageKey, bytes], None] = lambda key, group_head_hash: None  # it became durable
         self.staged: dict[bytes, StagedChunk] = {}  # by keyspace id + chunk hash: what others may know is in staging
 
-    def staging(self, record: PageRecord, present: bool) -> None:
+    def staging(self, changed: StagingChanged) -> None:
         """A page became visible in staging or left it."""
-        if present:
-            self.on_staged(record.key, record.metadata.group_head_hash)
-        self._note_staged(record, present)
-        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, present)
+        record = changed.record
+        self._note_staged(record, changed.present)
+        self._note(record.key, record.metadata.group_head_hash, Tier.STAGING, changed.present)
 
-    def disk(self, key: PageKey, group_head_hash: bytes, present: bool) -> None:
-        """A page became durable, or is on disk no more."""
-        if present:
-            self.on_stored(key, group_head_hash)
-        self._note(key, group_head_hash, Tier.DISK, present)
+    def disk(self, changed: DiskChanged) -> None:
+        """Pages became durable, or are on disk no more."""
+        for key, group_head_hash in changed.pages:
+            self._note(key, group_head_hash, Tier.DISK, changed.present)
 
     def flush(self) -> None:
         """Hand over what was gathered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.core.cluster import PageMetadata
@@ -14,6 +14,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import NO_TRACER, Tracer
+from kvpool_pagestore.core.events import PageEvents, PagesRead
 from kvpool_pagestore.core.keyspaces import KeyspaceBook, check_page
 from kvpool_pagestore.core.ledger import Grant, Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -75,6 +76,7 @@ class PageCalls:
         retained: Retained,
         keyspaces: KeyspaceBook,
         verifiers: Workers,
+        events: PageEvents,
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         tracer: Tracer = NO_TRACER,
@@ -87,12 +89,10 @@ class PageCalls:
         self._flights = flights
         self._retained = retained
         self._keyspaces = keyspaces
+        self._events = events
         self._tasks = tasks
         self._metrics = metrics
-        self._commits = Commits(ledger, space, disk, write_back, policies, retained, keyspaces, verifiers, metrics)
-        flights.on_visible = retained.visible
-        self.refuses: Callable[[], KvPoolError | None] = lambda: None  # why no new pages are taken
-        self.on_read: Callable[[PageRecord], None] = lambda record: None  # a reader got a page
+        self._commits = Commits(ledger, space, disk, write_back, policies, keyspaces, verifiers, events, metrics)
 
     async def make_durable(self, key: PageKey) -> KvPoolError | None:
         """Wait until a visible page is on disk, whatever the plan of its keyspace says; None, or why it is not."""
@@ -199,9 +199,8 @@ class PageCalls:
             if final:
                 peer.acquisitions.discard(acquisition)
                 self._metrics.request_duration.labels("acquire").observe(time.perf_counter() - started_s)
-            for one in acquired:
-                if one.grant is not None:
-                    self.on_read(one.grant.slot.page)
+            if read := [one.grant.slot.page for one in acquired if one.grant is not None]:
+                self._events.publish(PagesRead(read))
             on_acquired(acquired, final)
 
         acquisition = Acquisition(
@@ -238,12 +237,7 @@ class PageCalls:
         if self._disk is not None and item.key in self._disk:
             self._disk.map.touch(item.key)
             return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
-        if (refusal := self.refuses()) is not None:
-            return refusal
         record = PageRecord(item.key, item.page_bytes, metadata)
-        refusal = self._retained.admit(item.key, item.page_bytes, metadata)
-        if refusal is not None:
-            return refusal
 
         def attempt() -> Grant | Admission | KvPoolError | SpaceNeed:
             peer.check_live()
@@ -252,7 +246,7 @@ class PageCalls:
         answer: ReserveAnswer = await self._space.find(keyspace.tenant, item.page_bytes, attempt)
         if answer is Admission.EXISTS:
             return self._retained.extend(item.key, item.page_bytes, metadata, changed) or Admission.EXISTS
-        if not isinstance(answer, Grant):
+        if isinstance(answer, KvPoolError):
             self._retained.turned_down(item.key)
         return answer
 

@@ -8,6 +8,7 @@ from kvpool.core.clock import Clock
 from kvpool.core.policy import StagingMode, WritePolicy, option_of
 from kvpool.core.tracing import NO_TRACER, Tracer
 from kvpool_pagestore.config import PageStoreConfig
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.policy import NodePolicy, PolicyBook
@@ -15,7 +16,6 @@ from kvpool_pagestore.core.quota import TenantQuotas
 from kvpool_pagestore.core.writeback import WriteBackLimits
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_flights import Flights
-from kvpool_pagestore.engine_locations import Announcer
 from kvpool_pagestore.engine_pull_values import PullLimits
 from kvpool_pagestore.engine_pulls import Pulls
 from kvpool_pagestore.engine_quota import Quotas
@@ -24,7 +24,6 @@ from kvpool_pagestore.engine_sealing import Sealing
 from kvpool_pagestore.engine_sessions import SessionTimes
 from kvpool_pagestore.engine_space import ArenaSpace
 from kvpool_pagestore.engine_tasks import EngineTasks
-from kvpool_pagestore.engine_writeback import WriteBack
 from kvpool_pagestore.metrics import PageStoreMetrics
 from kvpool_pagestore.ports import Arena, IndexLink, PageStore, PeerPages, Workers
 from kvpool_pagestore.ports_movement import NO_PLACEMENT, Placement
@@ -110,11 +109,10 @@ def make_quotas(
     keyspaces: KeyspaceBook,
     ledger: Ledger,
     disk: DiskTier | None,
-    write_back: WriteBack | None,
     tasks: EngineTasks,
-    metrics: PageStoreMetrics,
+    events: PageEvents,
 ) -> Quotas:
-    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, write_back, tasks, metrics)
+    return Quotas(TenantQuotas.parse(config.tenant_quotas), keyspaces, ledger, disk, tasks, events)
 
 
 def session_times(config: PageStoreConfig) -> SessionTimes:
@@ -129,14 +127,22 @@ def disk_tier(
     parts: EngineParts,
     store: PageStore,
     keyspaces: KeyspaceBook,
-    announcer: Announcer,
+    events: PageEvents,
     tasks: EngineTasks,
     metrics: PageStoreMetrics,
 ) -> DiskTier:
     workers = parts.workers
-    tier = DiskTier(store, parts.disk_live_bytes, keyspaces, announcer, workers.read, workers.write, tasks, metrics)
-    tier.map.now_us = parts.clock.wall_us
-    return tier
+    return DiskTier(
+        store,
+        parts.disk_live_bytes,
+        keyspaces,
+        events,
+        workers.read,
+        workers.write,
+        tasks,
+        metrics,
+        parts.clock.wall_us,
+    )
 
 
 def make_flights(
@@ -147,6 +153,7 @@ def make_flights(
     sealing: Sealing,
     disk: DiskTier | None,
     policies: PolicyBook,
+    events: PageEvents,
     tasks: EngineTasks,
     metrics: PageStoreMetrics,
 ) -> Flights:
@@ -159,4 +166,4 @@ def make_flights(
     )
     pullers, clock = parts.workers.pull, parts.clock
     pulls = Pulls(limits, ledger, space, parts.peers, parts.index, pullers, tasks, metrics, clock, parts.tracer)
-    return Flights(ledger, space, sealing, disk, pulls, policies, tasks, parts.tracer)
+    return Flights(ledger, space, sealing, disk, pulls, policies, events, tasks, parts.tracer)

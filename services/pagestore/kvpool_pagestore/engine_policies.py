@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvpool.core.errors import InvalidRequest, KvPoolError
 from kvpool.core.policy import KeyspacePolicy, VersionedPolicy
+from kvpool_pagestore.core.events import PageEvents, PagesUsed, PolicyChanged
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -39,6 +40,7 @@ class Policies:
         write_back: WriteBack | None,
         index: IndexLink,
         tasks: EngineTasks,
+        events: PageEvents,
     ) -> None:
         self._book = book
         self._keyspaces = keyspaces
@@ -47,13 +49,12 @@ class Policies:
         self._write_back = write_back
         self._index = index
         self._tasks = tasks
+        self._events = events
         self._asked: set[bytes] = set()  # keyspaces of which the index was asked once
         self._version_seen = 0
         self._version_learnt = 0
         self._learning = False
         self._saving = asyncio.Lock()
-        self.on_change: Callable[[bytes, KeyspacePolicy], None] = lambda keyspace, policy: None
-        ledger.on_used = self._used
 
     async def load(self) -> None:
         """What was learnt before the last restart. Raises StoreFault."""
@@ -61,14 +62,14 @@ class Policies:
         try:
             for told in _unpacked(kept or b""):
                 self._book.tell(told)
-                self.on_change(told.keyspace, told.policy)
+                self._events.publish(PolicyChanged(told.keyspace, told.policy))
         except (InvalidRequest, struct.error) as error:  # the index tells again
             _log.error("the policies that were kept cannot be read, and are asked for again: %s", error)
 
     def repeat(self) -> None:
-        """Tell `on_change` again of every policy that is known."""
+        """Publish every policy that is known once more."""
         for told in self._book.known():
-            self.on_change(told.keyspace, told.policy)
+            self._events.publish(PolicyChanged(told.keyspace, told.policy))
 
     async def learn(self, keyspaces: Iterable[bytes]) -> None:
         """Ask the index for the policies of keyspaces that it was never asked of; nothing if it cannot say now."""
@@ -79,6 +80,12 @@ class Policies:
             except KvPoolError as error:
                 _log.warning("policies of %d keyspaces are not known yet: %s", len(new), error)
 
+    def write_used(self, used: PagesUsed) -> None:
+        """Take pages to disk whose keyspace says so of pages that are used so often."""
+        for slot in used.slots:
+            if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
+                self._write(slot)
+
     def version_seen(self, version: int) -> None:
         """The index has named the version of all policies, with a lease renewal."""
         self._version_seen = version
@@ -87,10 +94,6 @@ class Policies:
             self._tasks.start(self._learn_all(), "learn-policies")
 
     # Inside
-
-    def _used(self, slot: Slot) -> None:
-        if self._book.plan(slot.page.key.keyspace).goes_by_use(slot.uses) and not self._is_safe(slot):
-            self._write(slot)
 
     def _reconsider(self, slot: Slot) -> None:
         """Do what a changed plan says of a visible page: to disk with it, or out of staging."""
@@ -140,7 +143,7 @@ class Policies:
         if not self._book.tell(told):
             return False
         _log.info("keyspace %s has policy %s of version %d now", told.keyspace.hex(), told.policy, told.version)
-        self.on_change(told.keyspace, told.policy)
+        self._events.publish(PolicyChanged(told.keyspace, told.policy))
         if self._book.plan(told.keyspace) != before:
             await self._apply_plan(told.keyspace)
         return True

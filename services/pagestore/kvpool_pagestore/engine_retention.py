@@ -15,6 +15,8 @@ from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import InvalidRequest, KvPoolError, QuotaExceeded, StoreFault
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest
+from kvpool_pagestore.core.events import PagesArrived, PagesLeft
 from kvpool_pagestore.core.keyspaces import Keyspace, KeyspaceBook
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
@@ -55,10 +57,6 @@ class Retained:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_us = 0
         self._stopped = False
-        ledger.on_left = self._left
-        if disk is not None:
-            disk.on_stored = self._stored
-            disk.map.on_removed = self._left
 
     @property
     def pinned_bytes(self) -> int:
@@ -86,18 +84,27 @@ class Retained:
         default, now_us = self._policies.policy(keyspace).retention, self._clock.wall_us()
         return [with_defaults(one, default, now_us) for one in metadata]
 
-    def visible(self, record: PageRecord) -> None:
-        """A page came to staging: it will be forgotten when its time comes, or soon if it has come already."""
-        self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
-        if record.metadata.pinned_until_us > self._clock.wall_us():  # also if another wish of that key was turned down
-            self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
+    def arrived(self, event: PagesArrived) -> None:
+        """Forget pages when their time comes, or soon if it has come already; count their pins, which were granted."""
+        for record in event.records:
+            self._note(record.key.keyspace + record.key.chunk_hash, record.metadata)
+            if record.metadata.pinned_until_us > self._clock.wall_us():
+                self._pins.pin({record.key: record.page_bytes}, record.metadata.pinned_until_us, 0, force=True)
 
-    def admit(self, key: PageKey, page_bytes: int, metadata: PageMetadata) -> QuotaExceeded | None:
-        """Count the pin of a page that is about to be stored; why it cannot be pinned."""
-        now_us = self._clock.wall_us()
-        if metadata.pinned_until_us <= now_us:
+    def left(self, event: PagesLeft) -> None:
+        """Forget what was known of pages that have gone from staging and from disk."""
+        for key in event.keys:
+            name = key.keyspace + key.chunk_hash
+            if key in self._pins and self._kept(key) is None and not self._ledger.is_coming(key):
+                self._pins.unpin([key])
+            if name in self._expiry and not self._keys(name):
+                self._expiry.forget(name)
+
+    def refusal(self, request: AdmissionRequest) -> QuotaExceeded | None:
+        """An AdmissionRule: count the pin of a page that is about to be stored, or say why it cannot be pinned."""
+        if request.purpose is not AdmissionPurpose.STORE:
             return None
-        return self._pins.pin({key: page_bytes}, metadata.pinned_until_us, now_us)
+        return self._pin(request.record)
 
     def turned_down(self, key: PageKey) -> None:
         """A page that was admitted did not come, or not now."""
@@ -127,7 +134,7 @@ class Retained:
         if kept is None or (after := extended(kept, wanted)) == kept:
             return None
         if after.pinned_until_us != kept.pinned_until_us:
-            refused = self.admit(key, page_bytes, after)
+            refused = self._pin(PageRecord(key, page_bytes, after))
             if refused is not None:
                 return refused
         changed += self._change([(key.keyspace + key.chunk_hash, after)])
@@ -207,14 +214,9 @@ class Retained:
         self._pins.pin(come, until_us, 0, force=True)
         return keys
 
-    def _stored(self, key: PageKey, metadata: PageMetadata) -> None:
-        """Found on disk at the start."""
-        self._note(key.keyspace + key.chunk_hash, metadata)
-        if metadata.pinned_until_us > self._clock.wall_us():
-            known = self._keyspaces.find(key.keyspace)
-            if known is not None:
-                pages = {key: known.page_bytes(key.shard)}
-                self._pins.pin(pages, metadata.pinned_until_us, 0, force=True)  # it was granted before
+    def _pin(self, record: PageRecord) -> QuotaExceeded | None:
+        now_us, until_us = self._clock.wall_us(), record.metadata.pinned_until_us
+        return self._pins.pin({record.key: record.page_bytes}, until_us, now_us) if until_us > now_us else None
 
     def _note(self, name: bytes, metadata: PageMetadata) -> None:
         if metadata.expires_us:
@@ -234,14 +236,6 @@ class Retained:
     def _sweep_and_arm(self) -> None:
         self.sweep()
         self._arm()
-
-    def _left(self, key: PageKey) -> None:
-        """A page has gone from staging or disk; nothing is known of it any more if it has gone from both."""
-        name = key.keyspace + key.chunk_hash
-        if key in self._pins and self._kept(key) is None and not self._ledger.is_coming(key):
-            self._pins.unpin([key])
-        if name in self._expiry and not self._keys(name):
-            self._expiry.forget(name)
 
     def _kept(self, key: PageKey) -> PageMetadata | None:
         """What is kept beside a page that is here; staging knows the latest."""

@@ -14,6 +14,7 @@ from kvpool.core.fault_points import reach
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
 from kvpool.core.spans import NO_GRANTS, PageGrants, PageSpan, SpanAnswer
+from kvpool_pagestore.core.events import PageEvents, PagesRead
 from kvpool_pagestore.core.keyspaces import Keyspace
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.slots import PageRecord, Slot, SpaceNeed, slot_bytes_for
@@ -76,6 +77,7 @@ class SpanCalls:
         disk: DiskTier | None,
         retained: Retained,
         pages: PageCalls,
+        events: PageEvents,
         metrics: PageStoreMetrics,
     ) -> None:
         self._ledger = ledger
@@ -83,6 +85,7 @@ class SpanCalls:
         self._disk = disk
         self._retained = retained
         self._pages = pages
+        self._events = events
         self._metrics = metrics
 
     async def reserve(self, peer: PeerSession, span: PageSpan) -> SpanAnswer:
@@ -120,8 +123,8 @@ class SpanCalls:
         keys = span.page_keys
         self._pages.drop_expired(keys)
         leases = self._ledger.acquire_ready(peer.session, keys)
-        for slot in leases.slots:
-            self._pages.on_read(slot.page)
+        if leases.slots:
+            self._events.publish(PagesRead([slot.page for slot in leases.slots]))
         self._count(span, keyspace, leases.pages, len(leases.refused), leases.refusal)
         staged = _Answered(leases.pages, leases.lease_ids, leases.slots, bytearray(b"\1") * len(leases.pages))
         staged.failed = [(page, leases.refusal) for page in leases.refused]
@@ -150,22 +153,20 @@ class SpanCalls:
         size_bytes = {shard: keyspace.page_bytes(shard) for shard in set(span.shards.tolist())}
         slot_bytes = {shard: slot_bytes_for(size) for shard, size in size_bytes.items()}
         peer.check_live()
-        refusal = self._pages.refuses()
         self._space.look_for_growth()
         for page, (key, position) in enumerate(zip(keys, span.positions.tolist(), strict=True)):
             record = PageRecord(key, size_bytes[key.shard], metadata[position])
-            answer: _Reserved = self._admit(record, refusal)
+            answer: _Reserved = Admission.EXISTS if self._is_on_disk(record.key) else None
             if answer is None:
                 answer = self._ledger.reserve_slot(peer.session, record, slot_bytes[key.shard])
                 if isinstance(answer, SpaceNeed):
                     answer = await self._find(peer, keyspace, record)
-                    refusal = self._pages.refuses()
                 if isinstance(answer, Slot):
                     answered.pages.append(page)
                     answered.lease_ids.append(peer.session.last_lease_id)
                     answered.slots.append(answer)
                     continue
-                if answer is not Admission.EXISTS:
+                if isinstance(answer, KvPoolError):
                     self._retained.turned_down(key)
             if answer is Admission.EXISTS:
                 answer = self._retained.extend(key, record.page_bytes, record.metadata, changed) or answer
@@ -177,15 +178,13 @@ class SpanCalls:
             self._space.grow_ahead(keyspace.tenant, each)
         return answered
 
-    def _admit(self, record: PageRecord, refusal: KvPoolError | None) -> Admission | KvPoolError | None:
-        """Why the page needs no slot, or gets none; else None."""
+    def _is_on_disk(self, key: PageKey) -> bool:
+        """Whether the page needs no slot; its store counts as a use."""
         disk = self._disk
-        if disk is not None and record.key in disk:
-            disk.map.touch(record.key)
-            return Admission.EXISTS
-        if refusal is not None or not record.metadata.pinned_until_us:
-            return refusal
-        return self._retained.admit(record.key, record.page_bytes, record.metadata)
+        if disk is None or key not in disk:
+            return False
+        disk.map.touch(key)
+        return True
 
     async def _find(self, peer: PeerSession, keyspace: Keyspace, record: PageRecord) -> Slot | Admission | KvPoolError:
         """Reserve a page for which room must be made. Nothing is awaited after it was granted."""

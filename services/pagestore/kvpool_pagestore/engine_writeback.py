@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvpool.core.clock import Clock
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import Draining, KvPoolError, PageMissing, StoreFault
 from kvpool.core.page import PageKey
 from kvpool.core.tracing import BYTES, NO_TRACER, PAGES, Tracer
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
+from kvpool_pagestore.core.events import BytesHeld, DiskHealthChanged, PageEvents
 from kvpool_pagestore.core.ledger import Ledger
 from kvpool_pagestore.core.policy import PolicyBook
-from kvpool_pagestore.core.slots import Slot
+from kvpool_pagestore.core.slots import PageRecord, Slot
 from kvpool_pagestore.core.writeback import DirtyPage, WriteBackLimits, WriteQueue, WriteState
 from kvpool_pagestore.engine_disk import DiskTier
 from kvpool_pagestore.engine_sealing import Sealing
@@ -38,6 +40,8 @@ class WriteBack:
         sealing: Sealing,
         disk: DiskTier,
         policies: PolicyBook,
+        events: PageEvents,
+        admission: AdmissionRules,
         tasks: EngineTasks,
         metrics: PageStoreMetrics,
         clock: Clock,
@@ -49,6 +53,8 @@ class WriteBack:
         self._ledger = ledger
         self._space = space
         self._sealing = sealing
+        self._events = events
+        self._admission = admission
         self._disk = disk
         self._tasks = tasks
         self._metrics = metrics
@@ -58,10 +64,6 @@ class WriteBack:
         self._untold_failures = 0
         self._tell_failures_at_s = float("-inf")
         self._progress: asyncio.Future[None] | None = None  # set at the end of each batch
-        # Whether a page may take so many bytes on disk; if so, they are told again once the write has ended.
-        self.admit: Callable[[PageKey, int], KvPoolError | None] = lambda key, size_bytes: None
-        self.on_settled: Callable[[PageKey, int], None] = lambda key, size_bytes: None
-        disk.on_change = self._disk_changed
 
     @property
     def oldest_s(self) -> float:
@@ -130,6 +132,12 @@ class WriteBack:
             raise StoreFault(f"{failed_count} pages are not durable: {self._disk.fault}")
         return sum(1 for page in wanted if page.durable), failed_count
 
+    def retry_failed(self, changed: DiskHealthChanged) -> None:
+        """Write at once what waits for the disk, if it works again; let those who wait look again in any case."""
+        if not changed.fault:
+            self._queue.hurry(self._clock.monotonic_s())
+        self._pump()
+
     def stop(self) -> None:
         """Begin no more writes; those under way end by themselves."""
         self._stopped = True
@@ -177,8 +185,7 @@ class WriteBack:
         ]
         written = {write.key: write.metadata for write in writes}
         refused = {
-            write.key: error or self.admit(write.key, self._disk.charged_bytes(write.key))
-            for write, error in zip(writes, unsealed, strict=True)
+            page.record.key: error or self._refusal(page.record) for page, error in zip(batch, unsealed, strict=True)
         }
         admitted = [write for write in writes if refused[write.key] is None]
         results: dict[PageKey, KvPoolError | None] = {key: error for key, error in refused.items() if error is not None}
@@ -189,8 +196,8 @@ class WriteBack:
                 try:
                     results |= await self._disk.write(admitted) if admitted else {}
                 finally:
-                    for write in admitted:
-                        self.on_settled(write.key, self._disk.charged_bytes(write.key))
+                    for write in admitted:  # by now the disk's map has counted those that are there
+                        self._hold_bytes(write.key, -self._disk.charged_bytes(write.key))
                 await self._keep_changes(batch, written, results)
                 if (error := next(filter(None, results.values()), None)) is not None:
                     span.fail(error)
@@ -199,6 +206,17 @@ class WriteBack:
                 self._settle(page, results.get(page.record.key, _unforeseen()))
             self._queue.batch_ended()
             self._pump()
+
+    def _refusal(self, record: PageRecord) -> KvPoolError | None:
+        """Why a page may not take bytes on disk; if it may, they are counted until its write has ended."""
+        size_bytes = self._disk.charged_bytes(record.key)
+        refused = self._admission.refusal(AdmissionRequest(AdmissionPurpose.WRITE_BACK, record, size_bytes))
+        if refused is None:
+            self._hold_bytes(record.key, size_bytes)
+        return refused
+
+    def _hold_bytes(self, key: PageKey, size_bytes: int) -> None:
+        self._events.publish(BytesHeld(key.keyspace, size_bytes))
 
     async def _keep_changes(
         self,
@@ -247,11 +265,6 @@ class WriteBack:
         if now_s >= self._tell_failures_at_s:
             _log.warning("%d writes failed, pages are not durable yet: %s: %s", self._untold_failures, key, error)
             self._untold_failures, self._tell_failures_at_s = 0, now_s + _FAILURES_TOLD_EVERY_S
-
-    def _disk_changed(self) -> None:
-        if not self._disk.fault:
-            self._queue.hurry(self._clock.monotonic_s())
-        self._pump()
 
     async def _next_progress(self) -> None:
         if self._progress is None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool.core.clock import SystemClock
+from kvpool_pagestore.core.admission import AdmissionRules
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.ledger import Ledger, LedgerLimits
 from kvpool_pagestore.core.slots import Slot, SlotState, SpaceNeed
 from kvpool_pagestore.engine_space import ArenaSpace
@@ -57,7 +59,7 @@ async def test_a_segment_that_is_full_as_soon_as_it_is_made_hides_no_room(turns:
         first_segment_id=1,
         grace_s=1,
     )
-    ledger = Ledger(limits, lambda record, present: None)
+    ledger = Ledger(limits, PageEvents(), AdmissionRules(), lambda: 0)
     workers, arena, tasks = WorkersWithAnOnlooker(), NamedSegments(), EngineTasks()
     space = ArenaSpace(ledger, arena, workers, tasks, SystemClock())  # type: ignore[arg-type]
 

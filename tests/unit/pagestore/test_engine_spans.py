@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvpool.core.spans import PageSpan, SpanAnswer
 from kvpool.testing import ManualClock
 from kvpool.v1 import pagestore_pb2 as pb
 from kvpool_pagestore.core.slots import SegmentState
+from kvpool_pagestore.engine_drain import Drain
 from kvpool_pagestore.engine_flights import Source
 from kvpool_pagestore.engine_sessions import PeerSession
 from kvpool_pagestore.engine_spans import SOURCE_NUMBERS
@@ -161,8 +163,19 @@ async def test_a_node_that_takes_no_pages_names_what_it_has() -> None:
             peer = await open_session(running)
             await store(running, peer, page_span(0, 2))
             await running.engine.flush(TENANT, b"")
-            running.engine.pages.refuses = lambda: Draining("draining")
-            answer = await running.engine.spans.reserve(peer, page_span(0, 3))
+            with mock.patch.object(Drain, "refuses_pages", True):
+                answer = await running.engine.spans.reserve(peer, page_span(0, 3))
+            assert answer.exists.tolist() == [0, 1]
+            assert [type(error) for _, error in answer.failed] == [Draining]
+
+
+async def test_a_node_that_takes_no_pages_names_what_is_staged_and_not_yet_on_disk() -> None:
+    with new_world(disk=False) as world:
+        async with running_engine(world) as running:
+            peer = await open_session(running)
+            await store(running, peer, page_span(0, 2))
+            with mock.patch.object(Drain, "refuses_pages", True):
+                answer = await running.engine.spans.reserve(peer, page_span(0, 3))
             assert answer.exists.tolist() == [0, 1]
             assert [type(error) for _, error in answer.failed] == [Draining]
 

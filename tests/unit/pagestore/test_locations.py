@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.outcome import Tier
 from kvpool_pagestore.core.disk_map import DiskMap
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.keyspaces import KeyspaceBook
 from kvpool_pagestore.core.locations import LocationBuffer
 from kvpool_pagestore.engine_locations import Announcer, NodeTruth, StagedChunk
@@ -49,13 +50,13 @@ def test_what_is_left_of_a_dropped_keyspace_takes_back_shards_of_every_split() -
 
 
 def test_what_is_on_disk_is_listed_though_pages_come_and_go_meanwhile() -> None:
-    disk_map = DiskMap(lambda key: 1)
+    disk_map = DiskMap(lambda key: 1, PageEvents(), lambda: 0)
     for number in range(20):
         disk_map.add(page_key(number), metadata(number))
     chunks = NodeTruth(Announcer(RecordingIndex()), disk_map, KeyspaceBook()).chunks()
     found = {next(chunks).chunk_hash for _ in range(5)}
     disk_map.add(page_key(20), metadata(20))
-    disk_map.remove(page_key(19))
+    disk_map.remove((page_key(19),))
     found |= {place.chunk_hash for place in chunks}
     assert found >= {page_key(number).chunk_hash for number in range(19)}
 

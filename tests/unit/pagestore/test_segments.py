@@ -18,11 +18,13 @@ class Table:
 
     def __init__(self, capacity_bytes: int = 64 * KIB, segment_bytes: int = 16 * KIB) -> None:
         self.evicted: list[int] = []
+        self.now_us = 0
         self.space = SegmentTable(
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
             first_segment_id=10,
             on_evict=lambda slot: self.evicted.append(slot.page.metadata.chunk_index),
+            now_us=lambda: self.now_us,
         )
 
     def allocate(self, slot_bytes: int = 4 * KIB, tenant: str = "a") -> Slot | SpaceNeed:
@@ -87,8 +89,6 @@ def test_a_chain_that_fills_the_arena_gives_up_its_head_while_its_end_is_in_use(
 
 def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
     table = Table(capacity_bytes=16 * KIB)
-    now_us = [0]
-    table.space.now_us = lambda: now_us[0]
     slots = [table.page(number * 16) for number in range(4)]
     assert slots[0].record is not None
     slots[0].record = replace(slots[0].record, metadata=replace(metadata(0), pinned_until_us=50))
@@ -96,7 +96,7 @@ def test_a_pinned_page_stays_and_keeps_its_segment() -> None:
     table.page(100)
     assert table.evicted == [16]
     assert table.allocate(16 * KIB) is SpaceNeed.FULL
-    now_us[0] = 50
+    table.now_us = 50
     assert isinstance(table.allocate(16 * KIB), Slot)
 
 
@@ -359,13 +359,12 @@ def test_pages_in_use_are_not_walked_for_each_slot_of_their_size(monkeypatch: py
     for _ in range(100):
         assert table.allocate() is SpaceNeed.FULL
     assert looks <= 2
-    table.space.now_us = lambda: 50
+    table.now_us = 50
     assert isinstance(table.allocate(), Slot) and table.evicted == [0]
 
 
 def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_the_pins() -> None:
-    table, now_us = Table(), [0]
-    table.space.now_us = lambda: now_us[0]
+    table = Table()
     slots = [table.page(number, 16 * KIB) for number in range(4)]
     for number, slot in enumerate(slots):
         slot.record = replace(slot.page, metadata=replace(slot.page.metadata, pinned_until_us=100 - 10 * number))
@@ -375,6 +374,6 @@ def test_segments_that_are_passed_over_for_their_pins_come_back_with_the_end_of_
     table.space.retain(slots[0])
     assert isinstance(table.allocate(8 * KIB), Slot) and table.evicted == [0], "unpinned"
     assert table.allocate(16 * KIB) is SpaceNeed.FULL
-    now_us[0] = 70
+    table.now_us = 70
     table.page(10, 16 * KIB)
     assert table.evicted == [0, 3], "its pin has ended"

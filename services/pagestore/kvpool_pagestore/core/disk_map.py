@@ -15,6 +15,7 @@ from kvpool.core.cluster import PageMetadata
 from kvpool.core.grid import shards_in
 from kvpool.core.location_digest import ChunkPlace
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesLeft
 from kvpool_pagestore.core.eviction import EvictionPolicy
 from kvpool_pagestore.core.kept_metadata import StoredPage, unpack_metadata
 from kvpool_pagestore.core.key_rows import NO_ROW, PackedRows
@@ -73,11 +74,10 @@ class DiskMap:
     Some 170 bytes a chunk, the policy's included. Iterating goes by rows, so that the map may change meanwhile.
     """
 
-    def __init__(self, page_bytes: PageBytes) -> None:
+    def __init__(self, page_bytes: PageBytes, events: PageEvents, now_us: Callable[[], int]) -> None:
         self._page_bytes = page_bytes
-        self.on_bytes: Callable[[bytes, int], None] = lambda keyspace, size_bytes: None  # pages came (> 0) or went
-        self.on_removed: Callable[[PageKey], None] = lambda key: None
-        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life
+        self._events = events
+        self._now_us = now_us  # wall time, for pins and ends of life
         self._rows = _ChunkRows()
         self._policy: EvictionPolicy[bytes] = EvictionPolicy(self._rows)  # a keyspace is a domain
         self._parents, self._heads = bytearray(), bytearray()
@@ -175,28 +175,29 @@ class DiskMap:
         """The page was used."""
         self._policy.touch(key.keyspace + key.chunk_hash)
 
-    def remove(self, key: PageKey) -> bool:
-        """The page is gone or worthless. False if it was not there."""
-        name = key.keyspace + key.chunk_hash
-        row = self._find(name)
-        if row < 0 or not self._rows.shards[row] >> key.shard & 1:
-            return False
-        self._rows.shards[row] &= ~(1 << key.shard)
-        self.page_count -= 1
-        self._count(key, -self._page_bytes(key))
-        if not self._rows.shards[row]:
-            self._asked.pop(row, None)
-            self._policy.remove(name)
-        self.on_removed(key)
-        return True
+    def remove(self, keys: Iterable[PageKey]) -> list[tuple[PageKey, bytes]]:
+        """Pages are gone or worthless. Return those that were here, each with the head of its chain group."""
+        removed: list[tuple[PageKey, bytes]] = []
+        for key in keys:
+            name = key.keyspace + key.chunk_hash
+            row = self._find(name)
+            if row < 0 or not self._rows.shards[row] >> key.shard & 1:
+                continue
+            removed.append((key, self._head(row)))
+            self._rows.shards[row] &= ~(1 << key.shard)
+            self.page_count -= 1
+            self._count(key, -self._page_bytes(key))
+            if not self._rows.shards[row]:
+                self._asked.pop(row, None)
+                self._policy.remove(name)
+        if removed:
+            self._events.publish(PagesLeft([key for key, _ in removed]))
+        return removed
 
     def remove_chunk(self, name: bytes) -> list[PageKey]:
         """Forget all pages of a chunk, named as by `names`; which they were."""
         row = self._find(name)
-        keys = self._chunk(row).keys if row >= 0 else []
-        for key in keys:
-            self.remove(key)
-        return keys
+        return [key for key, _ in self.remove(self._chunk(row).keys)] if row >= 0 else []
 
     def oldest(
         self,
@@ -213,7 +214,7 @@ class DiskMap:
         """
         self._put_back_chosen()
         chosen: list[DiskChunk] = []
-        now_us = self.now_us()
+        now_us = self._now_us()
         while free_bytes > 0 and len(chosen) < max_chunks:
             name = self._policy.evict(now_us, domains=keyspaces, spare=lambda name: any(map(spare, self._keys(name))))
             if name is None:
@@ -321,4 +322,4 @@ class DiskMap:
 
     def _count(self, key: PageKey, size_bytes: int) -> None:
         self.size_bytes += size_bytes
-        self.on_bytes(key.keyspace, size_bytes)
+        self._events.publish(BytesHeld(key.keyspace, size_bytes))

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from kvpool.core.errors import ArenaFull, KvPoolError, LeaseLost, SessionBusy
 from kvpool.core.outcome import Admission
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRules
+from kvpool_pagestore.core.events import PageEvents
 from kvpool_pagestore.core.sessions import Session, SessionState, SessionTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
 from kvpool_pagestore.core.staged_pages import LedgerLimits as LedgerLimits
-from kvpool_pagestore.core.staged_pages import OnStaging, StagedPages
+from kvpool_pagestore.core.staged_pages import StagedPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,12 @@ class Ledger(StagedPages):
     def __init__(
         self,
         limits: LedgerLimits,
-        on_staging: OnStaging,
+        events: PageEvents,
+        admission: AdmissionRules,
+        now_us: Callable[[], int],
         staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
     ) -> None:
-        super().__init__(limits, on_staging, staging_is_tier)
+        super().__init__(limits, events, admission, now_us, staging_is_tier)
         self.sessions = SessionTable(grace_s=limits.grace_s)
 
     # Writing
@@ -62,7 +66,7 @@ class Ledger(StagedPages):
         """The same. The lease on a slot has the session's last lease id."""
         ready = self.find(record.key)
         if ready is not None:
-            self._use(ready)
+            self._use((ready,))
             return Admission.EXISTS
         if record.key in self._writing or record.key in self._filling:
             return Admission.PENDING
@@ -70,7 +74,7 @@ class Ledger(StagedPages):
             return SessionBusy(f"the session holds {session.max_leases} write leases, its window")
         if self.writer_bytes + slot_bytes > self._limits.writer_bytes:
             return ArenaFull(f"{self.writer_bytes} bytes are being written or not yet durable, the cap")
-        refused = self.admit(record, slot_bytes)
+        refused = self._refusal(AdmissionPurpose.STORE, record, slot_bytes)
         if refused is not None:
             return refused
         slot = self.space.allocate(session.tenant, slot_bytes)
@@ -132,7 +136,9 @@ class Ledger(StagedPages):
         busy = self.read_window(session)
         if busy is not None:
             return busy
-        return Grant(self._lease(session, slot), slot)
+        lease_id = self._lease(session, slot)
+        self._use((slot,))
+        return Grant(lease_id, slot)
 
     def acquire_ready(self, session: Session, keys: Sequence[PageKey]) -> ReadLeases:
         """Read leases on those of the pages that are visible, as far as the session's window goes."""
@@ -148,6 +154,8 @@ class Ledger(StagedPages):
                 leases.pages.append(page)
                 leases.lease_ids.append(self._lease(session, slot))
                 leases.slots.append(slot)
+        if leases.slots:
+            self._use(leases.slots)
         if leases.refused:
             leases.refusal = self.read_window(session)
         return leases
@@ -195,7 +203,6 @@ class Ledger(StagedPages):
         self.space.hold(slot)
         lease_id = session.next_lease_id()
         session.reads[lease_id] = slot
-        self._use(slot)
         return lease_id
 
     def _drop_writer(self, slot: Slot) -> None:

@@ -79,6 +79,7 @@ class SegmentTable:
         segment_bytes: int,
         first_segment_id: int,
         on_evict: Callable[[Slot], None],
+        now_us: Callable[[], int],
     ) -> None:
         if not 0 < segment_bytes <= capacity_bytes:
             raise ValueError(f"need 0 < segment_bytes <= capacity_bytes, got {segment_bytes} and {capacity_bytes}")
@@ -90,7 +91,7 @@ class SegmentTable:
         self._segment_bytes = segment_bytes
         self._next_segment_id = first_segment_id
         self._on_evict = on_evict
-        self.now_us: Callable[[], int] = lambda: 0  # wall time, for pins and ends of life; set by the owner
+        self._now_us = now_us  # wall time, for pins and ends of life
         self._segments: dict[int, Segment] = {}
         self._classes: dict[tuple[str, int], _SizeClass] = {}
         self._unmade: dict[int, Segment] = {}
@@ -192,7 +193,7 @@ class SegmentTable:
 
     def victims(self, keyspaces: Collection[bytes], spare: Callable[[Slot], bool]) -> Generator[Slot]:
         """Pages of these keyspaces to give up, sizes in turn, none that is spared. Free each, then ask for the next."""
-        now_us = self.now_us()
+        now_us = self._now_us()
         with ExitStack() as ending:
             left = [
                 ending.enter_context(closing(walk(one.pages, one.slots, keyspaces, spare, now_us)))
@@ -411,7 +412,7 @@ class SegmentTable:
             self._queue_idle(segment)
 
     def _victim(self, size_class: _SizeClass) -> Slot | None:
-        now_us, slots = self.now_us(), size_class.slots
+        now_us, slots = self._now_us(), size_class.slots
         name = size_class.pages.evict(now_us)
         if name is not None:
             return slots[name]
@@ -436,7 +437,7 @@ class SegmentTable:
     ) -> Segment | None:
         """Of segments that hold such a slot, with nothing in use or pinned, the one whose pages have been unused for
         longest."""
-        now_us = self.now_us()
+        now_us = self._now_us()
         while self._pinned_idle and self._pinned_idle[0][0] <= now_us:
             segment = self._segments.get(heapq.heappop(self._pinned_idle)[1])
             if segment is not None and segment.pinned_until_us <= now_us:

@@ -5,18 +5,17 @@ Every method is one atomic change. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.core.cluster import PageMetadata
 from kvpool.core.errors import KvPoolError
+from kvpool.core.outcome import Tier
 from kvpool.core.page import PageKey
+from kvpool_pagestore.core.admission import AdmissionPurpose, AdmissionRequest, AdmissionRules
+from kvpool_pagestore.core.events import BytesHeld, PageEvents, PagesEvicted, PagesLeft, PagesUsed, StagingChanged
 from kvpool_pagestore.core.segments import SegmentTable
 from kvpool_pagestore.core.slots import PageRecord, Slot, SlotState, SpaceNeed, slot_bytes_for
-
-OnStaging = Callable[[PageRecord, bool], None]
-"""Told of every page that becomes visible in staging (True) or leaves it (False)."""
-
 
 _NO_PAGES: dict[PageKey, Slot] = {}
 
@@ -39,27 +38,22 @@ class StagedPages:
     def __init__(
         self,
         limits: LedgerLimits,
-        on_staging: OnStaging,
+        events: PageEvents,
+        admission: AdmissionRules,
+        now_us: Callable[[], int],
         staging_is_tier: Callable[[bytes], bool] = lambda keyspace: True,
     ) -> None:
-        """staging_is_tier: whether others may know what is in staging; `on_staging` gets no other pages."""
+        """staging_is_tier: whether others may know what a keyspace has in staging. now_us: wall time."""
         self._limits = limits
+        self._events = events
+        self._admission = admission
         self._staging_is_tier = staging_is_tier
-        self._on_staging = on_staging
-        self.on_evicted: Callable[[], None] = lambda: None  # a page was thrown out to make room
-        # Whether a keyspace may take so many slot bytes for a page; it may throw out others of its own.
-        self.admit: Callable[[PageRecord, int], KvPoolError | None] = lambda record, size_bytes: None
-        # A visible page was leased, or asked to be stored again.
-        self.on_used: Callable[[Slot], None] = lambda slot: None
-        # A slot of the page has come back; it may still be in another one.
-        self.on_left: Callable[[PageKey], None] = lambda key: None
-        # Slot bytes were taken for a page, or (< 0) came back.
-        self.on_held: Callable[[PageRecord, int], None] = lambda record, size_bytes: None
         self.space = SegmentTable(
             capacity_bytes=limits.arena_bytes,
             segment_bytes=limits.segment_bytes,
             first_segment_id=limits.first_segment_id,
             on_evict=self._evicted,
+            now_us=now_us,
         )
         self.dirty_bytes = 0
         self.writer_bytes = 0  # RESERVED, COMMITTING, dirty, and QUARANTINED slots
@@ -100,7 +94,7 @@ class StagedPages:
     def begin_fill(self, tenant: str, record: PageRecord) -> Slot | SpaceNeed:
         """A slot that the owner fills from disk or a peer. Several of one page may be filled; the first one counts."""
         slot_bytes = slot_bytes_for(record.page_bytes)
-        if self.admit(record, slot_bytes) is not None:
+        if self._refusal(AdmissionPurpose.FILL, record, slot_bytes) is not None:
             return SpaceNeed.QUOTA
         slot = self.space.allocate(tenant, slot_bytes)
         if isinstance(slot, SpaceNeed):
@@ -181,7 +175,7 @@ class StagedPages:
         """Announce a visible page, or take that back, as the policy of its keyspace says now."""
         if self._staging_is_tier(slot.page.key.keyspace) != slot.is_announced:
             slot.is_announced = not slot.is_announced
-            self._on_staging(slot.page, slot.is_announced)
+            self._events.publish(StagingChanged(slot.page, slot.is_announced))
 
     def give_up(self, slot: Slot) -> None:
         """Throw a page out that nobody uses and that is not dirty."""
@@ -213,23 +207,30 @@ class StagedPages:
         self.space.occupy(slot, state)
         slot.record, slot.uses, slot.fleeting = record, 0, False
         slot.stay += 1
-        self.on_held(record, slot.size_bytes)
+        self._events.publish(BytesHeld(record.key.keyspace, slot.size_bytes))
 
     def _free(self, slot: Slot) -> None:
         key = slot.page.key
-        self.on_held(slot.page, -slot.size_bytes)
         self.space.free(slot)
-        self.on_left(key)
+        self._left(key, slot.size_bytes)
+
+    def _left(self, key: PageKey, size_bytes: int) -> None:
+        self._events.publish(BytesHeld(key.keyspace, -size_bytes))
+        self._events.publish(PagesLeft((key,)))
+
+    def _refusal(self, purpose: AdmissionPurpose, record: PageRecord, slot_bytes: int) -> KvPoolError | None:
+        return self._admission.refusal(AdmissionRequest(purpose, record, slot_bytes))
 
     def _soil(self, slot: Slot) -> None:
         slot.dirty = True
         self.dirty_bytes += slot.size_bytes
         self.writer_bytes += slot.size_bytes
 
-    def _use(self, slot: Slot) -> None:
-        slot.uses += 1
-        self._touch(slot)
-        self.on_used(slot)
+    def _use(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.uses += 1
+            self._touch(slot)
+        self._events.publish(PagesUsed(slots))
 
     def _touch(self, slot: Slot) -> None:
         self._tick += 1
@@ -252,17 +253,16 @@ class StagedPages:
             del self._ready[key.keyspace]
 
     def _evicted(self, slot: Slot) -> None:
-        self.on_evicted()
-        self.on_held(slot.page, -slot.size_bytes)
         self._hide(slot.page.key)
         self._withdraw(slot)
-        self.on_left(slot.page.key)
+        self._left(slot.page.key, slot.size_bytes)
+        self._events.publish(PagesEvicted(Tier.STAGING, 1))
 
     def _withdraw(self, slot: Slot) -> None:
         """The page leaves: only what was announced is taken back, whatever the keyspace's policy says by now."""
         if slot.is_announced:
             slot.is_announced = False
-            self._on_staging(slot.page, False)
+            self._events.publish(StagingChanged(slot.page, False))
 
     def _free_or_settle(self, slot: Slot) -> None:
         if slot.readers or slot.pins:
